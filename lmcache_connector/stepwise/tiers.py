@@ -267,10 +267,10 @@ class Tiers:
         seconds = limits.SHUTDOWN_SECONDS
         self._rank.jobs.finish_stores(seconds)
         self._learn()
-        self._rank.stop(seconds)
+        are_ended = self._rank.stop(seconds)
         if self._lookup is not None:
             self._lookup.close()
-        self._rank.close(seconds)
+        self._rank.close(seconds, unmap=are_ended)
 
     # -- jobs ----------------------------------------------------------------------------------
 

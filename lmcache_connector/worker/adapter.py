@@ -286,11 +286,12 @@ class WorkerAdapter:
         seconds = limits.SHUTDOWN_SECONDS
         self.finish_stores()
         self._gate.shut()
-        self._tiers.stop(seconds)
+        are_ended = self._tiers.stop(seconds)
         if self._server is not None and not self._server.close(seconds):
             logger.warning("The peer server did not stop within %.1f s", seconds)
+            are_ended = False
         self._transfers.close()
-        self._tiers.close(seconds)
+        self._tiers.close(seconds, unmap=are_ended)
         self._lora_loads.close()
         self._weights.close()
 

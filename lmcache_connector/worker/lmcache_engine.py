@@ -335,12 +335,13 @@ class LMCacheEngineAdapter:
         """Of the CPU tier's memory."""
         return int(self._cpu.memory_allocator.pin_allocator.total_allocated_size)
 
-    def close(self, seconds: float) -> None:
-        """Writes still queued for Redis get ``seconds``; then everything is dropped."""
+    def close(self, seconds: float, *, unmap: bool = True) -> None:
+        """Writes still queued for Redis get ``seconds``; then everything is dropped. ``unmap``:
+        see :meth:`SharedMemory.close`."""
         if self._writes is not None:
             self._writes.close(seconds)
         self._engine.close()
-        self._shared.close()
+        self._shared.close(unmap=unmap)
 
     def _retrieve(
         self,

@@ -51,13 +51,14 @@ class SharedMemory:
         """Of a tensor in it."""
         return int(tensor.data_ptr()) - self._base
 
-    def close(self) -> None:
-        """As LMCache frees its own: nothing may use it any more. What others have mapped stays
-        until they let go."""
+    def close(self, *, unmap: bool) -> None:
+        """``unmap``: nothing uses it any more; else it stays as long as the process, since a thread
+        that was left behind would end that. What others have mapped stays until they let go."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-            _LIBC.munmap(self._base, self._size)
+            if unmap:
+                _LIBC.munmap(self._base, self._size)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

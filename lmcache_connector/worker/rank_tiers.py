@@ -108,17 +108,22 @@ class RankTiers:
             local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
         return Calibration(local, self.probe.first(_FIRST_PROBE_SECONDS))
 
-    def stop(self, seconds: float) -> None:
-        """End what runs; each kind of it gets ``seconds``."""
+    def stop(self, seconds: float) -> bool:
+        """End what runs; each kind of it gets ``seconds``. False if some was left behind, which may
+        still use the tier's memory."""
         self.probe.close(seconds)
-        if not self.jobs.close(seconds):
+        are_ended = self.jobs.close(seconds)
+        if not are_ended:
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         if self.peers is not None and not self.peers.close(seconds):
             logger.warning("A read from a peer did not stop within %.1f s", seconds)
+            are_ended = False
+        return are_ended
 
-    def close(self, seconds: float) -> None:
-        """After :meth:`stop`: queued writes to Redis get ``seconds``, then all memory goes."""
-        self.engine.close(seconds)
+    def close(self, seconds: float, *, unmap: bool) -> None:
+        """After :meth:`stop`: queued writes to Redis get ``seconds``, then all memory goes, but
+        without ``unmap`` that of the CPU tier."""
+        self.engine.close(seconds, unmap=unmap)
         self.copier.close()
 
     def _run(self, queued: QueuedJob) -> JobResult:

@@ -16,7 +16,7 @@ from tests.support.redis.servers import CACHE, running_valkey
 @pytest.mark.parametrize(
     ("family", "weather"),
     [
-        (None, {"num_requests": 40}),
+        (None, {"num_requests": 80}),
         pytest.param(None, {"num_requests": 600}, marks=pytest.mark.soak),
         # One whose layers have windows, and whose values go bad.
         pytest.param(

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.plans import StoreJob
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.rank_tiers import RankTiers
 from tests.peers.test_host import name_of, topology, within
+from tests.support.parts import one_part
 from tests.support.peers.chunks import serving
-from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank
+from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
 
@@ -83,6 +91,33 @@ def test_nothing_is_left_of_it() -> None:
     rank.engine.close(0.0)
     assert not _is_mapped()
     assert Rank().engine.chunks.memory is None, "unless it is asked for"
+
+
+def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it the copy would end the process, which is the user's own for an engine in it."""
+    cache = torch.zeros((2, 4, 2, 64, 2048), dtype=torch.uint8)
+    part = PagedPart.from_kv_caches(
+        one_part(GEOMETRY, 64)[0], 0, {f"layers.{i}": cache[i] for i in range(2)}
+    )
+    tiers = RankTiers(EngineSettings(0, 1, 0.05, shares_memory=True), [part], None)
+    copying, may_go_on, copy = threading.Event(), threading.Event(), tiers.copier.copy
+
+    def slow(*args: Any) -> int:
+        copying.set()
+        assert may_go_on.wait(30.0)
+        return copy(*args)
+
+    monkeypatch.setattr(tiers.copier, "copy", slow)
+    tiers.jobs.submit(StoreJob(1, "r", (run_of(1, 4),), is_awaited=True), None)
+    assert copying.wait(30.0)
+    assert not tiers.stop(0.1)
+    tiers.close(0.1, unmap=False)
+    is_there = "memfd:lmcache-connector" in Path("/proc/self/maps").read_text()
+    assert is_there, "and the copy has not gone on"
+    may_go_on.set()
+    assert within(30.0, lambda: bool(tiers.jobs.take_ended()))
 
 
 def _is_mapped() -> bool:
