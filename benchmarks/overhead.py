@@ -8,11 +8,12 @@ prompts in turn: there, and back in the opposite order.
 Engines of the same configuration differ by more than what is to be measured: each process has a
 speed of its own, drawn at its start. So the engines with a connector also take turns with
 themselves: the connector is taken out of the running engine (the scheduler's, and the worker's that
-every layer asks for) and put back. ``..._vs_none`` is with the connector over without it, in the
-same process; ``..._vs_other_process`` is over the engine that never had one; ``..._vs_empty`` is
-over a connector whose methods do nothing, in the same process: what vLLM's own calls for any
-connector cost does not count there. All engines are started ``--launches`` times. Each ratio is the
-median over all rounds; the quartiles are in ``ratios``.
+every layer asks for) and put back. Beside the one that stores, an idle engine on this host shares
+with it, as by default: it is asked at each look-up, and has nothing. ``..._vs_none`` is with the
+connector over without it, in the same process; ``..._vs_other_process`` is over the engine that
+never had one; ``..._vs_empty`` is over a connector whose methods do nothing, in the same process:
+what vLLM's own calls for any connector cost does not count there. All engines are started
+``--launches`` times. Each ratio is the median over all rounds; the quartiles are in ``ratios``.
 
 ``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and stored bytes,
 not with what a step computes. ``quiet_step_cost_us`` compares median steps: most plan nothing, and
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -194,8 +196,12 @@ def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float
 @contextlib.contextmanager
 def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
     """One instance per way to run, in this order."""
-    with warm_valkey() as valkey, Engines(MODELS[args.model]) as engines:
-        extra = {"cpu_gib": 2.0, "redis_url": valkey.url}
+    with (
+        warm_valkey() as valkey,
+        Engines(MODELS[args.model]) as engines,
+        tempfile.TemporaryDirectory() as host_folder,
+    ):
+        extra = {"cpu_gib": 2.0, "redis_url": valkey.url, "host_folder": host_folder}
         if args.chunk_size is not None:
             extra["chunk_size"] = args.chunk_size
         transfers = {
@@ -204,6 +210,7 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
             _COLD: tiered_transfer(_COLD, **extra, namespace="written"),
         }
         batch = max(8192, args.tokens)
+        engines.start("neighbour", transfers[_COLD], max_num_batched_tokens=batch)
         yield {
             name: engines.start(name, transfer, max_num_batched_tokens=batch)
             for name, transfer in transfers.items()
