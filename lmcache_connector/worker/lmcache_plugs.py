@@ -9,6 +9,7 @@ import threading
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -329,11 +330,15 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         self, cache_dict: ChunkTable, num_candidates: int = 1
     ) -> list[CacheEngineKey]:
         """As many as were asked for, or none: see :meth:`Ledger.evict`."""
+        victims = self._ledger.evict(num_candidates, partial(self._may_go, cache_dict))
+        return [self._engine_key(key) for key in victims]
 
-        def may_go(key: bytes) -> bool:
-            return bool(cache_dict[self._engine_key(key)].can_evict)
+    def announce(self, cache_dict: ChunkTable, count: int) -> None:
+        """The next candidates. The tier's lock is held."""
+        self._ledger.announce(count, partial(self._may_go, cache_dict))
 
-        return [self._engine_key(key) for key in self._ledger.evict(num_candidates, may_go)]
+    def _may_go(self, cache_dict: ChunkTable, key: bytes) -> bool:
+        return bool(cache_dict[self._engine_key(key)].can_evict)
 
 
 def chunk_key_of(key: CacheEngineKey) -> bytes:

@@ -21,6 +21,7 @@ from lmcache_connector.plans import (
     ForwardTime,
     JobResult,
     LayerDifference,
+    LoadJob,
     Outcome,
     PrefetchJob,
     PrefillWork,
@@ -126,8 +127,20 @@ class RankTiers:
         self.engine.close(seconds, unmap=unmap)
         self.copier.close()
 
+    def load_now(self, job: LoadJob) -> QueuedJob:
+        """Make a load on the calling thread, behind the work that the device has been given so far.
+        Raises ``RuntimeError`` if a chunk is not there, and what the copy raises."""
+        now = self._clock()
+        queued = QueuedJob(job, self.copier.fence(), now, now, now)
+        queued.result = self._run(queued)
+        if queued.result.outcome is not Outcome.DONE:
+            raise RuntimeError(
+                f"request {job.request_id} needs KV in this step that is not in memory any more"
+            )
+        return queued
+
     def _run(self, queued: QueuedJob) -> JobResult:
-        """On a lane's thread."""
+        """On a lane's thread, or the step's."""
         job, context, cancelled = queued.job, queued.context, queued.cancelled
         started, differences = self._clock(), tuple[LayerDifference, ...]()
         if not context.may_begin():

@@ -37,7 +37,13 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
     return done.stdout
 
 
-_COMMON = ("requests", "hits from redis", "hits from memory", "values checked")
+_COMMON = (
+    "requests",
+    "hits from redis",
+    "hits from memory",
+    "loads inside steps",
+    "values checked",
+)
 _RARE = ("fetched ahead", "pinned", "resets", "healed")  # not in any twenty worlds
 
 

@@ -240,6 +240,7 @@ class World:
             self.counts["pinned"] += instance.at_rest.num_pinned
             self.counts["hits from redis"] += instance.num_redis_hits
             self.counts["hits from memory"] += instance.num_cpu_hits
+            self.counts["loads inside steps"] += instance.num_in_step
             self.counts["fetched ahead"] += instance.num_prefetched
             self.counts["failed loads"] += instance.num_failed_loads
         processes = {instance.process for instance in alive}
