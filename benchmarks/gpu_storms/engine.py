@@ -23,6 +23,8 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -87,6 +89,10 @@ class GpuEngine:
         self._changed = threading.Event()
         self._queue: deque[_Queued] = deque()
         self._is_stopping = False
+        self._hasher = None
+        if shape.prefix_caching:
+            init_none_hash(sha256)
+            self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -96,6 +102,7 @@ class GpuEngine:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
+            block_hasher=self._hasher,
         )
         asked = Asked(request, time.monotonic(), digests_of(prompt))
         self._inbox.append(asked)
@@ -174,10 +181,13 @@ class GpuEngine:
         if scheduled.total_num_scheduled_tokens:
             time.sleep(_SUBMIT_SECONDS / 2)
         connector.bind_connector_metadata(metadata)
+        if scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
         if scheduled.total_num_scheduled_tokens:
             launched = self._launch(scheduled)
             time.sleep(_SUBMIT_SECONDS / 2)
-        connector.start_load_kv(None)
+        if not scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(set())
         output = self._sample(scheduled)
@@ -248,7 +258,7 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
         max_batched_tokens=shape.max_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=64,
-        prefix_caching=False,
+        prefix_caching=shape.prefix_caching,
         kv_transfer_config=KVTransferConfig(
             kv_connector="LMCacheTieredConnector",
             kv_connector_module_path="lmcache_connector",

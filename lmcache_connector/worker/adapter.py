@@ -42,7 +42,7 @@ from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
 from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ class WorkerAdapter:
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._ended: list[QueuedJob] = []  # and not reported
+        self._in_step: list[LoadInStep] = []  # and not known to have ended
         self._is_outdated = False  # the plan: it names other weights than those in memory
         self._has_failed = False  # a step of the engine
         self._idle = False
         self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
-        # On a GPU the host would have to wait for the copy.
-        self._loads_in_step = settings.engine.announces and self._copier.shares_cores
+        self._loads_in_step = settings.engine.announces
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
 
     @property
@@ -184,7 +184,7 @@ class WorkerAdapter:
         device, or of ours: what is raised is to end the step, as vLLM has planned with this KV."""
         if plan.heard_weights and self._is_other(plan.heard_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
-        self._ended += [self._tiers.load_now(job) for job in plan.loads_in_step()]
+        self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
         """After the forward pass was submitted, unless that waits for loads: other connectors', or
@@ -238,12 +238,12 @@ class WorkerAdapter:
             self._gate.close()
         if not self._has_news():
             return _NO_NEWS
-        self._ended += self._jobs.take_ended()
+        self._take_ended()
         return self._output(self._report(self._ended))
 
     def finish_failed_step(self) -> StepOutput[RankReport]:
         """What :meth:`finish_step` has raised with: the jobs that have ended, and nothing else."""
-        self._ended += self._jobs.take_ended()
+        self._take_ended()
         return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
@@ -354,7 +354,7 @@ class WorkerAdapter:
         driven all of it out of the processor's caches."""
         return bool(
             not self._is_start_told
-            or self._ended
+            or self._in_step
             or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
@@ -370,6 +370,13 @@ class WorkerAdapter:
         loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_news else ())
         return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
+
+    def _take_ended(self) -> None:
+        for load in self._in_step.copy():
+            if (queued := load.take_result()) is not None:
+                self._in_step.remove(load)
+                self._ended.append(queued)
+        self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         num_changes = self._weights.changes.number  # before what it may be about

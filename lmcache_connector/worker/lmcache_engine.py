@@ -217,6 +217,7 @@ class LMCacheEngineAdapter:
                 piece.skip_blocks,
                 fence,
                 cancelled,
+                in_step=job.in_step,
             )
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])

@@ -54,6 +54,6 @@ def test_the_storms_on_a_gpu_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> N
         }
     )
     loaded = {sample["rule"]: sample["loaded"] for sample in samples}
-    assert loaded.keys() == {"auto", "never", "always"}
+    assert loaded.keys() == {"auto", "never", "always", "own"}
     assert loaded["always"]
     assert not loaded["never"]

@@ -97,3 +97,24 @@ def test_a_fence_is_looked_at_on_its_own_device(late: LateDevice) -> None:
 
     CudaCopier(torch.device("cpu")).fence().query()
     assert late.asked_on == [torch.device("cpu")]
+
+
+def test_a_pass_reads_what_was_enqueued_before_it(copier: Any, late: LateDevice) -> None:
+    """The pass before that still writes to the blocks, and the host waits for neither."""
+    target, read = cache_of(1), list[bool]()
+    hosts, queued = [chunks(target, num_chunks=3) for _ in range(3)], []
+    for value, host in enumerate(hosts, start=7):
+        host.pool.fill_(value)
+        late.give(target.memory.zero_)
+        copies = [BlockCopy(host.buffers, target.layout, BLOCKS, BLOCKS)]
+        queued.append(copier.enqueue(copies))
+        late.give(
+            lambda value=value: read.append(
+                all(bool((layer == value).all()) for layer in in_blocks(target))
+            )
+        )
+    assert read == []
+    assert not any(each.is_done for each in queued)
+    late.run_until(lambda: len(read) == len(hosts))
+    assert read == [True, True, True]
+    assert all(each.is_done for each in queued)
