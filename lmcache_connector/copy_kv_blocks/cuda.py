@@ -104,14 +104,13 @@ class _Pipeline:
         self._waits = True
 
     def on_stream(self, stream: torch.cuda.Stream) -> _Pipeline:
-        """A pipeline of the first slot that waits for nothing but what ``stream`` has been given.
-        Whoever has it keeps what the device uses."""
+        """A pipeline of the first slot, with tables of its own, that waits for nothing but what
+        ``stream`` has been given. Whoever has it keeps what the device uses."""
         (slot, *_), inline = self._slots, copy.copy(self)
         if slot.stream != stream:
             stream.wait_stream(slot.stream)
             slot.stream = stream
         inline._slots, inline._waits = [slot], False
-        inline._tables = torch.empty(0, dtype=torch.int64, device=self._device)
         return inline
 
     def run_direct(self, plans: Sequence[CopyPlan], after: CudaFence | None) -> None:
