@@ -61,6 +61,18 @@ def test_the_first_plan_of_a_request_loads_its_hit(model: Path, name: str, lengt
     engine.check_whole()
 
 
+def test_states_are_loaded_beside_the_steps(model: Path) -> None:
+    """vLLM's model runner copies a state on before it starts any load."""
+    shape = Shape(in_step=True, num_blocks=60, chunk_size=BLOCK_SIZE, groups=("s", "full"))
+    tokens = prompt(1, 3 * BLOCK_SIZE + 5)
+    engine = engine_with(model, shape, tokens)
+    request_id = engine.add(tokens, 1)
+    engine.run_until_idle()
+    assert num_loads(engine) == 1
+    assert num_in_step(engine) == 0
+    engine.check_answer(request_id)
+
+
 def test_what_may_have_changed_unseen_is_loaded_beside_the_steps(model: Path) -> None:
     """As by a call that changes the weights: whoever has its report may decide by it again."""
     engine = engine_with(model, SHAPES["two ranks"], prompt(1, 3 * CHUNK))

@@ -37,14 +37,9 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
     return done.stdout
 
 
-_COMMON = (
-    "requests",
-    "hits from redis",
-    "hits from memory",
-    "loads inside steps",
-    "values checked",
-)
-_RARE = ("fetched ahead", "pinned", "resets", "healed")  # not in any twenty worlds
+_COMMON = ("requests", "hits from redis", "hits from memory", "values checked")
+# Not in any twenty worlds.
+_RARE = ("loads inside steps", "fetched ahead", "pinned", "resets", "healed")
 
 
 def _run(
