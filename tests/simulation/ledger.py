@@ -66,7 +66,8 @@ class Ledger:
             return True
         layers = range(parsed.layer_start, parsed.layer_end)
         by_layer = (payload(cells, range(layer, layer + 1), parsed.shard, WIDTH) for layer in layers)
-        right = b"".join(each.ljust(CHUNK_SIZE * WIDTH, b"\0") for each in by_layer)  # of a tail
+        # A tail fills a chunk up with zeros.
+        right = b"".join(each.ljust(CHUNK_SIZE * WIDTH, b"\0") for each in by_layer)
         return entry.kind == b"string" and _content(entry.value) == right
 
     def removed(self, server: RedisModel, name: bytes, entry: Entry) -> None:
