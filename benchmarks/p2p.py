@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
     )
 
-
     parser.add_argument(
         "--hash-key", action="store_true", help="ours seal values with BLAKE3 instead of xxh3"
     )
