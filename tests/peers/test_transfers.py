@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -66,6 +66,23 @@ def send(
     transfers.apply([TransferUpdate(name)])
     transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
     transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
+
+
+def test_chunks_that_a_reader_will_ask_for_are_sealed_as_they_are_stored(
+    transfers: Transfers,
+) -> None:
+    """And no others. Not under the lock that the engine's step takes."""
+    sealed = list[bytes]()
+
+    def seal(keys: Iterable[bytes]) -> None:
+        assert not transfers._lock.locked()
+        sealed.extend(keys)
+
+    transfers.seal = seal
+    transfers.store_begins(7)
+    send(transfers, "t", (0, 1), 7)
+    transfers.store_ended(7, KEYS[1:4])
+    assert sealed == [KEYS[1]]
 
 
 # -- what is kept, and for how long --------------------------------------------------------------
