@@ -30,6 +30,7 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StepPlan,
     StoreJob,
+    Tier,
 )
 from tests.simulation import stdlib
 from tests.simulation.at_rest import AtRest, RouterView
@@ -37,6 +38,7 @@ from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import next_cell
 from tests.simulation.rank import (
     CHUNK_SIZE,
+    PEER_PORT,
     Pass,
     Rank,
     Shape,
@@ -91,6 +93,7 @@ class Instance:
         self.is_up = False
         self.is_down = False
         self.num_redis_hits = 0
+        self.num_peer_hits = 0
         self.num_cpu_hits = 0
         self.num_failed_loads = 0
         self.num_prefetched = 0
@@ -236,9 +239,16 @@ class Instance:
                 "cpu_gib": self.shape.cpu_gib,
                 "model_digest": "simulated",
                 "host_sharing": False,
+                **self._peers(),
                 **self.shape.settings,
             },
         )
+
+    def _peers(self) -> dict[str, Any]:
+        if not self.shape.peers:
+            return {}
+        own = f"{self.process.name}:{PEER_PORT}"
+        return {"peers": self.shape.peers, "peer_listen": own, "peer_insecure": True}
 
     def _shut_down(self) -> None:
         for rank in self._ranks:
@@ -297,7 +307,7 @@ class Instance:
 
     def _check_call(self, name: str, started: float) -> None:
         took = self.kernel.now - started
-        if took > _MAX_CALL_SECONDS:
+        if took > _MAX_CALL_SECONDS + self.process.frozen_seconds:
             raise SimulationFailure(f"{self.process.name}: {name} held the engine for {took:.3f} s")
 
     # -- a step, as the ranks see it ---------------------------------------------------------------
@@ -395,7 +405,7 @@ class Instance:
                 self._end(request_id)
         for loading in self._loading.values():
             late = self.kernel.now - loading.planned_at - loading.job.deadline_seconds
-            if late > _REPORT_SECONDS:
+            if late > _REPORT_SECONDS + self.process.frozen_seconds:
                 raise SimulationFailure(
                     f"{self.process.name}: load {loading.job.job_id} is {late:.3f} s past its "
                     f"deadline of {loading.job.deadline_seconds:.3f} s"
@@ -431,6 +441,8 @@ class Instance:
         # What a deadline cut off is a hit of what had come: all the ranks have it.
         has_hit = all(result.num_chunks for result in loading.results)
         from_redis = any(result.fetched_bytes for result in loading.results)
+        fetched = [each for result in loading.results for each in result.fetched]
+        self.num_peer_hits += any(f.tier is Tier.PEER and f.num_bytes for f in fetched)
         self.num_failed_loads += any(r.outcome is not Outcome.DONE for r in loading.results)
         self.num_redis_hits += has_hit and from_redis
         self.num_cpu_hits += has_hit and not from_redis
