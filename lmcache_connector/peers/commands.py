@@ -10,7 +10,6 @@
                                       is over; 0 before, ``nil`` if it is unknown. While none is
                                       over, the answer takes up to ``MS``
 ``DONE READER ID...``                 the reader needs these no more
-``HELD KEY...``                       a byte for each: 1 if that chunk is here; rank 0 knows of all
 ``MAP``                               on a Unix socket: the memory of the CPU tier, as a descriptor
 ``LEASE NAME...``                     where in it each value lies (8 bytes), and its header, or
                                       ``nil``; they stay until ``RELEASE``
@@ -238,7 +237,6 @@ class Commands:
             b"DBSIZE": self._dbsize,
             b"TRANSFER": self._transfer,
             b"DONE": self._done,
-            b"HELD": self._held,
             b"MAP": self._map,
             b"LEASE": self._lease,
             b"RELEASE": lambda client, words: replace(OK, releases=True),
@@ -279,9 +277,6 @@ class Commands:
             for name in words[1:]:
                 self._transfers.done(words[0], _text(name))
         return OK
-
-    def _held(self, client: Client, words: list[bytes]) -> Reply:
-        return Reply((_bulk(bytes(self._chunks.holds(key) for key in words)),))
 
     # -- values ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
-from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Greeting
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_RANKS = 64
 _MAX_GUESTS = 64
 _MAX_ASKED = 64  # in one command
-_MAX_KEYS = 1024  # in one command
 _MAX_ANSWER_BYTES = 8 << 20
 # An instance that knows nothing of a transfer may hear of it a moment later.
 _UNKNOWN_SECONDS = 1.0
@@ -94,7 +93,8 @@ class TransferWatch:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
             dialer = Dialer(self._config.address, *seconds, self._clock)
-            guest = self._guests[source] = _Guest(source, dialer, self._reader, self._clock)
+            guest = _Guest(source, dialer, self._reader, self._config.namespace, self._clock)
+            self._guests[source] = guest
             return guest
 
 
@@ -102,9 +102,15 @@ class _Guest:
     """The transfers that are waited for at one instance, and a thread that asks for them."""
 
     def __init__(
-        self, source: Address, dialer: Dialer, reader: str, clock: Callable[[], float]
+        self,
+        source: Address,
+        dialer: Dialer,
+        reader: str,
+        namespace: str,
+        clock: Callable[[], float],
     ) -> None:
         self._source = source
+        self._namespace = namespace
         self._dialer = dialer
         self._reader = reader
         self._clock = clock
@@ -243,12 +249,13 @@ class _Guest:
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         """How the keys of those chunks begin that are there, by what rank 0 says."""
         held = set[bytes]()
-        for first in range(0, len(keys), _MAX_KEYS):
-            asked = keys[first : first + _MAX_KEYS]
-            said = self._clients[0].execute_command("HELD", *asked)
-            if not isinstance(said, bytes) or len(said) != len(asked):
+        for first in range(0, len(keys), MAX_ASKED):
+            asked = keys[first : first + MAX_ASKED]
+            said = self._clients[0].execute_command("HOLDS", self._namespace, b"".join(asked))
+            if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
                 raise ValueError("an answer that is none")
-            held |= {key[:KEY_PREFIX_BYTES] for key, one in zip(asked, said, strict=True) if one}
+            is_held = (bit == ord("1") for bit in said)
+            held |= {key[:KEY_PREFIX_BYTES] for key, is_ in zip(asked, is_held, strict=True) if is_}
         return frozenset(held)
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
