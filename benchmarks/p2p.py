@@ -56,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
     )
 
+    parser.add_argument(
+        "--hash-key", action="store_true", help="ours seal values with BLAKE3 instead of xxh3"
+    )
+
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     lengths, ways = args.prompt_tokens, args.transport
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     with Engines(_SHAPE) as engines:
         pairs = []
         for way in ways:
-            pair = _start(engines, way)
+            pair = _start(engines, way, has_hash_key=args.hash_key)
             pairs.append(pair)
             engines.callback(go_on, pair.pids)  # or they could not end
             stop(pair.pids)
@@ -89,6 +93,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     _compare(runs)
     return {
         "checksum": True,
+        "hash_key": args.hash_key,
         "kv_bytes_equal": all(each["kv_bytes_equal"] for each in runs),
         "errors": sum(each["errors"] for each in runs),
         "runs": runs,
@@ -210,10 +215,11 @@ class _Pair:
         return tuple(counts.total(name) for name in (*names, "peer_mapped_chunks"))
 
 
-def _start(engines: Engines, way: str) -> _Pair:
+def _start(engines: Engines, way: str, *, has_hash_key: bool) -> _Pair:
     instances = []
-    ours: dict[str, Any] = {"hash_key": "shared by the two of a pair", "audit_share": 0.0}
-    ours["cpu_gib"] = 1.0
+    ours: dict[str, Any] = {"cpu_gib": 1.0, "audit_share": 0.0}
+    if has_hash_key:
+        ours["hash_key"] = "shared by the two of a pair"
     if way == "mapped":
         ours |= {"host_sharing": True, "host_folder": str(engines.folder / "host")}
     for role in ("kv_producer", "kv_consumer"):

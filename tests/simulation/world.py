@@ -130,14 +130,31 @@ class World:
 
     def _be_client(self, client: Client) -> None:
         self.kernel.sleep(client.start)
-        instance = self.kernel.chance.choice(self._alive)
-        self._ask(instance, client)
+        chance, alive = self.kernel.chance, self._alive
+        if self._plan.shape.peers and len(alive) > 1 and chance.random() < 0.5:
+            self._hand_over(client, chance.sample(alive, min(len(alive), chance.choice([2, 3]))))
+        else:
+            self._ask(chance.choice(alive), client)
 
-    def _ask(self, instance: Instance, client: Client) -> None:
+    def _hand_over(self, client: Client, instances: list[Instance]) -> None:
+        """The first computes the prompt, the others load it from there, as a router asks them."""
+        first, second = (instance.process.name for instance in instances[:2])
+        self.counts["requests"] += 1
+        name = f"___prefill_addr_{first}:{PEER_PORT}___decode_addr_{second}:{PEER_PORT}"
+        name = f"{name}_r{self.counts['requests']}"
+        asked = [(instances[0], replace(client, max_tokens=1), name), (instances[1], client, name)]
+        source = {"remote_host": first, "remote_port": PEER_PORT, "remote_request_id": name}
+        hints = {**(client.hints or {}), "do_remote_prefill": True, **source}
+        asked += [(each, replace(client, hints=hints), "") for each in instances[2:]]
+        threads = [self._thread(partial(self._ask, *each)) for each in asked]
+        for thread in threads:
+            thread.join()
+
+    def _ask(self, instance: Instance, client: Client, name: str = "") -> None:
         """Wait for the answer."""
         kernel = self.kernel
         self.counts["requests"] += 1
-        name, abort_after = f"r{self.counts['requests']}", client.abort_after
+        name, abort_after = name or f"r{self.counts['requests']}", client.abort_after
         asked = instance.ask(name, client.prompt, client.max_tokens, client.salt, client.hints)
         if abort_after is not None and not asked.ended.wait(abort_after):
             instance.abort(asked)
@@ -261,6 +278,7 @@ class World:
             self.counts["pinned"] += instance.at_rest.num_pinned
             self.counts["hits from redis"] += instance.num_redis_hits
             self.counts["hits from peers"] += instance.num_peer_hits
+            self.counts["handed over"] += instance.num_handed_over
             self.counts["hits from memory"] += instance.num_cpu_hits
             self.counts["fetched ahead"] += instance.num_prefetched
             self.counts["failed loads"] += instance.num_failed_loads
