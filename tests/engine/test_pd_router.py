@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-BLOCK_SIZE = 16  # vllm-router takes it for granted between prefill and decode servers
+BLOCK_SIZE = 32
 LENGTHS = 9, 300, 1000, 3000
 HIT, FAILED = "vllm:lmcache_p2p_hit_tokens_total", "vllm:lmcache_p2p_failed_loads_total"
 
@@ -116,7 +116,7 @@ def test_a_prompt_is_prefilled_where_the_cpu_tier_has_it(servers: Servers, tmp_p
     prompts = [random_prompt(300 + i, 1000) for i in range(8)]
     arguments = [
         *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"),
-        *("--prefill-policy", "kv_aware", *servers.urls),
+        *("--prefill-policy", "kv_aware", *servers.urls, "--kv-event-block-size", str(BLOCK_SIZE)),
         *(flag for source in servers.events for flag in ("--pd-kv-events", source)),
     ]
     with running_router(tmp_path / "router.log", *arguments) as router:
