@@ -85,6 +85,19 @@ def test_what_vllm_rebuilds_or_keeps_elsewhere_is_refused(
     assert what in refused(vllm_config(model), cache)
 
 
+def test_attention_to_an_encoder_is_refused(model: Path) -> None:
+    setup = vllm_config(model)
+    setup.model_config.hf_config.is_encoder_decoder = True
+    assert "encoder-decoder models" in refused(setup, kv_cache())
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_tokens_that_are_spread_over_ranks_are_refused(model: Path, kind: str) -> None:
+    setup = vllm_config(model)
+    setattr(setup.parallel_config, f"{kind}_context_parallel_size", 2)
+    assert "context parallelism" in refused(setup, kv_cache())
+
+
 def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> None:
     """On CPUs without AMX, what a hit is followed by was computed as if it began the prompt."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
