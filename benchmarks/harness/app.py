@@ -41,6 +41,7 @@ BENCHMARKS = {
     "models": "model families with windows and states: hits, bytes and times of each tier",
     "field": "third-party tools: vLLM alone, this connector, LMCacheMPConnector",
     "policies": "what the CPU tier saves on block traces, against other policies and the optimum",
+    "host-sharing": "engines of one host without a Redis: hits in each other's memory, look-ups",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
     "p2p": "KV transfer from prefill to decode, against vLLM's NixlConnector",
     "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",

@@ -3,6 +3,8 @@
 ====================================  ==========================================================
 ``GET NAME``, ``GETRANGE``            a value, see docs/formats.md; ``nil`` for what is not here
 ``EXISTS NAME...``, ``STRLEN NAME``   rank 0 answers ``EXISTS`` for the values of all ranks
+``HOLDS NAMESPACE KEYS``              for each of up to 512 keys, one after the other, whether its
+                                      chunk is here: ``1`` or ``0``
 ``PEER``                              a line about this instance, see :class:`Greeting`
 ``TRANSFER MS READER ID...``          of each KV transfer how the keys of its chunks begin, once it
                                       is over; 0 before, ``nil`` if it is unknown. While none is
@@ -29,6 +31,7 @@ from enum import Enum
 from itertools import chain
 from typing import Protocol
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -43,6 +46,8 @@ from lmcache_connector.storage.redis.value_names import chunk_tag, parse_value_n
 MAX_COMMAND_BYTES = 1 << 18
 MAX_WORDS = 2_500
 """Of one command: the names of 128 heads in 19 pieces each."""
+MAX_ASKED = 512
+"""Keys in one ``HOLDS``: no line is longer than the answer."""
 KEY_PREFIX_BYTES = 8
 """Of a chunk's key, told to readers of a KV transfer: who knows the prompt knows the rest, and
 nobody else learns the name of a chunk."""
@@ -221,6 +226,7 @@ class Commands:
             b"GETRANGE": self._getrange,
             b"EXISTS": self._exists,
             b"STRLEN": self._strlen,
+            b"HOLDS": self._holds,
             b"PEER": lambda client, words: Reply((_bulk(self._greeting.pack()),)),
             b"PING": lambda client, words: Reply((b"+PONG\r\n",)),
             b"AUTH": self._auth,
@@ -332,6 +338,15 @@ class Commands:
     def _exists(self, client: Client, words: list[bytes]) -> Reply:
         found = (self._find(name, self._known) for name in words)
         return _number(sum(each is not None and self._chunks.holds(each[0]) for each in found))
+
+    def _holds(self, client: Client, words: list[bytes]) -> Reply:
+        if len(words) != 2 or not words[1] or len(words[1]) % CHUNK_KEY_BYTES:
+            return _error("a namespace, and whole keys")
+        if len(words[1]) > MAX_ASKED * CHUNK_KEY_BYTES:
+            return _error("fewer keys")
+        keys = (words[1][i : i + CHUNK_KEY_BYTES] for i in range(0, len(words[1]), CHUNK_KEY_BYTES))
+        is_ours, holds = words[0] == self._namespace.encode(), self._chunks.holds
+        return Reply((b"+", bytes(b"01"[is_ours and holds(key)] for key in keys), CRLF))
 
     def _strlen(self, client: Client, words: list[bytes]) -> Reply:
         found = self._find(words[0], (self._own,)) if words else None

@@ -113,8 +113,8 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    listener = listener or listen("127.0.0.1", port)
-    server = PeerServer([listener], commands, limits, **more)
+    listeners = [] if "door" in more else [listener or listen("127.0.0.1", port)]
+    server = PeerServer(listeners, commands, limits, **more)
     if transfers is not None:
         transfers.on_change = server.look_again
     try:
