@@ -116,6 +116,7 @@ def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool
 def _tell_vllms_router(router: str, registration: Registration) -> None:
     kind = {"kv_producer": "P", "kv_consumer": "D"}[registration.role]
     said = {"type": kind, "http_address": registration.http, "zmq_address": registration.kv}
+    sock: zmq.Socket[bytes]
     with zmq.Context.instance().socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, int(_ANSWER_SECONDS * 1000))
         sock.setsockopt(zmq.IDENTITY, registration.kv.encode())
