@@ -315,6 +315,18 @@ def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWa
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
 
+def test_what_a_peer_holds(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
+    """However many chunks are asked for, and beside a transfer that is waited for."""
+    transfers, server = served
+    transfers.apply([TransferUpdate("never")])
+    coming = watch.ask(at(server), "never", 60.0)
+    others = [bytes([i % 256, i // 256]) * 16 for i in range(1, 3000)]
+    answer = answer_of(watch.ask(at(server), "", 60.0, [*others, *KEYS]))
+    assert [answer.holds(key) for key in KEYS] == [i < NUM_HELD for i in range(len(KEYS))]
+    assert not any(answer.holds(key) for key in others)
+    assert coming.answer is None
+
+
 def test_nobody_is_there(watch: TransferWatch) -> None:
     source = Address("127.0.0.1", free_ports(1))
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
