@@ -125,7 +125,7 @@ def some_words(words: random.Random, count: int) -> str:
 def tokens_by_source(url: str) -> dict[str, int]:
     """Prompt tokens that were not computed, so far."""
     found = re.findall(
-        r'^vllm:(?:prompt_tokens_cached_by_source|lmcache_hit_tokens)_total'
+        r"^vllm:(?:prompt_tokens_cached_by_source|lmcache_hit_tokens)_total"
         r'\{.*(?:source|tier)="(\w+)"\} (\S+)$',
         get(f"{url}/metrics"),
         re.MULTILINE,
