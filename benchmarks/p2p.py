@@ -1,11 +1,12 @@
-"""Pairs of real engines, one hands over to the other: ours by a socket, vLLM's own by NIXL.
+"""Pairs of real engines, one hands over to the other: ours by mapped memory, as on one host by
+default, or by a socket; vLLM's own by NIXL.
 
 The prefill engine computes a prompt once and keeps its KV; then the decode engine fetches it, and
 forgets it again, several times in a turn. So what is timed is the transfer alone. Pairs without a
 turn are stopped. Each engine has one thread that computes: two engines on two cores fight else.
 
-The limits are one plain NIXL read, or a plain socket, of as many bytes between two processes, with
-nothing around it, measured after each turn.
+The limits are one plain NIXL read, a plain socket, or a copy out of shared memory, of as many bytes
+between two processes, with nothing around it, measured after each turn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.turns import go_on, stop, turn_of
+from benchmarks.peers.raw_memory import RawMemory
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
 from examples.tiny_model import DEMO_SHAPE
@@ -35,11 +37,12 @@ from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
-_TRANSPORTS = ("socket", "vllm-nixl")
+_TRANSPORTS = ("mapped", "socket", "vllm-nixl")
 _SHAPE = replace(DEMO_SHAPE, max_position=32768)
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _CACHE_BYTES = 768 << 20
 _HAND_OVERS = 5
+_Raw = RawMemory | RawNixl | RawSocket
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
     )
 
+    parser.add_argument(
+        "--hash-key", action="store_true", help="ours seal values with BLAKE3 instead of xxh3"
+    )
+
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     lengths, ways = args.prompt_tokens, args.transport
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     with Engines(_SHAPE) as engines:
         pairs = []
         for way in ways:
-            pair = _start(engines, way)
+            pair = _start(engines, way, has_hash_key=args.hash_key)
             pairs.append(pair)
             engines.callback(go_on, pair.pids)  # or they could not end
             stop(pair.pids)
@@ -86,13 +93,14 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     _compare(runs)
     return {
         "checksum": True,
+        "hash_key": args.hash_key,
         "kv_bytes_equal": all(each["kv_bytes_equal"] for each in runs),
         "errors": sum(each["errors"] for each in runs),
         "runs": runs,
     }
 
 
-def _turn(pair: _Pair, prompt: Sequence[int], raw: RawNixl | RawSocket) -> list[_Round]:
+def _turn(pair: _Pair, prompt: Sequence[int], raw: _Raw) -> list[_Round]:
     """After one hand-over that is not measured: peers look after each other again, and buffers
     are touched."""
     with turn_of(pair.pids):
@@ -102,8 +110,10 @@ def _turn(pair: _Pair, prompt: Sequence[int], raw: RawNixl | RawSocket) -> list[
     return [replace(each, raw_gbps=gbps) for each in rounds]
 
 
-def _raw(stack: ExitStack, way: str, num_tokens: int) -> RawNixl | RawSocket:
+def _raw(stack: ExitStack, way: str, num_tokens: int) -> _Raw:
     num_bytes = num_tokens * _SHAPE.kv_bytes_per_token
+    if way == "mapped":
+        return stack.enter_context(RawMemory(num_bytes))
     if way == "socket":
         return stack.enter_context(RawSocket(num_bytes))
     return stack.enter_context(RawNixl(num_bytes))
@@ -177,7 +187,7 @@ class _Pair:
         cold = self.prefill.call(prefill, Ask(f"p-{number}", prompt, 1, dict(_FOR_DECODE)))
         before = self._received()
         hit = self.decode.call(ask, Ask(f"d-{number}", prompt, 2, cold.params))
-        num_bytes, seconds, failed = (
+        num_bytes, seconds, failed, num_mapped = (
             now - then for now, then in zip(self._received(), before, strict=True)
         )
         if self.way == "vllm-nixl":
@@ -185,6 +195,7 @@ class _Pair:
         else:
             self.decode.call(forget)
         missed = hit.finish_reason != "length" or cold.params is None
+        missed |= (num_mapped > 0) != (self.way == "mapped")  # it went another way
         return _Round(
             equal=() != hit.served.block_digests == cold.served.block_digests,
             hit_tokens=len(prompt) if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
@@ -194,21 +205,25 @@ class _Pair:
             ttft=hit.served.ttft_seconds,
         )
 
-    def _received(self) -> tuple[float, float, float]:
-        """Bytes, seconds and failures at the decode engine so far."""
+    def _received(self) -> tuple[float, ...]:
+        """Bytes, seconds and failures at the decode engine so far, and chunks out of mapped
+        memory."""
         if self.way == "vllm-nixl":
-            received: tuple[float, float, float] = self.decode.call(nixl_transferred)
-            return received
+            return (*self.decode.call(nixl_transferred), 0.0)
         counts = self.decode.counts()
-        names = ("p2p_received_bytes", "p2p_receive_seconds", "p2p_failed_loads")
-        return counts.total(names[0]), counts.total(names[1]), counts.total(names[2])
+        names = "p2p_received_bytes", "p2p_receive_seconds", "p2p_failed_loads"
+        return tuple(counts.total(name) for name in (*names, "peer_mapped_chunks"))
 
 
-def _start(engines: Engines, way: str) -> _Pair:
+def _start(engines: Engines, way: str, *, has_hash_key: bool) -> _Pair:
     instances = []
+    ours: dict[str, Any] = {"cpu_gib": 1.0, "audit_share": 0.0}
+    if has_hash_key:
+        ours["hash_key"] = "shared by the two of a pair"
+    if way == "mapped":
+        ours |= {"host_sharing": True, "host_folder": str(engines.folder / "host")}
     for role in ("kv_producer", "kv_consumer"):
         port = free_ports(1)
-        ours = {"hash_key": "shared by the two of a pair", "cpu_gib": 2.0, "audit_share": 0.0}
         transfer = nixl_transfer(role) if way == "vllm-nixl" else kv_transfer(role, port, **ours)
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),

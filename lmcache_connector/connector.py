@@ -40,6 +40,7 @@ from lmcache_connector.vllm_compat.api.names import (
     hit_sources,
 )
 from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
+from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.machines import core_warning, engine_index
 from lmcache_connector.vllm_compat.model import describe_model
@@ -130,6 +131,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _due: StepPlan | None = None  # with loads that this step's forward pass needs
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
+    _runs_drafter = False  # one with KV: its pass comes between the last calls of a step
     _handled: BaseException | None = None  # by who runs the step
 
     def __init__(
@@ -353,6 +355,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             raise UnsupportedError(_TWO_ENGINES)
         self._worker = self._make_worker(kv_caches)
+        self._runs_drafter = find_drafter(self._vllm_config) is not None
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
@@ -390,7 +393,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._step_failed()
         if self._step is not None:
             self._end_step()
-        self._is_in_step, self._handled = True, sys.exc_info()[1]
+        self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         plan = connector_metadata.plan
@@ -438,6 +441,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def clear_connector_metadata(self) -> None:
         """The last call of a step."""
+        self._is_in_step = False
         if self._due is not None:
             raise RuntimeError("vLLM has run a step without the KV that was to be loaded for it")
         if self._step is not None:
@@ -453,7 +457,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             if self._is_in_step:
                 self._step_failed()
             return set(), set()  # nobody will hear it
-        self._is_in_step = False
+        self._is_in_step = self._runs_drafter
         try:
             self._step_output = output = (self._worker or self._worker_side).finish_step()
         except Exception as error:  # noqa: BLE001 - logged there
@@ -476,7 +480,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         step, self._step, self._is_in_step = self._step, None, False
         try:
             if self._worker is not None:
-                self._worker.step_failed(step.plan if step is not None else None)
+                are_loads_begun = step is not None and step.loads_started
+                call = "end_forward" if are_loads_begun else "start_loads"
+                self._worker.step_failed(call, step.plan if step is not None else None)
         except Exception:
             logger.exception("LMCacheTieredConnector could not start over")
 

@@ -215,7 +215,10 @@ def scheduled(plan: str) -> Any:
 
 @pytest.mark.usefixtures("in_an_engine")
 @pytest.mark.parametrize("speculates", [False, True])
-def test_a_step_of_the_first_runner(recorder: Recorder, speculates: bool) -> None:
+def test_a_step_of_the_first_runner(
+    connector: LMCacheTieredConnector, recorder: Recorder, speculates: bool
+) -> None:
+    connector._runs_drafter = speculates
     for plan in ("first", "second"):
         output = FirstRunner.maybe_get_kv_connector_output(
             scheduled(plan), defer_finalize=speculates

@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1980, "handover": 80, "transformers": 900},
+    {"cli": 2020, "handover": 80, "transformers": 900},
     {"connector": 565, "stepwise": 1300},
     {"integrations": 450, "scheduler": 3750, "worker": 3950},
     {"lookup": 900, "vllm_compat": 2900},
-    {"config": 800, "copy_kv_blocks": 1200, "peers": 2600},
+    {"config": 800, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 400,
         "cost_model": 1550,

@@ -1,7 +1,8 @@
-"""``check``: the port of a peer server, the hosts that may be dialled, and the proxy."""
+"""``check``: the port of a peer server, the peers, the hosts that may be dialled, the proxy."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -10,18 +11,28 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lmcache_connector.cli.check import Finding
 from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.net.address import Address
-from lmcache_connector.peers.heartbeat import Registration, tell
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.heartbeat import DISCOVERY, Registration, tell
 from lmcache_connector.peers.host import HostFolder, default_folder, digest
+from lmcache_connector.storage.redis.client.dial import (
+    SMALL_BYTES,
+    TALK_ERRORS,
+    Dialer,
+    ResponseError,
+)
 from lmcache_connector.threads import Background
+
+T = TypeVar("T")
 
 _ANSWER_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 1024
+_MAX_ASKED = 16  # of the instances behind one name
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 # No instance has this address, so that its farewell removes none.
 _NOBODY = "lmcache-connector-check.invalid:1"
@@ -34,6 +45,8 @@ def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
         yield _check_port(Address.parse(config.peer_listen))
     if config.host_sharing:
         yield _check_folder(config)
+    for address in config.peer_addresses:
+        yield _check_peer(config, address, told)
     for host in config.peer_hosts:
         yield _check_host(host)
     if config.router is not None and config.http_address is not None:
@@ -76,6 +89,49 @@ def _check_folder(config: ConnectorConfig) -> Finding:
     return Finding("host", "ok", f"{len(engines)} engines of this namespace are in {path}")
 
 
+def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) -> Finding:
+    """Rank 0 of an instance, or of all behind a name."""
+    started, hint = time.monotonic(), "start it, or look at peers, its peer_listen, and firewalls"
+    if peer == told:
+        return Finding("peers", "ok", f"{peer} is this instance itself, which is not asked")
+    found = list[Greeting]()
+    try:
+        hosts = [peer.host]
+        if peer.is_dns:
+            places = _within(_ANSWER_SECONDS, lambda: socket.getaddrinfo(peer.host, peer.port))
+            hosts = sorted({str(place[0]) for *_, place in places})[:_MAX_ASKED]
+        errors = [_greet(config, Address(host, peer.port), found) for host in hosts]
+    except OSError as error:
+        errors = [error.strerror or str(error)]
+    missing = [error for error in errors if error is not None]
+    if not found:
+        detail = f"{peer} cannot be loaded from: {missing[0]}"
+        return Finding("peers", "error", detail, hint, code=UNREACHABLE)
+    ranks = " or ".join(sorted({str(each.num_ranks) for each in found}))
+    count = f"{len(found)} of {len(errors)} instances answer" if peer.is_dns else "it answers"
+    detail = f"{peer}: {count}, {ranks} rank(s) each; ours needs as many to load from there"
+    if missing:
+        detail = f"{detail}. Others cannot be loaded from: {missing[0]}"
+        return Finding("peers", "warning", detail, hint)
+    return Finding("peers", "ok", detail, seconds=time.monotonic() - started)
+
+
+def _greet(config: ConnectorConfig, address: Address, found: list[Greeting]) -> str | None:
+    """What is wrong with it, if anything is; else it is ``found``."""
+    tier = config.peer_tier_config()
+    assert tier is not None
+    seconds = tier.connect_timeout_seconds, tier.read_timeout_seconds
+    try:
+        dialer = Dialer(tier.address, *seconds, time.monotonic)
+        with contextlib.closing(dialer.connect(address.host, address.port, SMALL_BYTES)) as client:
+            found.append(Greeting.parse(client.execute_command("PEER")))
+    except ResponseError:
+        return "a Redis listens there, and no peer server"
+    except TALK_ERRORS as error:
+        return str(error)
+    return None
+
+
 def _check_host(host: str) -> Finding:
     """Only its name: requests tell which port."""
     started = time.monotonic()
@@ -111,11 +167,15 @@ def _check_http_address(http_address: str) -> Finding:
 
 
 def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
-    """Sends it a farewell, signed as a registration is: that registers nothing."""
+    """Sends it a farewell, signed as a registration is: that registers nothing. vLLM's router has
+    no word for it, and does not answer: that it listens is all there is to know."""
     registration = Registration(role, _NOBODY, own, "lmcache-connector check")
     router, started = str(config.router), time.monotonic()
 
     def leave() -> None:
+        if router.startswith(DISCOVERY):
+            place = Address.parse(router.removeprefix(DISCOVERY))
+            socket.create_connection((place.host, place.port), _ANSWER_SECONDS).close()
         tell(router, registration, config.router_secret_bytes, leaves=True)
 
     try:
@@ -127,7 +187,8 @@ def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
         detail = f"{router} cannot be reached: {getattr(error, 'reason', None) or error}"
         hint = "start the proxy, or look at router; until it answers no request comes from there"
         return Finding("router", "error", detail, hint, code=UNREACHABLE)
-    detail = f"{router} takes registrations"
+    does = "listens" if router.startswith(DISCOVERY) else "takes registrations"
+    detail = f"{router} {does}"
     return Finding("router", "ok", detail, seconds=time.monotonic() - started)
 
 
@@ -139,10 +200,11 @@ def _words(error: urllib.error.HTTPError) -> str:
     return f"{said} (HTTP {error.code})"
 
 
-def _within(seconds: float, call: Callable[[], object]) -> None:
+def _within(seconds: float, call: Callable[[], T]) -> T:
     """Raises what ``call`` does, or ``TimeoutError``: a resolver may wait for long."""
-    task = Background("lmc-check").submit(call)
+    task = Background("lmc-check").submit(lambda: [call()])
     if not task.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if task.error is not None:
-        raise task.error
+    if task.value is None:
+        raise task.error or OSError("it was given up")
+    return task.value[0]

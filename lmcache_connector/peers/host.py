@@ -2,8 +2,9 @@
 
 Each rank listens on a socket of its own, named ``NAMESPACE-ENGINE-RANK-RANKS.sock``: digests of
 both names, and which of how many ranks it is. A socket gets its name once it listens, so one that
-refuses connections is dead, and whoever meets it removes it. Nobody but the user may enter the
-folder.
+refuses connections is dead, and whoever meets it removes it. A name that has gone while its rank
+lives, as cleaners of ``/tmp`` remove old ones, or the folder with it, is made again within seconds.
+Nobody but the user may enter the folder.
 """
 
 from __future__ import annotations
@@ -77,22 +78,34 @@ class HostFolder:
     others may enter. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        user = os.geteuid()
-        self.path = path or default_folder(user)
+        self.path = path or default_folder(os.geteuid())
+        self._fd = self._open()
+        self._seen: tuple[int, int] | None = None
+
+    def _open(self) -> int:
         try:
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             reason = error.strerror or error
             raise HostFolderError(f"the folder {self.path} cannot be used: {reason}") from error
-        found = os.fstat(self._fd)
-        if found.st_uid != user or stat.S_IMODE(found.st_mode) & 0o077:
-            os.close(self._fd)
+        found = os.fstat(opened)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            os.close(opened)
             raise HostFolderError(
                 f"the folder {self.path} must belong to the user who runs this, with mode 0700"
             )
-        self._seen = -1
+        return opened
+
+    def _open_again(self) -> None:
+        """If it has been removed, or replaced. Raises :class:`HostFolderError`."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == os.fstat(self._fd).st_ino:
+                return
+        opened = self._open()
+        os.dup2(opened, self._fd, inheritable=False)  # paths of sockets go on to be right
+        os.close(opened)
 
     def address(self, name: SocketName) -> str:
         """A path to connect to. Paths of sockets are short, those of folders may be long."""
@@ -101,6 +114,7 @@ class HostFolder:
     def listen(self, name: SocketName) -> socket.socket:
         """A listening socket under that name; those of dead engines go. Raises
         :class:`HostFolderError`, also if there is another one that lives."""
+        self._open_again()
         sock = socket.socket(socket.AF_UNIX)
         new = f".{secrets.token_hex(8)}"
         try:
@@ -123,10 +137,13 @@ class HostFolder:
 
     def engines(self, namespace: str, rank: int, num_ranks: int) -> list[SocketName]:
         """The sockets there of that rank, of engines with as many ranks. Raises ``OSError``."""
-        changed = os.fstat(self._fd).st_mtime_ns
+        self._seen = self._state()
+        self._open_again()
+        seen = self._state()
         wanted = namespace, rank, num_ranks
         found = [n for n in self.sockets() if (n.namespace, n.rank, n.num_ranks) == wanted]
-        self._seen = changed if time.time_ns() - changed > _TICK_NS else -1
+        is_settled = time.time_ns() - seen[1] > _TICK_NS
+        self._seen = seen if is_settled else None
         return sorted(found, key=str)[:_MAX_ENGINES]
 
     def sockets(self) -> Iterator[SocketName]:
@@ -142,7 +159,23 @@ class HostFolder:
     @property
     def is_as_seen(self) -> bool:
         """Whether nothing has come or gone since `engines` was called. Costs one system call."""
-        return os.fstat(self._fd).st_mtime_ns == self._seen
+        return self._state() == self._seen
+
+    def _state(self) -> tuple[int, int]:
+        """Which folder it is, and when something in it has changed."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_mtime_ns
+
+    def inode(self, name: SocketName) -> int | None:
+        """Of what has that name, if anything has."""
+        try:
+            self._open_again()
+            return os.stat(str(name), dir_fd=self._fd, follow_symlinks=False).st_ino
+        except OSError:
+            return None
 
     def remove_if_dead(self, name: SocketName) -> bool:
         """Whether nobody listens there, or nothing is there, now."""
@@ -156,6 +189,36 @@ class HostFolder:
     def remove(self, name: SocketName) -> None:
         with contextlib.suppress(OSError):
             os.unlink(str(name), dir_fd=self._fd)
+
+
+class HostDoor:
+    """A rank's socket in the folder, ``sock``. Raises :class:`HostFolderError` as `listen` does."""
+
+    def __init__(self, folder: HostFolder, name: SocketName) -> None:
+        self._folder = folder
+        self._name = name
+        self.sock = folder.listen(name)
+        self._inode = folder.inode(name)
+        self._is_told = False
+
+    def renew(self) -> socket.socket | None:
+        """The socket that was, if there is a new one, because its name had gone."""
+        if (found := self._folder.inode(self._name)) is not None and found == self._inode:
+            return None
+        try:
+            old, self.sock = self.sock, self._folder.listen(self._name)
+        except HostFolderError as error:
+            if not self._is_told:
+                logger.warning("No other engine of this host can load from here: %s", error)
+            self._is_told = True
+            return None
+        self._inode, self._is_told = self._folder.inode(self._name), False
+        return old
+
+    def close(self) -> None:
+        self.sock.close()
+        if self._folder.inode(self._name) == self._inode:  # it may be another engine's by now
+            self._folder.remove(self._name)
 
 
 def open_folder(path: str | None) -> HostFolder | None:

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import SLICE_SECONDS, wait_readable
-from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.net.wire import SLICE_SECONDS, WireError, WireFault, wait_readable
+from lmcache_connector.peers.commands import MAX_ASKED
+from lmcache_connector.peers.topology import HERE, PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import Question, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
@@ -46,11 +49,20 @@ class PeerLookup(RedisLookup):
         )
 
         self._topology = topology
+        self._namespace = config.namespace.encode()
         self._owed: dict[Node, Question] = {}
 
     @property
     def has_servers(self) -> bool:
         return bool(self._topology.peers())
+
+    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
+        """Engines of this host are one, in the worst state of all: each start has another name."""
+        states = super().servers()
+        here = [state for node, state in states if node.startswith(HERE)]
+        others = [each for each in states if not each[0].startswith(HERE)]
+        worst = [("this host", max(here, key=lambda state: state.value))] if here else []
+        return (*others, *worst)
 
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
         """Those that are known, and connected: nobody waits for a name."""
@@ -82,19 +94,29 @@ class PeerLookup(RedisLookup):
             if is_over:
                 del self._owed[node]
 
-    def _assign(self, tags: Sequence[bytes]) -> dict[Node, list[int]]:
+    def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
         nodes = self._topology.peers()
         usable = (n for n in nodes if n not in self._owed and not self._servers.is_open(n))
-        return {node: list(range(len(tags))) for node in usable}
+        return {node: list(range(len(keys))) for node in usable}
+
+    def _commands(self, keys: Sequence[bytes]) -> bytes:
+        asked = (keys[i : i + MAX_ASKED] for i in range(0, len(keys), MAX_ASKED))
+        return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
+
+    def _take(self, question: Question, line: bytes) -> None:
+        bits, indices = line[1:], question.indices
+        if line[:1] != b"+" or bits.strip(b"01") or not 0 < len(bits) <= len(indices):
+            raise WireError(WireFault.OUT_OF_STEP, first_line(line))
+        question.counts.update(zip(indices, map(int, bits.decode()), strict=False))
+        del indices[: len(bits)]
 
     def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
         return [place is not None for place in self.places(keys, questions)]
 
     def places(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[Node | None]:
         """Where each of the ``keys`` is: with the peer that has most of them, if it has it."""
-        wanted = [len(self._names(key)) for key in keys]
         held = {
-            question.node: {i for i, count in question.counts.items() if count == wanted[i]}
+            question.node: {i for i, count in question.counts.items() if count}
             for question in questions
         }
         places: list[Node | None] = [None] * len(keys)

@@ -30,6 +30,7 @@ from lmcache_connector.peers.commands import (
     ProtocolError,
     Reply,
 )
+from lmcache_connector.peers.host import HostDoor
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class _Connection:
 
 
 class PeerServer:
-    """Serves whoever connects to ``listeners``, and closes them; then it calls ``on_end``.
+    """Serves whoever connects to ``listeners``, or comes through ``door``, and closes them.
     ``clock`` returns seconds."""
 
     def __init__(
@@ -91,9 +92,9 @@ class PeerServer:
         commands: Commands,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_end: Callable[[], None] = lambda: None,
+        door: HostDoor | None = None,
     ) -> None:
-        self._on_end = on_end
+        self._door, self._next_look = door, clock()
         self._commands = commands
         self._limits = limits or Limits()
         self._clock = clock
@@ -102,12 +103,11 @@ class PeerServer:
         self._has_held_up = False  # in this turn somebody was not answered, as too much is leased
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        self._listeners = tuple(listeners)
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        for listener in self._listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._listeners = list[socket.socket]()
+        for listener in (*listeners, *([door.sock] if door is not None else [])):
+            self._listen_at(listener)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = start_thread("lmc-peer-server", self._serve)
 
@@ -144,7 +144,23 @@ class PeerServer:
             for sock in (*self._listeners, self._wake, self._woken):
                 sock.close()
             self._selector.close()
-            self._on_end()
+            if self._door is not None:
+                self._door.close()
+
+    def _listen_at(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._listeners.append(listener)
+
+    def _look_after_door(self, now: float) -> None:
+        if self._door is None or now < self._next_look:
+            return
+        self._next_look = now + _IDLE_SECONDS
+        if (old := self._door.renew()) is not None:
+            self._listeners.remove(old)
+            self._selector.unregister(old)
+            old.close()
+            self._listen_at(self._door.sock)
 
     def _turn(self) -> None:
         was_full, was_woken = self._is_full, False
@@ -169,6 +185,7 @@ class PeerServer:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
         self._commands.tend()
+        self._look_after_door(now)
 
     def _seconds_to_look(self) -> float:
         connections = self._connections.values()

@@ -19,6 +19,8 @@ from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 _SECONDS_BETWEEN_LOOKS = 10.0
 _DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
+HERE = "host "
+"""How names of engines on this host begin, as nodes."""
 _GUEST_SECONDS = 60.0
 _MAX_GUESTS = 256
 
@@ -64,7 +66,7 @@ class PeerTopology(Topology):
 
     def here(self, engine_id: str) -> Node | None:
         """The engine of that name, if it is on this host."""
-        node = Node(f"host {digest(engine_id)}") if engine_id else None
+        node = Node(f"{HERE}{digest(engine_id)}") if engine_id else None
         return node if node in self._found_here else None
 
     def address_here(self, node: str) -> str | None:
@@ -80,9 +82,11 @@ class PeerTopology(Topology):
     def prepare(self) -> None:
         """Look into the folder, and names up. One that nobody knows for now keeps nobody else
         out."""
+        if not self._is_looked_up:
+            self._look_names_up()
         self._look_here()
-        if self._is_looked_up:
-            return
+
+    def _look_names_up(self) -> None:
         self._next_look = self._clock() + _SECONDS_BETWEEN_LOOKS
         found: dict[Node, Endpoint] = {}
         for address in self._addresses:
@@ -107,7 +111,7 @@ class PeerTopology(Topology):
         own = digest(self._greeting.engine_id)
         wanted = digest(self._config.namespace), self.port_offset, self._greeting.num_ranks
         found = [name for name in self._host.engines(*wanted) if name.engine != own]
-        self._found_here = {Node(f"host {name.engine}"): name for name in found}
+        self._found_here = {Node(f"{HERE}{name.engine}"): name for name in found}
 
     def node_of(self, key: bytes) -> Node | None:
         """The one peer that there is; ``None`` where somebody has to be asked first."""

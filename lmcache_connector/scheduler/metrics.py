@@ -53,6 +53,9 @@ class SchedulerMetrics:
         servers = self.read_servers()
         if servers == self._last_servers:
             return
+        gone = dict(self._last_servers).keys() - dict(servers).keys()
         self._last_servers = servers
+        for node in gone:  # or its last state would be told for ever
+            samples.set("circuit_state", _SCHEDULER, node, value=0.0)
         for node, state in servers:
             samples.set("circuit_state", _SCHEDULER, node, value=state.value)

@@ -266,16 +266,16 @@ class WorkerAdapter:
         if plan is not None and plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
 
-    def step_failed(self, plan: StepPlan | None) -> None:
-        """The model has raised. If its user goes on, vLLM takes the blocks that it was to fill for
-        computed: nothing is stored any more."""
+    def step_failed(self, call: str, plan: StepPlan | None) -> None:
+        """The model has raised before ``call``, or its drafter. If its user goes on, vLLM takes the
+        blocks that were to be filled for computed: nothing is stored any more."""
         if not self._has_failed:
             logger.warning(
                 "lmcache-connector: a step of this engine has failed. It stores nothing any more, "
                 "as some of its blocks were never computed: start another one."
             )
         self._has_failed = True
-        self.start_over("start_loads", plan)
+        self.start_over(call, plan)
 
     def take_metrics(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""

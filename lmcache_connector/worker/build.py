@@ -24,6 +24,7 @@ from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.host import (
+    HostDoor,
     HostFolder,
     HostFolderError,
     SocketName,
@@ -238,7 +239,7 @@ def _peer_server_maker(
             secret=config.peer_secret_bytes,
             transfers=transfers,
         )
-        listeners, on_end = [], _nothing
+        listeners, door = [], None
         if config.peer_listen is not None:
             address = Address.parse(config.peer_listen)
             listeners.append(_listen(address.host, address.port + first_rank + model.rank))
@@ -246,20 +247,15 @@ def _peer_server_maker(
             names = digest(config.namespace), digest(engine_id)
             name = SocketName(*names, model.rank, model.world_size)
             try:
-                listeners.append(host.listen(name))
-                on_end = partial(host.remove, name)
+                door = HostDoor(host, name)
             except HostFolderError as error:
                 logger.warning("No other engine of this host can load from here: %s", error)
         limits = Limits(leased_bytes=leased_bytes)
-        server = PeerServer(listeners, commands, limits, on_end=on_end)
-        transfers.on_change = server.look_again
+        server = PeerServer(listeners, commands, limits, door=door)
+        transfers.on_change, transfers.seal = server.look_again, commands.seal
         return server
 
     return start
-
-
-def _nothing() -> None:
-    """There is no socket in a folder to remove."""
 
 
 def _listen(host: str, port: int) -> socket.socket:

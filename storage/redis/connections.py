@@ -96,9 +96,11 @@ class Servers:
         return self.breaker(node).state is CircuitState.OPEN
 
     def states(self) -> tuple[tuple[str, CircuitState], ...]:
-        """``(node, circuit state)`` of every node asked so far."""
+        """``(node, circuit state)`` of every node asked so far that still is one."""
+        nodes = set(self.topology.nodes())
         with self._lock:
-            return tuple((str(n), b.state) for n, b in sorted(self._breakers.items()))
+            known = sorted(self._breakers.items())
+        return tuple((str(node), breaker.state) for node, breaker in known if node in nodes)
 
     def refresh(self, deadline: Deadline | None = None) -> None:
         """See to it that where chunks live is learnt, if that may have changed.

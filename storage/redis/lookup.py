@@ -113,26 +113,25 @@ class RedisLookup:
             counts |= question.counts
         return [counts.get(i) == len(self._names(key)) for i, key in enumerate(keys)]
 
-    def _assign(self, tags: Sequence[bytes]) -> dict[Node, list[int]]:
+    def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
         """Which of the chunks each server may hold."""
         by_node: dict[Node, list[int]] = {}
-        for index, tag in enumerate(tags):
-            node = self._servers.topology.node_of(tag)
+        for index, key in enumerate(keys):
+            node = self._servers.topology.node_of(self._tag(key))
             if node is not None:
                 by_node.setdefault(node, []).append(index)
         return by_node
 
     def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
-        tags = [chunk_tag(self._config.namespace, key) for key in keys]
-        by_node = self._assign(tags)
+        by_node = self._assign(keys)
         connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         questions = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
-            names = ([tags[i] + suffix for suffix in self._names(keys[i])] for i in by_node[node])
+            asked = self._commands([keys[i] for i in by_node[node]])
             try:
                 wire = self._connections.get(node, connecting)
-                wire.send([b"".join(command(b"EXISTS", *each) for each in names)], deadline)
+                wire.send([asked], deadline)
             except UnavailableError:
                 continue
             except WireError as error:
@@ -140,6 +139,14 @@ class RedisLookup:
                 continue
             questions.append(Question(self, node, wire, by_node[node], self._clock()))
         return questions
+
+    def _commands(self, keys: Sequence[bytes]) -> bytes:
+        """What a server is sent to ask for chunks."""
+        names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
+        return b"".join(command(b"EXISTS", *each) for each in names)
+
+    def _tag(self, key: bytes) -> bytes:
+        return chunk_tag(self._config.namespace, key)
 
     def _names(self, key: bytes) -> tuple[bytes, ...]:
         """How the names of the values of ``key`` end."""
@@ -150,7 +157,7 @@ class RedisLookup:
         try:
             question.wire.receive_some(deadline)
             while question.indices and (line := question.wire.next_line()) is not None:
-                question.counts[question.indices.pop(0)] = self._number(line, question.node)
+                self._take(question, line)
         except WireError as error:
             self._connections.drop(question.node, str(error), blame=error.is_peers_fault)
             return True
@@ -159,6 +166,10 @@ class RedisLookup:
         question.answered_at = self._clock()
         self._connections.succeeded(question.node)
         return True
+
+    def _take(self, question: Question, line: bytes) -> None:
+        """A line of the answer. Raises ``WireError`` for one that is none."""
+        question.counts[question.indices.pop(0)] = self._number(line, question.node)
 
     def leave(self, question: Question, *, is_silent: bool) -> None:
         """Wait no longer for the answer: what comes now would be out of step."""

@@ -12,6 +12,9 @@ import pytest
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.ports import free_ports
+from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.redis.chunks import PARTS
+from tests.support.redis.servers import Server
 
 SECRET = "open-sesame-open-sesame"
 
@@ -106,6 +109,46 @@ def test_an_address_that_leads_nowhere_is_warned_of(cli: Cli) -> None:
     refused = cli("check", transfer(bind_host="0.0.0.0"))
     assert refused.code == 2
     assert "it needs a 'hash_key', or 'insecure'" in refused.out
+
+
+def check_peers(cli: Cli, *peers: str, **more: Any) -> tuple[int, list[tuple[str, str]]]:
+    outcome = cli(
+        "check", transfer("kv_consumer", peers=peers, host_sharing=False, **more), "--json"
+    )
+    found = [each for each in outcome.document["findings"] if each["name"] == "peers"]
+    return outcome.code, [(each["verdict"], each["detail"]) for each in found]
+
+
+def test_peers_are_asked_who_they_are(cli: Cli) -> None:
+    with (
+        serving(HeldChunks([])) as one,
+        serving(HeldChunks([]), ranks=[PARTS, PARTS]) as two,
+    ):
+        more = {"bind_host": "127.0.0.1", "peer_hosts": ["127.0.0.1"]}
+        peers = f"127.0.0.1:{one.port}", f"localhost:{two.port}", f"dns:localhost:{one.port}"
+        code, found = check_peers(cli, *peers, **more)
+    (_, first), (_, second), (_, third) = found
+    assert (code, {verdict for verdict, _ in found}) == (0, {"ok"})
+    assert "it answers, 1 rank(s) each" in first
+    assert "it answers, 2 rank(s) each; ours needs as many" in second
+    assert "1 of 1 instances answer, 1 rank(s) each" in third or "1 of 2 instances" in third
+
+
+def test_peers_that_cannot_be_loaded_from_are_named(cli: Cli, valkey: Server) -> None:
+    nobody, redis = free_ports(1), f"127.0.0.1:{valkey.port}"
+    peers = [f"127.0.0.1:{nobody}", redis, "dns:nobody.invalid:7450"]
+    code, found = check_peers(cli, *peers, peer_hosts=["127.0.0.1"])
+    assert (code, [verdict for verdict, _ in found]) == (3, ["error"] * 3)
+    assert "refused" in found[0][1]
+    assert f"{redis} cannot be loaded from: a Redis listens there" in found[1][1]
+    assert "dns:nobody.invalid:7450 cannot be loaded from" in found[2][1]
+
+
+def test_an_instance_among_its_own_peers_is_not_asked(cli: Cli) -> None:
+    port = free_ports(1)
+    outcome = cli("check", transfer(port=port, peers=[f"127.0.0.1:{port}"]), "--json")
+    assert outcome.code == 0
+    assert "this instance itself" in found(outcome)["peers"]["detail"]
 
 
 def test_a_peer_that_is_no_host_or_not_found_is_named(cli: Cli) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from lmcache_connector.peers.host import HostDoor, HostFolder, SocketName, digest
 from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.support.command_line import Cli
+from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import GEOMETRY, chunk_key, open_tier, put_all
 from tests.support.redis.servers import Server
 
@@ -49,6 +52,23 @@ def test_ls_counts_namespaces_chunks_and_bytes(cli: Cli, valkey: Server) -> None
     seen = commands_seen(valkey)
     assert seen["scan"] >= 2
     assert not {"keys", "get", "flushall", "del"} & seen.keys()
+
+
+def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, tmp_path: Path) -> None:
+    """Without a secret: who may enter the folder is the user."""
+    name, chunks = SocketName(digest("default"), digest("engine"), 0, 1), HeldChunks(range(3))
+    with serving(chunks, door=HostDoor(HostFolder(tmp_path / "host"), name), secret=None):
+        url = f"unix://{tmp_path / 'host' / str(name)}"
+        (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
+        assert (group["namespace"], group["chunks"]) == ("default", 3)
+        assert group["bytes"] == 3 * (GEOMETRY.chunk_bytes + VALUES_PER_CHUNK * 128)
+        shown = cli("ls", chunk_key(1).hex(), "--redis-url", url, "--json")
+        assert shown.code == 0
+        verified = cli("verify", "--redis-url", url, "--json").document
+        assert (verified["ok"], verified["values"]) == (True, {"sound": 3 * VALUES_PER_CHUNK})
+        refused = cli("purge", "--redis-url", url, "--all", "--yes", "--json")
+        assert refused.code != 0
+        assert len(chunks.data) == 3
 
 
 def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.engines.calls import check_integrity, wait_for_writes, worker
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
+from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.planted import PlantedError, Planter
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
@@ -258,11 +260,11 @@ def serve_with_an_error(
     return served
 
 
-def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> Served:
+def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:
     """vLLM calls the connector after a forward pass that has raised, too. Its user goes on, as
     after Ctrl-C in a notebook."""
     request_id = probe.add(prompt)
-    probe.on_ranks(raise_in_next_forward)
+    probe.on_ranks(raise_in_next, call)
     with pytest.raises(PlantedError):
         probe.finish({request_id: len(prompt)}, 0.0)
     probe.engine.abort_request([request_id])  # it would wait for ever
@@ -270,28 +272,37 @@ def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> Served:
     return probe.serve([*prompt, *prompt])
 
 
-def raise_in_next_forward(worker: Any) -> None:
+def raise_in_next(worker: Any, call: str) -> None:
     runner = worker.model_runner
-    forward = runner._model_forward
+    usual = getattr(runner, call)
 
     def fail(*_: Any, **__: Any) -> None:
-        runner._model_forward = forward
+        setattr(runner, call, usual)
         raise PlantedError
 
-    runner._model_forward = fail
+    setattr(runner, call, fail)
 
 
-def test_what_a_failed_forward_pass_did_not_compute_is_stored_nowhere(
-    start: StartInstance, valkey: Server
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        ("_model_forward", ""),
+        # An engine for each; worker/test_failures.py has the rule.
+        pytest.param("propose_draft_token_ids", "eagle", marks=pytest.mark.soak),
+    ],
+)
+def test_what_a_failed_step_did_not_compute_is_stored_nowhere(
+    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path, call: str, kind: str
 ) -> None:
-    transfer = kv_transfer(redis_url=valkey.url)
+    folder, arguments = build_drafted(kind, tmp_path) if kind else (tiny_model, {})
+    transfer = kv_transfer(redis_url=valkey.url, namespace=call)
     good, bad = random_prompt(71, 1100), random_prompt(72, 1100)
-    with start(transfer) as one:
+    with start(transfer, folder, **arguments) as one:
         one.serve(good)
         one.call(wait_for_writes)
         before = len(value_names(valkey))
-        after = one.call(fail_a_forward_pass, bad)
-        assert after.cached_tokens == 1024, "vLLM takes its blocks for computed"
+        after = one.call(fail_a_step, bad, call)
+        assert after.cached_tokens > 0, "vLLM takes its blocks for computed"
         assert after.external_hit_tokens == 0
         assert "a step of this engine has failed" in one.log
         one.reset_prefix_cache()

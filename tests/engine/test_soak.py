@@ -22,8 +22,11 @@ from tests.support.redis.servers import CACHE, running_valkey
         pytest.param(
             "gemma3 5:1", {"aborts": 0.02, "damages": 0.02, "resets": 0.01}, marks=pytest.mark.soak
         ),
+        pytest.param(
+            None, {"num_requests": 120, "updates": 0.01, "resets": 0.01}, marks=pytest.mark.soak
+        ),
     ],
-    ids=["short", "long", "windows"],
+    ids=["short", "long", "windows", "updates"],
 )
 @pytest.mark.timeout(1800)
 def test_a_storm(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.peers import host, server
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import (
+    HostDoor,
     HostFolder,
     HostFolderError,
     SocketName,
@@ -30,6 +31,7 @@ from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
@@ -48,9 +50,8 @@ def name_of(engine: str, rank: int = 0, num_ranks: int = 1) -> SocketName:
 
 @contextmanager
 def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> Iterator[PeerServer]:
-    folder, own = HostFolder(path), name_of(name, **more)
-    leave = partial(folder.remove, own)
-    with serving(chunks, engine_id=name, listener=folder.listen(own), on_end=leave) as found:
+    own = name_of(name, **more)
+    with serving(chunks, engine_id=name, door=HostDoor(HostFolder(path), own)) as found:
         yield found
     assert str(own) not in names_in(path)
 
@@ -173,6 +174,91 @@ def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
     with folder.listen(name_of("dead")):
         assert folder.remove_if_dead(name_of("dead")) is False
         assert (path / str(name_of("dead"))).exists()
+
+
+def remove_name(path: Path) -> None:
+    (path / str(name_of("one"))).unlink()
+
+
+def replace_folder(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize("remove", [remove_name, shutil.rmtree, replace_folder])
+def test_a_cleaner_of_the_folder_parts_engines_for_seconds_alone(
+    path: Path, remove: Callable[[Path], None]
+) -> None:
+    """Cleaners of /tmp remove what is old; a live socket without its name looks like that."""
+    with engine(path, HeldChunks([0, 1])), looking(path) as lookup:
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+        remove(path)
+        with looking(path, "late") as late:
+            assert within(2 * FOUND_SECONDS, lambda: holds(late, 0))
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 1))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(path: Path) -> None:
+    with engine(path, HeldChunks([0])), looking(path) as lookup:
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+        shutil.rmtree(path)
+        path.mkdir(mode=0o755)
+        time.sleep(1.5)
+        assert not names_in(path)
+        holds(lookup, 0)
+        path.chmod(0o700)
+        with looking(path, "late") as late:
+            assert within(2 * FOUND_SECONDS, lambda: holds(late, 0))
+
+
+def test_a_folder_that_cannot_be_made_again_is_not_looked_for_at_each_question(
+    tmp_path: Path,
+) -> None:
+    """As at the end of a login: ``/run/user/ID`` goes with it. Each look would take a thread."""
+    path = tmp_path / "user" / "host"
+    path.parent.mkdir()
+    with engine(path, HeldChunks([0])):
+        found = topology(path)
+        found.prepare()
+        assert len(found.peers()) == 1
+        shutil.rmtree(path.parent)
+        assert not found.is_current()
+        with pytest.raises(HostFolderError, match="cannot be used"):
+            found.prepare()
+        assert found.is_current()
+        time.sleep(1.2)  # the server has looked for its name, and goes on
+        path.parent.mkdir()
+        assert within(FOUND_SECONDS, lambda: not found.is_current())
+        assert within(FOUND_SECONDS, lambda: bool(names_of_peers(found)))
+
+
+def names_of_peers(found: PeerTopology) -> tuple[str, ...]:
+    found.prepare()
+    return found.peers()
+
+
+def test_an_engine_takes_away_no_name_but_its_own(path: Path) -> None:
+    with ExitStack() as stack:
+        folder = HostFolder(path)
+        first = HostDoor(folder, name_of("one"))
+        remove_name(path)
+        second = stack.enter_context(closing(HostDoor(folder, name_of("one"))))
+        assert first.renew() is None, "another one that lives has its name"
+        first.close()
+        assert not folder.remove_if_dead(name_of("one"))
+        assert second.renew() is None
+
+
+def test_an_engine_that_has_gone_is_no_server_any_more(path: Path) -> None:
+    """Each start has another name, and an open circuit would be an alarm for ever."""
+    with looking(path) as lookup:
+        for number in range(3):
+            with engine(path, HeldChunks([0]), f"start-{number}"):
+                assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+                assert lookup.servers() == (("this host", CircuitState.CLOSED),)
+            assert within(FOUND_SECONDS, lambda: not holds(lookup, 0))
+        assert within(FOUND_SECONDS, lambda: not holds(lookup, 0) and not lookup.servers())
 
 
 def test_two_engines_of_one_name_do_not_replace_each_other(path: Path) -> None:

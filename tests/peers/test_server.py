@@ -104,6 +104,19 @@ def test_rank_0_answers_for_all_ranks(chunks: HeldChunks, rank: int, found: int)
         assert client.get(other) is None
 
 
+def test_many_chunks_are_asked_for_at_once(server: PeerServer) -> None:
+    def asked(*words: bytes) -> object:
+        with redis.Redis.from_url(url(server), protocol=2) as client:
+            return client.execute_command("HOLDS", *words)
+
+    keys = b"".join(map(chunk_key, (0, 9, 5)))
+    assert asked(b"default", keys) == b"101"
+    assert asked(b"another", keys) == b"000"
+    for wrong in ((), (keys,), (b"default", b""), (b"default", keys[1:]), (b"default", keys * 171)):
+        with pytest.raises(redis.ResponseError, match="keys"):
+            asked(*wrong)
+
+
 def test_a_look_up_finds_what_is_there(server: PeerServer) -> None:
     lookup = RedisLookup(config(url(server)), [PARTS])
     try:

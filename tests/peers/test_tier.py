@@ -6,12 +6,13 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import pytest
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.net.address import Address
-from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.commands import Commands, Greeting, Reply
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
@@ -211,6 +212,31 @@ def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
         exist(lookup, [0])
         exist(lookup, [2])
         assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
+
+
+def test_a_prompt_of_more_chunks_than_one_question_names() -> None:
+    held = HeldChunks([0])
+    held.data = {chunk_key(i): held.data[chunk_key(0)] for i in range(3000) if i % 7}
+    with (
+        serving(held) as server,
+        serving(HeldChunks([])) as other,
+        looking(at(server, other)) as it,
+    ):
+        assert exist(it, range(3000), 1.0) == [bool(i % 7) for i in range(3000)]
+
+
+@pytest.mark.parametrize("said", [b"+111", b"+12", b"+1x", b":1", b"+", b"-ERR no", b"$2"])
+def test_an_answer_that_is_none_is_a_miss_and_ends_the_connection(said: bytes) -> None:
+    with (
+        patch.object(Commands, "_holds", lambda *_: Reply((said, b"\r\n"))),
+        serving(HeldChunks([0, 1])) as liar,
+    ):
+        lookup = PeerLookup(settings(), [PARTS], topology_of(at(liar)), connect_share=1.0)
+        keys = [chunk_key(0), chunk_key(1)]
+        for _ in range(3):
+            assert lookup.exist(keys, time.monotonic() + 1.0) == [False, False]
+        assert dict(lookup.servers())[at(liar)[0]] is CircuitState.OPEN
+        lookup.close()
 
 
 def test_a_silent_peer_is_left_out_and_then_left_alone() -> None:

@@ -36,6 +36,19 @@ def test_the_scheduler_side_tells_what_changed() -> None:
     assert tally.total("decisions") == 4
 
 
+def test_the_circuit_of_a_server_that_has_gone_is_told_no_more() -> None:
+    tally, servers = Tally(), [("h:1", CircuitState.OPEN), ("h:2", CircuitState.OPEN)]
+    metrics = SchedulerMetrics(tally, lambda: 0.0, tuple, lambda: tuple(servers))
+    told = []
+    for _ in range(3):
+        tally.count("store_jobs")
+        taken = metrics.take(is_idle=True)
+        assert taken is not None
+        told.append({key.split("\n")[-1]: value for key, value in taken.gauges.items()})
+        servers[:] = [("h:2", CircuitState.OPEN)]
+    assert told == [{"h:1": 2, "h:2": 2}, {"h:1": 0, "h:2": 2}, {}]
+
+
 def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
     tally, now = Tally(), 100.0
     metrics = SchedulerMetrics(tally, lambda: now)

@@ -300,6 +300,23 @@ def test_blocks_of_prompts_that_went_on_differently_are_not_stored_for_a_head(mo
     assert engine.ranks[0].num_stored_chunks == 3 + 2 + 2
 
 
+def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:
+    """While they were computed the token after each was not known yet. They are in vLLM's cache
+    when the tier has let go of them, and the conversation goes on."""
+    engine = ShadowEngine(model, Shape(lookahead=1, num_blocks=60), 0, CALM)
+    request = engine.requests[engine.add(prompt(5, 4 * BLOCK_SIZE), max_tokens=4 * BLOCK_SIZE + 2)]
+    engine.run_until_idle()
+    assert engine.ranks[0].num_stored_chunks == 4
+    engine.ranks[0].evict(100)
+    engine.step()
+    again = engine.requests[engine.add([*request.all_token_ids, 1, 2], max_tokens=1)]
+    engine.step()
+    assert again.num_computed_tokens > 8 * BLOCK_SIZE > again.num_tokens - BLOCK_SIZE
+    engine.run_until_idle()
+    engine.check_whole()
+    assert engine.ranks[0].num_stored_chunks == 4 + 4
+
+
 def test_steps_without_the_drafter_leave_nothing_to_store(model: Path) -> None:
     """vLLM runs it for all requests of a step, or for none."""
     shape = Shape(lookahead=1, drafted_len=100, num_blocks=60, tier_chunks=30)

@@ -15,7 +15,7 @@ from redis.crc import key_slot
 
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.simulation.kernel import Kernel
-from tests.simulation.network import Network
+from tests.simulation.network import Address, Network
 from tests.simulation.redis_model import Cluster, Entry, RedisModel
 
 
@@ -46,6 +46,13 @@ class Deployment:
         return self.kernel.chance
 
 
+@dataclass(frozen=True, slots=True)
+class At:
+    """Another server than those of Redis."""
+
+    address: Address
+
+
 class Fault(Protocol):
     """``server`` is the one it is aimed at."""
 
@@ -59,11 +66,11 @@ class _PathFault:
 
     changes: dict[str, float | bool]
 
-    def begin(self, world: Deployment, server: RedisModel) -> None:
+    def begin(self, world: Deployment, server: RedisModel | At) -> None:
         path = world.network.paths[server.address]
         world.network.paths[server.address] = replace(path, **self.changes)  # type: ignore[arg-type]
 
-    def end(self, world: Deployment, server: RedisModel) -> None:
+    def end(self, world: Deployment, server: RedisModel | At) -> None:
         path = world.network.paths[server.address]
         usual = type(path)()
         before = {name: getattr(usual, name) for name in self.changes}
@@ -334,13 +341,9 @@ class Failover:
                 each.start()
 
 
+ON_PATHS = (SlowPath, Trickle, ReorderingPath, LossyPath, CutPath, RefusingPort)
 ALL: tuple[type[Fault], ...] = (
-    SlowPath,
-    Trickle,
-    ReorderingPath,
-    LossyPath,
-    CutPath,
-    RefusingPort,
+    *ON_PATHS,
     SlowServer,
     FrozenServer,
     DyingServer,

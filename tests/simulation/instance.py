@@ -27,9 +27,11 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
+    PartRun,
     PrefetchJob,
     StepPlan,
     StoreJob,
+    Tier,
 )
 from tests.simulation import stdlib
 from tests.simulation.at_rest import AtRest, RouterView
@@ -37,6 +39,7 @@ from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import next_cell
 from tests.simulation.rank import (
     CHUNK_SIZE,
+    PEER_PORT,
     Pass,
     Rank,
     Shape,
@@ -91,6 +94,8 @@ class Instance:
         self.is_up = False
         self.is_down = False
         self.num_redis_hits = 0
+        self.num_peer_hits = 0
+        self.num_handed_over = 0
         self.num_cpu_hits = 0
         self.num_failed_loads = 0
         self.num_prefetched = 0
@@ -237,9 +242,18 @@ class Instance:
                 "cpu_gib": self.shape.cpu_gib,
                 "model_digest": "simulated",
                 "host_sharing": False,
+                **self._peers(),
                 **self.shape.settings,
             },
         )
+
+    def _peers(self) -> dict[str, Any]:
+        if not self.shape.peers:
+            return {}
+        own = f"{self.process.name}:{PEER_PORT}"
+        hosts = [peer.partition(":")[0] for peer in self.shape.peers]
+        named = {"peers": self.shape.peers, "peer_hosts": hosts, "peer_listen": own}
+        return {**named, "peer_insecure": True, "lease_seconds": 5.0}
 
     def _shut_down(self) -> None:
         for rank in self._ranks:
@@ -298,7 +312,7 @@ class Instance:
 
     def _check_call(self, name: str, started: float) -> None:
         took = self.kernel.now - started
-        if took > _MAX_CALL_SECONDS:
+        if took > _MAX_CALL_SECONDS + self.process.frozen_seconds:
             raise SimulationFailure(f"{self.process.name}: {name} held the engine for {took:.3f} s")
 
     # -- a step, as the ranks see it ---------------------------------------------------------------
@@ -337,27 +351,31 @@ class Instance:
             (run,) = load.runs
             first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
             assert run.chunks[0] == first
-            self._name_keys(load.request_id, run.keys, run.chunks, load.claim.tenant)
+            self._name_keys(load.request_id, run, load.claim.tenant)
         for prefetch in plan.prefetches:
             self.num_prefetched += len(prefetch.keys)
-            chunks = prefetch.runs[0].chunks
-            self._name_keys(prefetch.request_id, prefetch.keys, chunks, prefetch.tenant)
+            self._name_keys(prefetch.request_id, prefetch.runs[0], prefetch.tenant)
         for store in plan.stores:
-            chunks = store.runs[0].chunks
             is_audit, tenant = isinstance(store, AuditJob), store.claim.tenant
-            self._name_keys(store.request_id, store.keys, chunks, tenant, is_audit=is_audit)
+            for run in store.runs:
+                self._name_keys(store.request_id, run, tenant, is_audit=is_audit)
 
     def _name_keys(
         self,
         request_id: str,
-        keys: Sequence[bytes],
-        indices: Sequence[int],
+        run: PartRun,
         tenant: bytes,
         *,
         is_audit: bool = False,
     ) -> None:
         request, is_common = self._requests[request_id], not (tenant or self.num_resets)
-        for key, index in zip(keys, indices, strict=True):
+        for key, index in zip(run.keys, run.chunks, strict=True):
+            if run.tail_tokens and index == run.chunks[-1]:  # no whole chunk, and in no other tier
+                end = index * CHUNK_SIZE + run.tail_tokens
+                self.at_rest.named(key, tenant, ())
+                cells = self._cells_of(request_id, end)[index * CHUNK_SIZE :]
+                self._names(key, tuple(cells), is_common=False)
+                continue
             first, last = (i * CHUNK_SIZE // BLOCK_SIZE for i in (index, index + 1))
             self.at_rest.named(key, tenant, request.block_hashes[first:last])
             if is_audit:  # it finds out whether the key names that chunk
@@ -397,7 +415,7 @@ class Instance:
                 self._end(request_id)
         for loading in self._loading.values():
             late = self.kernel.now - loading.planned_at - loading.job.deadline_seconds
-            if late > _REPORT_SECONDS:
+            if late > _REPORT_SECONDS + self.process.frozen_seconds:
                 raise SimulationFailure(
                     f"{self.process.name}: load {loading.job.job_id} is {late:.3f} s past its "
                     f"deadline of {loading.job.deadline_seconds:.3f} s"
@@ -433,6 +451,9 @@ class Instance:
         # What a deadline cut off is a hit of what had come: all the ranks have it.
         has_hit = all(result.num_chunks for result in loading.results)
         from_redis = any(result.fetched_bytes for result in loading.results)
+        fetched = [each for result in loading.results for each in result.fetched]
+        self.num_peer_hits += any(f.tier is Tier.PEER and f.num_bytes for f in fetched)
+        self.num_handed_over += has_hit and loading.job.source is not None
         self.num_failed_loads += any(r.outcome is not Outcome.DONE for r in loading.results)
         self.num_redis_hits += has_hit and from_redis
         self.num_cpu_hits += has_hit and not from_redis

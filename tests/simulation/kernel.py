@@ -43,6 +43,8 @@ class Process:
     clock_offset: float = 0.0
     num_cores: int = 4
     alive: bool = True
+    frozen_until: float = 0.0
+    frozen_seconds: float = 0.0  # so far, in all
     tasks: list[Task] = field(default_factory=list)
     on_kill: list[Callable[[], None]] = field(default_factory=list)
 
@@ -149,6 +151,11 @@ class Kernel:
             callback()
         process.on_kill.clear()
 
+    def freeze(self, process: Process, seconds: float) -> None:
+        """It stands still, as one that was sent SIGSTOP, and goes on as if nothing had been."""
+        process.frozen_until = max(process.frozen_until, self.now + seconds)
+        process.frozen_seconds += seconds
+
     def describe_tasks(self) -> str:
         """Tasks that have not ended, of processes that live."""
         return ", ".join(
@@ -236,6 +243,9 @@ class Kernel:
             callback()
             return
         if task.ticket != ticket or task.is_done or not task.process.alive:
+            return
+        if when < task.process.frozen_until:
+            self._push(task.process.frozen_until, None, task, ticket, woken)
             return
         self.now = when
         self._readings = 0

@@ -65,7 +65,9 @@ class Ledger:
         if parsed is None or cells is None:
             return True
         layers = range(parsed.layer_start, parsed.layer_end)
-        right = payload(cells, layers, parsed.shard, WIDTH)
+        by_layer = (payload(cells, range(i, i + 1), parsed.shard, WIDTH) for i in layers)
+        # A tail fills a chunk up with zeros.
+        right = b"".join(each.ljust(CHUNK_SIZE * WIDTH, b"\0") for each in by_layer)
         return entry.kind == b"string" and _content(entry.value) == right
 
     def removed(self, server: RedisModel, name: bytes, entry: Entry) -> None:

@@ -34,6 +34,11 @@ class Chunk:
         return int(self.data.ctypes.data)
 
     @property
+    def raw_tensor(self) -> Any:
+        """What is asked where it lies. No memory is mapped here."""
+        return SimpleNamespace(data_ptr=lambda: self.data_ptr)
+
+    @property
     def byte_array(self) -> npt.NDArray[np.uint8]:
         return self.data
 
@@ -242,7 +247,8 @@ def start_engine(
     chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
     cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
     plugin = None
-    if redis_tier is not None:
-        config = SimpleNamespace(extra_config={lmcache_redis.TIER: redis_tier})
+    if redis_tier is not None or peers is not None:
+        tiers = {lmcache_redis.TIER: redis_tier, lmcache_redis.PEERS: peers}
+        config = SimpleNamespace(extra_config=tiers)
         plugin = lmcache_redis.RedisStoragePlugin("cpu", config, metadata, cpu, None)
     return EngineModel(database, connector, cpu, plugin)

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from tests.simulation import network, stdlib
+from tests.simulation import network, serving, stdlib
 
 STANDS: dict[str, ModuleType] = {
     "threading": stdlib.threading,
@@ -27,6 +27,7 @@ STANDS: dict[str, ModuleType] = {
     "uuid": stdlib.uuid,
     "socket": network.socket,
     "select": network.select,
+    "selectors": serving.selectors,
     "fcntl": network.fcntl,
 }
 _PACKAGES = ("lmcache_connector", "redis")

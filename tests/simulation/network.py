@@ -91,7 +91,9 @@ class Link:
         self.num_unread = 0  # bytes on their way to the service
         self._client = client
         self._out = _Stream(self, self._deliver_to_service)
-        self._in = _Stream(self, client.deliver)
+        self._in = _Stream(self, self._deliver_to_client)
+        self.on_arrival: Callable[[int], None] = lambda num_bytes: None
+        """Called when so much of what the service has sent is there."""
 
     @property
     def path(self) -> Path:
@@ -124,6 +126,10 @@ class Link:
             self.is_closed = True
             if self.service is not None:
                 self.service.closed(self)
+
+    def _deliver_to_client(self, data: bytes) -> None:
+        self._client.deliver(data)
+        self.on_arrival(len(data))
 
     def _deliver_to_service(self, data: bytes) -> None:
         self.num_unread -= len(data)

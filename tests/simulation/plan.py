@@ -9,9 +9,10 @@ from tests.simulation.faults import Deployment, RefusingServer
 from tests.simulation.instance import VOCABULARY
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Network, Path
-from tests.simulation.rank import CHUNK_SIZE, Shape
+from tests.simulation.rank import CHUNK_SIZE, PEER_PORT, Shape
 from tests.simulation.redis_model import Cluster, RedisModel
 
+MAX_INSTANCES = 6
 SLOW_BYTES_PER_SECOND = 1.5e5
 """Less than instances compute, and enough that no time-out of a second is met."""
 _PAIR = ["kv_producer", "kv_consumer"]
@@ -87,6 +88,17 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
     return deployment
 
 
+def _peers(kernel: Kernel, network: Network, world_size: int) -> tuple[str, ...]:
+    """All instances that there may be, each among its own peers, and one that never is."""
+    if kernel.chance.random() < 0.5:
+        return ()
+    names = [f"instance{i}" for i in range(MAX_INSTANCES)]
+    for name in names:
+        for rank in range(world_size):
+            network.paths[name, PEER_PORT + rank] = Path()
+    return tuple(f"{name}:{PEER_PORT}" for name in names)
+
+
 def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
     chance, is_slow = kernel.chance, deployment.slow is not None
     settings = {
@@ -111,8 +123,10 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
     has_tenants = chance.random() < 0.3 and not is_slow
     if has_tenants:  # a tenant keeps no more than its share until it is written
         settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
+    world_size = chance.choice([1, 1, 2])
     shape = Shape(
-        world_size=chance.choice([1, 1, 2]),
+        world_size=world_size,
+        peers=() if is_slow else _peers(kernel, deployment.network, world_size),
         depth=chance.choice([1, 2]),
         num_blocks=chance.choice([20, 24, 40]),
         cpu_chunks=48 if is_slow else chance.choice([8, 24]),
@@ -135,6 +149,8 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         for _ in range(chance.randint(4, 10))
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
+    if shape.peers:
+        roles = chance.choice([["kv_both"] * 2, ["kv_both"] * 3, _PAIR, [*_PAIR, "kv_consumer"]])
     resets = chance.choice([0, 0, 0, 0, 1, 3])
     return Plan(shape, list(roles), families, clients, resets)
 

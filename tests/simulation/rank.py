@@ -24,6 +24,7 @@ from tests.support.memory import forget_memory
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32
+PEER_PORT = 7450  # of rank 0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 32
 WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
 
@@ -43,6 +44,7 @@ class Shape:
     copy_seconds: float = 0.0005
     role: str = "kv_both"
     kv_events: bool = False
+    peers: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property

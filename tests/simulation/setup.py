@@ -30,6 +30,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
 
     from examples.tiny_model import TINY, build_tiny_model
     from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
     from tests.simulation import lmcache_model
 
@@ -43,6 +44,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     plain = _module("vllm_compat.parts").Packing("simulated", ())
     _replace("vllm_compat.parts", find_packing=lambda *_: plain)
     _watch_reads(RedisTier)
+    _watch_reads(PeerTier)
     return build_tiny_model(folder, shape or TINY)
 
 
@@ -120,10 +122,12 @@ def _watch_reads(tier: Any) -> None:
     """No read of the tier may outlast its deadline."""
     read = tier.read
 
-    def watched(self: Any, keys: Any, buffers: Any, deadline: float, *more: Any) -> Any:
-        result = read(self, keys, buffers, deadline, *more)
+    def watched(
+        self: Any, keys: Any, buffers: Any, deadline: float, *more: Any, **others: Any
+    ) -> Any:
+        result = read(self, keys, buffers, deadline, *more, **others)
         late = RUNTIME.kernel.clock() - deadline
-        if late > _READ_GRACE_SECONDS:
+        if late > _READ_GRACE_SECONDS + RUNTIME.process.frozen_seconds:
             raise SimulationFailure(f"a read ended {late:.3f} s after its deadline")
         return result
 

@@ -37,7 +37,7 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
     return done.stdout
 
 
-_COMMON = ("requests", "hits from redis", "hits from memory", "values checked")
+_COMMON = ("requests", "hits from redis", "hits from memory", "values checked", "handed over")
 # Not in any twenty worlds.
 _RARE = ("loads inside steps", "fetched ahead", "pinned", "resets", "healed")
 

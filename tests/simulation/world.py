@@ -27,6 +27,7 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.plan import Client, deploy, draw_plan
+from tests.simulation.rank import PEER_PORT
 from tests.simulation.recovery import Recovery
 from tests.simulation.stdlib import RUNTIME
 from tests.simulation.weights import Weights
@@ -104,7 +105,10 @@ class World:
             self._start_instance(role)
         self._wait(lambda: all(i.is_up for i in self.instances), _START_SECONDS, "START")
         threads = [self._thread(partial(self._be_client, client)) for client in plan.clients]
-        threads += [self._thread(self._be_trouble) for _ in range(kernel.chance.randrange(5))]
+        chance = kernel.chance
+        threads += [self._thread(self._be_trouble) for _ in range(chance.randrange(5))]
+        if plan.shape.peers:
+            threads += [self._thread(self._be_peer_trouble) for _ in range(chance.randrange(4))]
         threads.append(self._thread(self._be_short_of_memory))
         if kernel.chance.random() < 0.2:
             threads.append(self._thread(self._be_crash))
@@ -126,14 +130,31 @@ class World:
 
     def _be_client(self, client: Client) -> None:
         self.kernel.sleep(client.start)
-        instance = self.kernel.chance.choice(self._alive)
-        self._ask(instance, client)
+        chance, alive = self.kernel.chance, self._alive
+        if self._plan.shape.peers and len(alive) > 1 and chance.random() < 0.5:
+            self._hand_over(client, chance.sample(alive, min(len(alive), chance.choice([2, 3]))))
+        else:
+            self._ask(chance.choice(alive), client)
 
-    def _ask(self, instance: Instance, client: Client) -> None:
+    def _hand_over(self, client: Client, instances: list[Instance]) -> None:
+        """The first computes the prompt, the others load it from there, as a router asks them."""
+        first, second = (instance.process.name for instance in instances[:2])
+        self.counts["requests"] += 1
+        name = f"___prefill_addr_{first}:{PEER_PORT}___decode_addr_{second}:{PEER_PORT}"
+        name = f"{name}_r{self.counts['requests']}"
+        asked = [(instances[0], replace(client, max_tokens=1), name), (instances[1], client, name)]
+        source = {"remote_host": first, "remote_port": PEER_PORT, "remote_request_id": name}
+        hints = {**(client.hints or {}), "do_remote_prefill": True, **source}
+        asked += [(each, replace(client, hints=hints), "") for each in instances[2:]]
+        threads = [self._thread(partial(self._ask, *each)) for each in asked]
+        for thread in threads:
+            thread.join()
+
+    def _ask(self, instance: Instance, client: Client, name: str = "") -> None:
         """Wait for the answer."""
         kernel = self.kernel
         self.counts["requests"] += 1
-        name, abort_after = f"r{self.counts['requests']}", client.abort_after
+        name, abort_after = name or f"r{self.counts['requests']}", client.abort_after
         asked = instance.ask(name, client.prompt, client.max_tokens, client.salt, client.hints)
         if abort_after is not None and not asked.ended.wait(abort_after):
             instance.abort(asked)
@@ -159,6 +180,23 @@ class World:
         kernel.sleep(kernel.chance.choice([0.01, 0.1, 0.5, 2.0]) * kernel.chance.uniform(0.5, 1.5))
         fault.end(deployment, server)
         kernel.trace(f"{type(fault).__name__} ends")
+
+    def _be_peer_trouble(self) -> None:
+        """On the way to one rank's peer server; or its whole instance stands still."""
+        kernel, chance = self.kernel, self.kernel.chance
+        kernel.sleep(chance.uniform(0.0, 2.0))
+        process, seconds = chance.choice(self._alive).process, chance.choice([0.02, 0.2, 1.0])
+        if chance.random() < 0.3:
+            kernel.trace(f"{process.name} stands still")
+            self.counts["frozen"] += 1
+            kernel.freeze(process, seconds)
+            return
+        fault = chance.choice(faults.ON_PATHS)()
+        address = process.name, PEER_PORT + chance.randrange(self._plan.shape.world_size)
+        kernel.trace(f"{type(fault).__name__} begins on the way to {address}")
+        fault.begin(self._deployment, faults.At(address))
+        kernel.sleep(seconds)
+        fault.end(self._deployment, faults.At(address))
 
     def _be_short_of_memory(self) -> None:
         """What memory holds is forgotten now and then, so that the tiers are asked."""
@@ -218,7 +256,7 @@ class World:
             return  # what it has in memory from before, nobody asks for
         elif ending > 0.9:
             recovery.offers(writer, prompt)
-        elif ending > 0.7:
+        elif ending > 0.7 and not self._plan.shape.peers:  # else nobody need read what is spoiled
             recovery.names(reader, writer, prompt)
 
     @property
@@ -239,6 +277,8 @@ class World:
                 raise SimulationFailure(f"THREADS LEAKED: {left}")
             self.counts["pinned"] += instance.at_rest.num_pinned
             self.counts["hits from redis"] += instance.num_redis_hits
+            self.counts["hits from peers"] += instance.num_peer_hits
+            self.counts["handed over"] += instance.num_handed_over
             self.counts["hits from memory"] += instance.num_cpu_hits
             self.counts["loads inside steps"] += instance.num_in_step
             self.counts["fetched ahead"] += instance.num_prefetched

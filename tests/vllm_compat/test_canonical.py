@@ -63,6 +63,7 @@ class Open(BaseModel):
 DIFFERENT = [
     None, True, False, 0, 1, 2, 0.5, float("nan"), float("inf"), "", "1", "None", b"", b"1",
     [], [1], [[1]], {}, {"a": 1}, {"a": 2}, {1: "a"}, {1: "b"}, set(), {1}, frozenset({1, 2}),
+    set("abcdef"),
     Color.RED, Color.BLUE, torch.bfloat16, torch.float16, Path("/a"), re.compile("a"),
     re.compile("a", re.IGNORECASE), int, float, json.dumps, os.getcwd,
     functools.partial(json.dumps, indent=1), functools.partial(json.dumps, indent=2),

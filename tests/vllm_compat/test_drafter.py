@@ -50,6 +50,10 @@ def test_without_a_drafter_that_has_kv_keys_are_as_ever(model: Path, method: str
     assert found.configuration == described(configured(model, None)).configuration
 
 
+def test_the_kv_of_a_head_follows_from_the_token_after_it(model: Path, head: Path) -> None:
+    assert described(configured(model, head)).lookahead == 1
+
+
 @pytest.mark.parametrize(
     ("args", "is_same"),
     [

@@ -8,16 +8,23 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.worker.worker_base import WorkerBase
 
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.vllm_compat import loaded_weights
-from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, watch_loading
 from lmcache_connector.vllm_compat.tensor_digest import model_digest
+from lmcache_connector.vllm_compat.weights import weight_folders
+from tests.support.engines.settings import kv_transfer
+from tests.support.vllm_configs import vllm_config
 
 
 def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +63,27 @@ def told_of(weights: LoadedWeights) -> WeightsInMemory:
     told = weights.take()
     assert told is not None
     return told
+
+
+def test_a_worker_tells_when_it_was_made_and_which_folders_it_loads_from(model: Path) -> None:
+    watch_loading()
+    config, started = vllm_config(model), time.time()
+    config.kv_transfer_config = KVTransferConfig(**kv_transfer())
+    worker: Any = WorkerBase(config, 0, 0, "")
+    vars(worker).update(vars(rank_of(torch.nn.Linear(4, 6))))
+    weights = LoadedWeights(worker)
+    told = told_of(weights)
+    weights.close()
+    assert told.folders == weight_folders(config) != ()
+    assert started <= told.loaded_after <= time.time()
+
+
+def test_a_mistake_in_the_settings_ends_the_start_of_a_worker(model: Path) -> None:
+    watch_loading()
+    config = vllm_config(model)
+    config.kv_transfer_config = KVTransferConfig(**kv_transfer(cpu_gb=1))
+    with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
+        WorkerBase(config, 0, 0, "")
 
 
 @pytest.mark.parametrize("num_writes", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def test_a_scheduler_per_rank_is_refused(
 ) -> None:
     """All would have to decide alike, and ours go by the time."""
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM sets it and leaves it so
     config = vllm_config(model, tensor_parallel_size=2, distributed_executor_backend=backend)
     message = refused(config, kv_cache())
     assert "the external_launcher executor with several ranks per engine" in message
@@ -83,6 +86,20 @@ def test_what_vllm_rebuilds_or_keeps_elsewhere_is_refused(
     cache = kv_cache(full_attention(), full_attention())
     cache.kv_cache_groups[1] = replace(cache.kv_cache_groups[1], **changed)
     assert what in refused(vllm_config(model), cache)
+
+
+def test_attention_to_an_encoder_is_refused(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"is_encoder_decoder": True}
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "encoder-decoder models" in refused(vllm_config(folder), kv_cache())
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_tokens_that_are_spread_over_ranks_are_refused(model: Path, kind: str) -> None:
+    setup = vllm_config(model)
+    setattr(setup.parallel_config, f"{kind}_context_parallel_size", 2)
+    assert "context parallelism" in refused(setup, kv_cache())
 
 
 def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> None:

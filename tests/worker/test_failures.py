@@ -58,12 +58,17 @@ class Rank:
         self.connector.get_kv_connector_stats()
         self.connector.clear_connector_metadata()
 
-    def fail(self, plan: StepPlan | None, *, tells: bool) -> None:
+    def fail(self, plan: StepPlan | None, *, tells: bool, drafts: bool) -> None:
         """The model raises. vLLM's first model runner ``tells`` the connector of the step's end all
-        the same, its second does not."""
+        the same, its second does not. Or the drafter raises, which runs within a step's end."""
         metadata = PlanMetadata(plan)
+        self.connector._runs_drafter = drafts
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
+        if drafts:
+            self.connector.start_load_kv(None)
+            self.connector.get_finished(set())
+            return
         with suppress(PlantedError):
             try:
                 raise PlantedError
@@ -176,9 +181,15 @@ def test_one_that_always_raises_refuses_all_jobs(
     check_hit(rank)
 
 
-@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize(
+    ("tells", "drafts"),
+    [(True, False), (False, False), (False, True)],
+    ids=["told", "not told", "a drafter"],
+)
 @pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])
-def test_after_a_step_that_raised_nothing_is_stored(tells: bool, planned: bool) -> None:
+def test_after_a_step_that_raised_nothing_is_stored(
+    tells: bool, drafts: bool, planned: bool
+) -> None:
     """Its blocks were not computed, and vLLM takes them for computed if its user goes on."""
     with running_valkey() as valkey:
         rank = Rank(make_instance(valkey.port))
@@ -187,7 +198,8 @@ def test_after_a_step_that_raised_nothing_is_stored(tells: bool, planned: bool) 
         except ValueError:
             check_hit(rank)
             load, store, later = rank.load(), rank.store(), rank.store()
-            rank.fail(StepPlan(loads=(load,), stores=(store,)) if planned else None, tells=tells)
+            plan = StepPlan(loads=(load,), stores=(store,)) if planned else None
+            rank.fail(plan, tells=tells, drafts=drafts)
             rank.step(StepPlan(stores=(later,)))
         rank.finish(*((load, store, later) if planned else (later,)))
         outcomes = {result.outcome for job, result in rank.results.items() if job >= load.job_id}

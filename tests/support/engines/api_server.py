@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from tests.support.redis.servers import free_port
 
 SERVED_MODEL = "tiny"
 _START_SECONDS = 400.0  # less than a test may take; a starved machine took 200
-_SETTLE_SECONDS = 30.0
+_SETTLE_SECONDS = 100.0  # what failed twice to be written is tried again after 42 s
 _EXIT_SECONDS = 60.0
 _RANK_HEADER = "X-data-parallel-rank"
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -92,8 +93,16 @@ class ApiServer:
         """Work in the background is reported with the next step: make steps until it is."""
         until = time.monotonic() + _SETTLE_SECONDS
         while not done():
-            assert time.monotonic() < until, self.metrics()
+            assert time.monotonic() < until, f"not in time; the connector says:\n{self.said()}"
             self.complete([1, 2, 3])
+
+    def said(self) -> str:
+        """The connector's warnings, and its metrics that are not 0."""
+        warnings = re.findall(r"^.*WARNING.*(?:LMCache|redis).*$", self.log, re.MULTILINE)
+        metrics = re.findall(
+            r"^vllm:lmcache_(?!\w+_created).* (?!0\.0$)\S+$", self.metrics(), re.MULTILINE
+        )
+        return "\n".join((*warnings, *metrics))
 
 
 @contextmanager
@@ -103,9 +112,10 @@ def started_api(
     log: Path,
     *arguments: str,
     environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[ApiServer]:
     """A server that was just started; :meth:`ApiServer.wait_ready` tells when it answers."""
-    port = free_port()
+    port = port or free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", SERVED_MODEL, "--host", "127.0.0.1", "--port", str(port)),

@@ -37,12 +37,14 @@ Blocks = dict[tuple[str, int], Any]
 @dataclass(frozen=True)
 class Weather:
     """Chances per step: ``aborts`` of a request, ``damages`` of a value in the Valkey at ``port``,
-    and ``resets`` of vLLM's prefix cache while requests run."""
+    ``resets`` of vLLM's prefix cache while requests run, and ``updates`` of the weights, each with
+    such a reset."""
 
     port: int
     aborts: float = 0.005
     damages: float = 0.0
     resets: float = 0.0
+    updates: float = 0.0
     num_requests: int = 24
 
 
@@ -55,6 +57,7 @@ class StormReport:
     aborted: int = 0
     damaged: int = 0
     resets: int = 0
+    updates: int = 0
     preemptions: int = 0
     checked_blocks: int = 0
     loaded_requests: int = 0
@@ -66,7 +69,8 @@ class StormReport:
         counts = self.counts
         return (
             f"{self.requests} requests ({self.aborted} aborted), {self.resets} resets, "
-            f"{self.damaged} values damaged, {self.preemptions} preemptions, hits: "
+            f"{self.updates} updates, {self.damaged} values damaged, "
+            f"{self.preemptions} preemptions, hits: "
             f"{counts.total('hit_tokens', 'cpu'):.0f} tokens from memory, "
             f"{counts.total('hit_tokens', 'redis'):.0f} from Redis, "
             f"failed loads {counts.by_label('failed_loads')}, "
@@ -81,6 +85,7 @@ class _Kept:
     number: int
     prompt: list[int]
     blocks: Blocks
+    weights: int
 
 
 class Storm:
@@ -95,6 +100,9 @@ class Storm:
         self._wanted: dict[str, int] = {}
         self._kept: list[_Kept] = []
         self._valkey = redis.Redis(port=weather.port)
+        self._embeddings = probe.on_ranks(copy_embeddings)[0]
+        self._weights = 0  # which of two
+        self._is_updating = False  # vLLM has not taken the reset yet
         self.report = StormReport()
 
     def blow(self) -> None:
@@ -113,14 +121,20 @@ class Storm:
                 self._abort(chance.choice(list(self._wanted)))
             if chance.random() < weather.damages:
                 self._damage()
-            if chance.random() < weather.resets:
+            if chance.random() < weather.updates and not self._is_updating:
+                self._change_weights(1 - self._weights)
+            if self._is_updating or chance.random() < weather.resets:
                 self._reset()
         probe.drain()
         check_integrity(probe)
 
     def compare(self) -> None:
         """With what is computed when nothing is loaded, one prompt at a time."""
-        for kept in self._chance.sample(self._kept, min(8, len(self._kept))):
+        chosen = self._chance.sample(self._kept, min(8, len(self._kept)))
+        for kept in sorted(chosen, key=lambda each: each.weights):
+            if kept.weights != self._weights:
+                self._change_weights(kept.weights)
+                self._reset()
             fresh = self._compute(kept.prompt)
             for place in sorted(kept.blocks.keys() & fresh.keys()):
                 far = _distance(kept.blocks[place], fresh[place])
@@ -150,10 +164,12 @@ class Storm:
             return
         answer = output.outputs[0].token_ids
         prompt = self._prompts[name]
-        if len(answer) and output.num_cached_tokens and name in self._prompts:
+        if len(answer) and output.num_cached_tokens and not self._is_updating:
             blocks = blocks_of(self._probe, name, len(prompt))
-            if blocks and not any(k.prompt is prompt for k in self._kept):
-                self._kept.append(_Kept(int(name.split("-")[1]), prompt, blocks))
+            is_kept = any(k.prompt is prompt and k.weights == self._weights for k in self._kept)
+            if blocks and not is_kept:
+                number = int(name.split("-")[1])
+                self._kept.append(_Kept(number, prompt, blocks, self._weights))
                 self.report.loaded_requests += 1
         if output.finished:
             assert len(answer) == self._wanted.pop(name), name
@@ -193,6 +209,14 @@ class Storm:
         with suppress(RuntimeError):
             assert self._probe.engine.engine_core.reset_prefix_cache(reset_running_requests=True)
             self.report.resets += 1
+            self._is_updating = False
+
+    def _change_weights(self, weights: int) -> None:
+        """The connector is told of every other one."""
+        self._weights, self._is_updating = weights, True
+        factor = (1.0, -1.0)[weights]
+        self._probe.on_ranks(set_embeddings, factor * self._embeddings, self.report.updates % 2)
+        self.report.updates += 1
 
     def _compute(self, prompt: list[int]) -> Blocks:
         name = self._probe.add(prompt, 2, skip_reading_prefix_cache=True)
@@ -216,6 +240,22 @@ class Storm:
             )
             + f", jobs {self._probe.connector._scheduler.jobs._jobs}"
         )
+
+
+def copy_embeddings(worker: Any) -> Any:
+    return worker.model_runner.get_model().model.embed_tokens.weight.detach().clone()
+
+
+def set_embeddings(worker: Any, embeddings: Any, is_told: int) -> None:
+    """By the model's own loading, which the connector watches, or in place."""
+    import torch
+
+    model = worker.model_runner.get_model()
+    if is_told:
+        model.load_weights([("model.embed_tokens.weight", embeddings)])
+    else:
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(embeddings)
 
 
 def blocks_of(probe: EngineProbe, name: str, num_tokens: int) -> Blocks:
