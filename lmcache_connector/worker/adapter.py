@@ -253,7 +253,9 @@ class WorkerAdapter:
         if plan is not None and call == "end_forward":
             self._jobs.refuse(plan.later_stores())
         elif plan is not None and call != "handle_preemptions":
-            self._jobs.refuse((*plan.loads, *plan.stores, *plan.prefetches))
+            made = [load.job for load in self._in_step]
+            loads = [job for job in plan.loads if job not in made]
+            self._jobs.refuse((*loads, *plan.stores, *plan.prefetches))
         if plan is not None:
             self._transfers.apply(plan.transfers)
         self._gate.open()
