@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -82,7 +81,7 @@ class GpuEngine:
         self.shape = shape
         self.device = device
         self.is_up = threading.Event()
-        self.loads: list[Any] = []  # results of load jobs
+        self.num_loads = 0  # planned
         self._model = model
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
@@ -176,6 +175,8 @@ class GpuEngine:
         """What the model runner does: it queues the forward pass, and calls the connector around
         that."""
         connector, metadata = self._worker, scheduled.kv_connector_metadata
+        if metadata.plan is not None:
+            self.num_loads += len(metadata.plan.loads)
         connector.handle_preemptions(metadata)
         launched = None
         if scheduled.total_num_scheduled_tokens:
@@ -197,7 +198,6 @@ class GpuEngine:
             failed_recving=results.failed_recving,
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
-        self._remember(output.kv_connector_output)
         connector.clear_connector_metadata()
         return _Queued(scheduled, output, launched)
 
@@ -228,15 +228,6 @@ class GpuEngine:
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=tokens,
         )
-
-    def _remember(self, output: KVConnectorOutput) -> None:
-        meta: Any = output.kv_connector_worker_meta
-        for report in meta.reports if meta is not None else ():
-            self.loads += [r for r in report.results if r.job_id in self._load_ids()]
-
-    def _load_ids(self) -> set[int]:
-        jobs = self._scheduler.connector._scheduler_side.jobs._jobs
-        return {i for i, planned in jobs.items() if hasattr(planned.job, "deadline_seconds")}
 
     # -- the start ---------------------------------------------------------------------------------
 
