@@ -271,7 +271,9 @@ class CostModel:
         """What a load costs, as it is judged."""
         load_seconds = prefix.risky_seconds + stall_seconds
         own_seconds = prefix.own_seconds + stall_seconds
-        if prefix.num_chunks <= offer.num_firm and prefix.own_seconds <= offer.in_step_seconds:
+        num_bytes = offer.num_bytes(Tier.CPU, prefix.num_chunks)
+        fits_in_step = self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds
+        if fits_in_step and prefix.num_chunks <= offer.num_firm:
             return own_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)

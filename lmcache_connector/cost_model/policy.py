@@ -438,18 +438,16 @@ class LoadPolicy:
         """The longest copy that is worth making inside the step being planned.
 
         It costs each request of the step as long as it takes. Beside the steps, the load would cost
-        its own request this step, and those that no load avoids. Copies of a fifth of the step
+        its own request the next step, and those that no load avoids. Copies of a fifth of the step
         together delay a token less than the prompts do that others begin with.
         """
-        others = self._num_requests + self._num_admitted
+        others, limit = self._num_requests + self._num_admitted, self.model.max_step_tokens
         if not others:
             return _MAX_IN_STEP_SECONDS
-        tokens = min(self.model.max_step_tokens, self._prompt_tokens)
-        step_seconds = self.model.step_seconds(tokens)
-        lost_seconds = step_seconds + self._copy_seconds
-        lost_seconds += self.model.steps.lost_seconds(self._step_seconds())
-        small_seconds = _IN_STEP_SHARE * step_seconds - self._copy_seconds
-        return min(max(small_seconds, lost_seconds / others), _MAX_IN_STEP_SECONDS)
+        tokens, next_seconds = min(limit, self._prompt_tokens), self._step_seconds()
+        lost_seconds = self.model.steps.lost_seconds(next_seconds) + (next_seconds or 0.0)
+        small_seconds = _IN_STEP_SHARE * self.model.step_seconds(tokens) - self._copy_seconds
+        return min(max(small_seconds, lost_seconds / (1 + others)), _MAX_IN_STEP_SECONDS)
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
         """Beside the steps that run now."""
