@@ -150,7 +150,7 @@ def probe_link(probe: EngineProbe) -> None:
     """Have Redis measured now, which otherwise happens within a minute of traffic."""
     policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
-    policy.probe_now()
+    policy.probes.want()
     until = time.perf_counter() + _PROBE_SECONDS
     while time.perf_counter() < until:
         ttft_seconds(probe, _SHORT_PROMPT)
