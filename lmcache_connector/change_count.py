@@ -27,12 +27,15 @@ class ChangeCount:
 
     def __init__(self) -> None:
         self._number, self.place = memoryview(bytearray(_BYTES)).cast("Q"), ""
-        if hasattr(os, "memfd_create"):
+        try:
             self._descriptor = os.memfd_create("lmcache_connector_changes", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, _BYTES)
             self._number = memoryview(mmap.mmap(self._descriptor, _BYTES)).cast("Q")
-            self._number[0] = secrets.randbits(62)
-            self.place = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        except (AttributeError, OSError) as error:  # not Linux, or a host that does not permit it
+            logger.info("lmcache-connector: no hit is loaded inside a step: %s", error)
+            return
+        self._number[0] = secrets.randbits(62)
+        self.place = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def number(self) -> int:

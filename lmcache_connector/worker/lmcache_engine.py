@@ -448,8 +448,11 @@ class LMCacheEngineAdapter:
         while True:
             heard = self.leaving.heard
             memory = allocate(*args, **more)
-            if memory is not None or not self.leaving.wait(heard):
+            if memory is not None:
                 return memory
+            self._announce_ahead()  # or each value that follows would wait for a plan of its own
+            if not self.leaving.wait(heard):
+                return None
 
     def _announce_ahead(self) -> None:
         """Have enough free or announced that what comes next need not wait. That is looked at once

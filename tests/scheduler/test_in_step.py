@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,19 @@ def test_a_count_is_read_where_it_lies_and_nowhere_else() -> None:
     count.close()
     assert not ReadCount(place).is_there
     assert not ReadCount("").is_there
+
+
+def test_without_memory_to_share_an_engine_starts_all_the_same() -> None:
+    """As on a host whose kernel refuses such memory: a process out of descriptors gets none."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open() as free:
+        lowest = free.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        count = ChangeCount()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    count.add()
+    assert count.number == 1
+    assert not ReadCount(count.place).is_there
+    count.close()

@@ -21,13 +21,16 @@ from tests.support.parts import one_part
 GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
 CAPACITY = 8
 NUM_BLOCKS = 40
-KEYS = [bytes([i]) * 32 for i in range(20)]
+KEYS = [bytes([i]) * 32 for i in range(160)]
 
 
 @dataclass
 class Rank:
-    """A rank whose CPU tier holds eight chunks, each a block, and the index of a scheduler side."""
+    """A rank whose CPU tier holds ``capacity`` chunks, each a block, and the index of a scheduler
+    side. ``num_heard``: plans that were made with news of leaving chunks."""
 
+    capacity: int = CAPACITY
+    num_heard: int = 0
     weights: FixedWeights = field(default_factory=FixedWeights)
     results: list[JobResult] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
@@ -36,8 +39,9 @@ class Rank:
         self.cache = torch.zeros(NUM_BLOCKS, 2, 64, 2048, dtype=torch.uint8)
         for block in range(NUM_BLOCKS):
             self.cache[block] = block
+        rank_gib = self.capacity * GEOMETRY.chunk_bytes / 2**30
         settings = WorkerSettings(
-            engine=EngineSettings(0, 1, CAPACITY * GEOMETRY.chunk_bytes / 2**30, announces=True),
+            engine=EngineSettings(0, 1, rank_gib, announces=True),
             parts=one_part(GEOMETRY, 64),
         )
         caches = {"layers.0": self.cache}
@@ -47,6 +51,7 @@ class Rank:
 
     def step(self, plan: StepPlan) -> None:
         plan = replace(plan, heard_leaving=self.index.take_heard())
+        self.num_heard += bool(plan.heard_leaving)
         self.worker.handle_preemptions(plan)
         self.worker.start_forward(plan)
         self.worker.load_in_step(plan)
@@ -132,6 +137,26 @@ def test_a_full_tier_takes_what_comes_once_it_is_heard_what_goes(rank: Rank) -> 
     rank.step(StepPlan(loads=(in_step(9, firm, 20),)))
     expected = [KEYS.index(key) for key in firm]
     assert [rank.value(20 + i) for i in range(len(firm))] == expected
+
+
+def test_what_needs_much_room_waits_for_few_plans() -> None:
+    """Not for one with each chunk: steps may be long, and a load from Redis waits as a store."""
+    rank = Rank(capacity=64)
+    try:
+        num_chunks, blocks = 32, tuple(range(32))
+        for number in range(3):
+            rank.num_heard = 0
+            keys = tuple(KEYS[number * num_chunks : (number + 1) * num_chunks])
+            rank.step(StepPlan(stores=(store_job(1 + number, "r", keys, (blocks,)),)))
+            until = time.monotonic() + 20.0
+            while len(rank.results) <= number:
+                assert time.monotonic() < until
+                rank.step(StepPlan(idle=True))
+            assert rank.results[number].num_chunks == num_chunks
+        assert rank.worker._engine.num_chunks <= 64
+        assert 0 < rank.num_heard <= num_chunks / 4
+    finally:
+        rank.worker.shutdown()
 
 
 def test_between_two_steps_no_store_waits_for_a_plan(rank: Rank) -> None:
