@@ -135,7 +135,7 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
-        self._loads_in_step = settings.engine.announces
+        self._loads_in_step = settings.engine.loads_in_step
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
 
     @property

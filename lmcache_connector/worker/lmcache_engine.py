@@ -125,7 +125,7 @@ class LMCacheEngineAdapter:
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving = ChangedKeys(), 0
         self.leaving = LeavingChunks(self._changed.tell)
-        is_told = settings.announces
+        is_told = settings.loads_in_step
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
         self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
         self._policy.install(self._cpu)

@@ -186,3 +186,10 @@ def test_a_load_of_a_step_that_failed_is_reported_once(rank: Rank, is_made: bool
         rank.step(StepPlan(idle=True))
     (outcome,) = [each.outcome for each in rank.results if each.job_id == 2]
     assert outcome is (Outcome.DONE if is_made else Outcome.CANCELLED)
+
+
+def test_no_load_inside_a_step_relies_on_memory_that_a_controller_may_empty() -> None:
+    settings = EngineSettings(0, 1, 1.0, announces=True)
+    assert settings.loads_in_step
+    assert not replace(settings, overrides={"enable_controller": True}).loads_in_step
+    assert not replace(settings, announces=False).loads_in_step
