@@ -22,7 +22,6 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-
 _PR_SET_PDEATHSIG = 1
 
 
