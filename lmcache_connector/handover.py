@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_p2p_config
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.peers.heartbeat import Heartbeat, Registration
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.peers.heartbeat import DISCOVERY, Heartbeat, Registration
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index
 
 if TYPE_CHECKING:
@@ -24,7 +25,13 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
     def _parse_config(self) -> ConnectorConfig:
         transfer = self._kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        return parse_p2p_config(extra, transfer.kv_port, loads=transfer.is_kv_consumer)
+        config = parse_p2p_config(extra, transfer.kv_port, loads=transfer.is_kv_consumer)
+        if str(config.router).startswith(DISCOVERY) and transfer.kv_role == "kv_both":
+            raise ConfigError(
+                "'router': vLLM's router knows no 'kv_both'; set kv_role to 'kv_producer' or "
+                "'kv_consumer', or let it be told of this instance by --prefill and --decode"
+            )
+        return config
 
     @classmethod
     def _check_settings(cls, extra_config: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 565, "stepwise": 1300},
     {"integrations": 450, "scheduler": 3750, "worker": 3950},
     {"lookup": 900, "vllm_compat": 2900},
-    {"config": 800, "copy_kv_blocks": 1200, "peers": 2800},
+    {"config": 800, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 400,
         "cost_model": 1550,

@@ -18,7 +18,7 @@ from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.heartbeat import Registration, tell
+from lmcache_connector.peers.heartbeat import DISCOVERY, Registration, tell
 from lmcache_connector.peers.host import HostFolder, default_folder, digest
 from lmcache_connector.storage.redis.client.dial import (
     SMALL_BYTES,
@@ -167,11 +167,15 @@ def _check_http_address(http_address: str) -> Finding:
 
 
 def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
-    """Sends it a farewell, signed as a registration is: that registers nothing."""
+    """Sends it a farewell, signed as a registration is: that registers nothing. vLLM's router has
+    no word for it, and does not answer: that it listens is all there is to know."""
     registration = Registration(role, _NOBODY, own, "lmcache-connector check")
     router, started = str(config.router), time.monotonic()
 
     def leave() -> None:
+        if router.startswith(DISCOVERY):
+            place = Address.parse(router.removeprefix(DISCOVERY))
+            socket.create_connection((place.host, place.port), _ANSWER_SECONDS).close()
         tell(router, registration, config.router_secret_bytes, leaves=True)
 
     try:
@@ -183,7 +187,8 @@ def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
         detail = f"{router} cannot be reached: {getattr(error, 'reason', None) or error}"
         hint = "start the proxy, or look at router; until it answers no request comes from there"
         return Finding("router", "error", detail, hint, code=UNREACHABLE)
-    detail = f"{router} takes registrations"
+    does = "listens" if router.startswith(DISCOVERY) else "takes registrations"
+    detail = f"{router} {does}"
     return Finding("router", "ok", detail, seconds=time.monotonic() - started)
 
 

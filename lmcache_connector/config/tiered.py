@@ -45,8 +45,10 @@ def _checked(check: Callable[[Any], object]) -> AfterValidator:
 
 
 def _check_proxy(text: str) -> None:
-    if not re.fullmatch(r"http://[A-Za-z0-9.\-\[\]:]{1,260}", text):
-        raise ValueError("must be http://HOST:PORT, without a path")
+    if not re.fullmatch(r"(http|tcp)://[A-Za-z0-9.\-\[\]:]{1,260}", text):
+        raise ValueError(
+            "must be http://HOST:PORT, without a path, or tcp://HOST:PORT for vLLM's router"
+        )
 
 
 def _tuple(value: object) -> object:
@@ -146,8 +148,8 @@ class ConnectorConfig(StrictSettings):
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long KV of a KV transfer stays without a question from its reader."""
     router: Annotated[str, _checked(_check_proxy)] | None = None
-    """Proxy to register with, ``http://HOST:PORT``, while this instance's ``/health`` answers
-    (``LMCacheP2PConnector``)."""
+    """Proxy to register with while this instance's ``/health`` answers (``LMCacheP2PConnector``):
+    ``http://HOST:PORT``, or ``tcp://HOST:PORT``, the discovery address of vLLM's router."""
     router_secret: Secret | None = None
     """Signs registrations at the proxy."""
     http_address: Annotated[str, Field(min_length=3, max_length=260)] | None = None

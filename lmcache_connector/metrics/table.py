@@ -159,7 +159,7 @@ METRICS = table(
         counter(
             "retention_hints",
             ("result",),
-            "Hints of requests (pin, ttl_seconds, priority): taken, or ignored as out of bounds.",
+            "Hints of requests (pin, ttl_seconds, priority): taken, or ignored (unsound, unknown).",
             (("taken",), ("ignored",)),
         ),
         counter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,12 +36,14 @@ class Offered:
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """A transfer that a request waits for, until ``until`` by the clock."""
+    """A transfer that a request waits for, until ``until`` by the clock; without a ``transfer_id``:
+    as many of the chunks ``keys`` as there are."""
 
     source: Address
     transfer_id: str
     until: float
     asked_at: float
+    keys: Sequence[bytes] = ()
     answer: Offered | None = None
     is_dropped: bool = False
     by_rank: list[frozenset[bytes]] = field(default_factory=list)

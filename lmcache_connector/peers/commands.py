@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
@@ -54,6 +54,8 @@ nobody else learns the name of a chunk."""
 _MAX_PATTERN_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
+_MAX_HEADERS = 256  # kept of a chunk: readers may ask for any run of its layers
+_MAX_LEASED_BYTES = 64 << 20  # by one command, or one value
 # Matching takes time to that power of a name's length, and nobody else runs meanwhile.
 _MAX_STARS = 2
 _STAR = re.compile(rb"(?<!\\)\*")
@@ -73,6 +75,11 @@ class Lease(Protocol):
     @property
     def offset(self) -> int:
         """Of the view in the memory that `Chunks.memory` is."""
+        ...
+
+    @property
+    def headers(self) -> dict[Stripe, bytes]:
+        """Those made so far, of values of this chunk: kept as long as its memory."""
         ...
 
     def release(self) -> None: ...
@@ -191,11 +198,12 @@ def _bulk(value: bytes) -> bytes:
 
 
 class Commands:
-    """Answers the commands of all clients. One thread calls it.
+    """Answers the commands of all clients. One thread calls it, but for `seal`.
 
-    ``geometries``: of all ranks, ``rank`` the one whose ``chunks`` these are. Values are sealed as
-    they are sent: their bytes have not changed since they were stored. ``max_payload_bytes``: of
-    the values that ``SCAN`` names. ``secret``: what ``AUTH`` wants; without one nobody is trusted.
+    ``geometries``: of all ranks, ``rank`` the one whose ``chunks`` these are. Values are sealed
+    when they are first sent: their bytes have not changed since they were stored.
+    ``max_payload_bytes``: of the values that ``SCAN`` names, and that readers ask for.
+    ``secret``: what ``AUTH`` wants; without one nobody is trusted.
     """
 
     def __init__(
@@ -241,6 +249,16 @@ class Commands:
             b"LEASE": self._lease,
             b"RELEASE": lambda client, words: replace(OK, releases=True),
         }
+
+    def seal(self, keys: Iterable[bytes]) -> None:
+        """Make the headers that whole chunks will be sent with, ahead of need. From any thread."""
+        for key in keys:
+            if (lease := self._chunks.lease(key)) is not None:
+                try:
+                    for stripe in self._own.of(key).stripes(self._max_payload_bytes):
+                        self._header(lease, key, stripe)
+                finally:
+                    lease.release()
 
     def answer(self, client: Client, words: list[bytes]) -> Reply:
         """``words``: a command and its arguments. Raises :class:`ProtocolError` for a client that
@@ -310,13 +328,21 @@ class Commands:
         found = self._find(name, (self._own,))
         if found is None or found[2].num_bytes > MAX_PAYLOAD_BYTES:
             return None
-        key, geometry, stripe = found
+        key, _, stripe = found
         if (lease := leases.get(key) or self._chunks.lease(key)) is None:
             return None
         leases[key] = lease
+        return lease, stripe, self._header(lease, key, stripe)
+
+    def _header(self, lease: Lease, key: bytes, stripe: Stripe) -> bytes:
+        if (known := lease.headers.get(stripe)) is not None:
+            return known
         payload = lease.view[stripe.offset : stripe.offset + stripe.num_bytes]
-        expected = stripe_header(geometry, stripe, key, keyed=self._sealer.keyed)
-        return lease, stripe, encode_header(expected, payload, self._sealer)
+        expected = stripe_header(self._own.of(key), stripe, key, keyed=self._sealer.keyed)
+        header = encode_header(expected, payload, self._sealer)
+        if len(lease.headers) < _MAX_HEADERS:
+            lease.headers[stripe] = header
+        return header
 
     def _map(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
@@ -328,7 +354,8 @@ class Commands:
             return _error("no memory is handed over here")
         leases, answers = dict[bytes, Lease](), [b"*%d\r\n" % len(words)]
         for name in words:
-            if (found := self._leased(name, leases)) is None:
+            is_much = sum(len(lease.view) for lease in leases.values()) >= _MAX_LEASED_BYTES
+            if is_much or (found := self._leased(name, leases)) is None:
                 answers.append(b"$-1\r\n")
                 continue
             lease, stripe, header = found

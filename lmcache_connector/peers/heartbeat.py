@@ -1,7 +1,9 @@
 """Registers this instance with a router, again and again.
 
 The engine starts before its API does, and may outlive it. While ``/health`` does not answer, no
-heartbeat is sent, and the router forgets the instance.
+heartbeat is sent, and the router forgets the instance. The example's proxy is told by HTTP;
+``tcp://HOST:PORT`` is where vLLM's own router listens for P2P workers
+(``--vllm-discovery-address``), which it hears of by ZeroMQ.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 
+import msgspec
+import zmq
+
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 2.0
+DISCOVERY = "tcp://"
 SIGNATURE_HEADER = "X-LMCache-Signature"
 
 
@@ -92,7 +98,12 @@ class Heartbeat:
 
 
 def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
-    """Register, or leave. Raises ``OSError`` or ``ValueError``; for a refusal ``HTTPError``."""
+    """Register, or leave. Raises ``OSError`` or ``ValueError``; for a refusal ``HTTPError``.
+    Whether vLLM's router takes it, it does not say; nor is there a way to leave it."""
+    if router.startswith(DISCOVERY):
+        if not leaves:
+            _tell_vllms_router(router, registration)
+        return
     # With the time in it, nobody can send an old registration once more.
     fields = {**asdict(registration), "leaves": leaves, "time": time.time()}
     body = json.dumps(fields).encode()
@@ -100,6 +111,20 @@ def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool
     if secret:
         headers[SIGNATURE_HEADER] = sign(body, secret)
     _open(urllib.request.Request(f"{router}/register", body, headers))
+
+
+def _tell_vllms_router(router: str, registration: Registration) -> None:
+    kind = {"kv_producer": "P", "kv_consumer": "D"}[registration.role]
+    said = {"type": kind, "http_address": registration.http, "zmq_address": registration.kv}
+    sock: zmq.Socket[bytes]
+    with zmq.Context.instance().socket(zmq.DEALER) as sock:
+        sock.setsockopt(zmq.LINGER, int(_ANSWER_SECONDS * 1000))
+        sock.setsockopt(zmq.IDENTITY, registration.kv.encode())
+        try:
+            sock.connect(router)
+            sock.send(msgspec.msgpack.encode(said), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise OSError(str(error)) from error
 
 
 def _open(request: urllib.request.Request) -> None:

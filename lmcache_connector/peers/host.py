@@ -142,7 +142,7 @@ class HostFolder:
         seen = self._state()
         wanted = namespace, rank, num_ranks
         found = [n for n in self.sockets() if (n.namespace, n.rank, n.num_ranks) == wanted]
-        is_settled = seen is not None and time.time_ns() - seen[1] > _TICK_NS
+        is_settled = time.time_ns() - seen[1] > _TICK_NS
         self._seen = seen if is_settled else None
         return sorted(found, key=str)[:_MAX_ENGINES]
 
@@ -159,14 +159,14 @@ class HostFolder:
     @property
     def is_as_seen(self) -> bool:
         """Whether nothing has come or gone since `engines` was called. Costs one system call."""
-        return self._seen is not None and self._state() == self._seen
+        return self._state() == self._seen
 
-    def _state(self) -> tuple[int, int] | None:
-        """Which folder it is, and when something in it has changed; ``None`` without one."""
+    def _state(self) -> tuple[int, int]:
+        """Which folder it is, and when something in it has changed."""
         try:
             found = self.path.stat()
         except OSError:
-            return None
+            return 0, 0
         return found.st_ino, found.st_mtime_ns
 
     def inode(self, name: SocketName) -> int | None:

@@ -15,6 +15,13 @@ connector::
 
 vLLM adds a prefix, an index and eight hexadecimal digits, which are random on each instance. The
 transfer is named by the part that both instances see alike.
+
+A router for the P2P tier of vLLM's own offloading sends objects with ``kv_request_id``,
+``remote_host`` and ``remote_port``::
+
+    remote_decoder      the KV of this prompt will be fetched, by that ``kv_request_id``
+    remote_prefiller    it is to be fetched from there
+    remote_kv_source    there may be KV of it: that instance is asked for what it holds
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The prompt's KV comes from ``source``."""
+    """The prompt's KV comes from ``source``. Without a ``transfer_id``: as much as that holds."""
 
     transfer_id: str
     source: Address
@@ -84,6 +91,12 @@ class Router:
             return Receive(_checked(params.get("remote_request_id")), _address(params))
         if self.sends and _flag(params, "do_remote_decode"):
             return Send(_checked(request_id), answers=True)
+        if self.sends and (reader := _object(params, "remote_decoder")) is not None:
+            return Send(_checked(reader.get("kv_request_id")), answers=False)
+        if self.receives and (sender := _object(params, "remote_prefiller")) is not None:
+            return Receive(_checked(sender.get("kv_request_id")), _address(sender))
+        if self.receives and (holder := _object(params, "remote_kv_source")) is not None:
+            return Receive("", _address(holder))
         return None
 
     def _by_id(self, request_id: str) -> Send | Receive | None:
@@ -136,6 +149,13 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
     if not (value is None or isinstance(value, bool)):
         raise ValueError(f"{name} is not true or false")
     return bool(value)
+
+
+def _object(params: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    value = params.get(name)
+    if not (value is None or isinstance(value, Mapping)):
+        raise ValueError(f"{name} is not an object")
+    return value
 
 
 def _address(params: Mapping[str, Any]) -> Address:

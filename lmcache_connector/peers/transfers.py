@@ -69,6 +69,8 @@ class Transfers:
         self.has_news = False
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
+        self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
+        """Called with chunks that readers will ask for, on the store lane."""
 
     # -- the engine's step, and the store lane --------------------------------------------------
 
@@ -78,6 +80,10 @@ class Transfers:
 
     def store_ended(self, job_id: int, keys: Sequence[bytes]) -> None:
         """On this rank, well or not; ``keys``: of its chunks."""
+        with self._lock:
+            coming = [each for each in self._transfers.values() if not each.is_over]
+            promised = [key for key in keys if any(key in each.leases for each in coming)]
+        self.seal(promised)  # takes long, and no step waits for it
         with self._lock:
             self._open_jobs.discard(job_id)
             for request_id, job_ids in list(self._held.items()):

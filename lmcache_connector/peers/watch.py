@@ -1,8 +1,9 @@
-"""Waits for KV transfers at the instances that requests name, off the scheduler's thread.
+"""Asks the instances that requests name, off the scheduler's thread: for KV transfers, and for
+chunks that they may hold.
 
-One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks:
-a transfer can be read once it is over on each. An instance that does not answer costs its own
-transfers, within the time-outs of a connection.
+One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks
+for a transfer, which can be read once it is over on each, and rank 0 for chunks. An instance that
+does not answer costs its own requests, within the time-outs of a connection.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
-from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Greeting
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -50,10 +51,13 @@ class TransferWatch:
         self._guests: dict[Address, _Guest] = {}
         self._is_closed = False
 
-    def ask(self, source: Address, transfer_id: str, seconds: float) -> Awaited:
-        """Returns at once; the answer comes within ``seconds``."""
+    def ask(
+        self, source: Address, transfer_id: str, seconds: float, keys: Sequence[bytes] = ()
+    ) -> Awaited:
+        """Returns at once; the answer comes within ``seconds``. Without a ``transfer_id``, it says
+        which of the ``keys`` are there."""
         now = self._clock()
-        awaited = Awaited(source, transfer_id, now + seconds, now)
+        awaited = Awaited(source, transfer_id, now + seconds, now, keys)
         for _ in range(2):  # a thread that has nothing to do ends at any time
             guest = self._guest(source)
             if guest is not None and guest.add(awaited):
@@ -89,7 +93,8 @@ class TransferWatch:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
             dialer = Dialer(self._config.address, *seconds, self._clock)
-            guest = self._guests[source] = _Guest(source, dialer, self._reader, self._clock)
+            guest = _Guest(source, dialer, self._reader, self._config.namespace, self._clock)
+            self._guests[source] = guest
             return guest
 
 
@@ -97,9 +102,15 @@ class _Guest:
     """The transfers that are waited for at one instance, and a thread that asks for them."""
 
     def __init__(
-        self, source: Address, dialer: Dialer, reader: str, clock: Callable[[], float]
+        self,
+        source: Address,
+        dialer: Dialer,
+        reader: str,
+        namespace: str,
+        clock: Callable[[], float],
     ) -> None:
         self._source = source
+        self._namespace = namespace
         self._dialer = dialer
         self._reader = reader
         self._clock = clock
@@ -126,7 +137,8 @@ class _Guest:
         with self._changed:
             if awaited in self._open:
                 self._open.remove(awaited)
-            self._read.append(awaited.transfer_id)
+            if awaited.transfer_id:
+                self._read.append(awaited.transfer_id)
             self._nudge()
 
     def _nudge(self) -> None:
@@ -210,11 +222,15 @@ class _Guest:
         with self._changed:
             asked, read, self._read = self._open[:_MAX_ASKED], self._read, []
             self._has_more = False
+        transfers = [each for each in asked if each.transfer_id]
+        for each in asked:
+            if not (each.transfer_id or each.is_dropped):
+                each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for rank, client in enumerate(self._clients):
             if read:
                 client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
-            wanted = [each for each in asked if len(each.by_rank) == rank and not each.is_dropped]
-            if wanted:
+            wanted = [each for each in transfers if len(each.by_rank) == rank]
+            if wanted := [each for each in wanted if not each.is_dropped]:
                 self._ask(client, wanted)
         with self._changed:  # those that were asked for take turns
             self._open = [each for each in self._open if each.answer is None]
@@ -229,6 +245,18 @@ class _Guest:
             raise ValueError(f"it has {greeting.num_ranks} ranks")
         for rank in range(1, greeting.num_ranks):
             self._clients.append(self._dialer.connect(host, port + rank, _MAX_ANSWER_BYTES))
+
+    def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """How the keys of those chunks begin that are there, by what rank 0 says."""
+        held = set[bytes]()
+        for first in range(0, len(keys), MAX_ASKED):
+            asked = keys[first : first + MAX_ASKED]
+            said = self._clients[0].execute_command("HOLDS", self._namespace, b"".join(asked))
+            if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
+                raise ValueError("an answer that is none")
+            is_held = (bit == ord("1") for bit in said)
+            held |= {key[:KEY_PREFIX_BYTES] for key, is_ in zip(asked, is_held, strict=True) if is_}
+        return frozenset(held)
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]

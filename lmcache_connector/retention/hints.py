@@ -2,13 +2,14 @@
 
 Clients send ``pin``, ``ttl_seconds`` and ``priority`` in ``kv_transfer_params``, orchestrators the
 same three in an action of type ``retain`` of vLLM's own envelope for hints, which comes second.
+Actions of other types are for others.
 None of it can change KV, so none of it is in a key. Whatever is not understood is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -37,8 +38,10 @@ def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
     """``params``: the request's ``kv_transfer_params``. ``envelope``: its ``kv_hints``. Either may
     be ``None``. O(1), whatever they hold."""
     taken: dict[str, Any] = {}
-    num_ignored = 0
-    for source in (params, *_payloads(envelope)):
+    actions = list(islice(envelope.actions, _MAX_ACTIONS)) if envelope is not None else []
+    payloads = [action.payload for action in actions if action.action_type == ACTION]
+    num_ignored = len(actions) - len(payloads)
+    for source in (params, *payloads):
         if source is None:
             continue
         if not isinstance(source, Mapping):
@@ -60,14 +63,6 @@ def tenant_of(cache_salt: str | None) -> bytes:
     if not cache_salt:
         return b""
     return blake3(cache_salt.encode("utf-8", "surrogatepass")).digest(_TENANT_BYTES)
-
-
-def _payloads(envelope: Any) -> Iterator[Any]:
-    """Of the first actions that are for us."""
-    actions = envelope.actions if envelope is not None else ()
-    for action in islice(actions, _MAX_ACTIONS):
-        if action.action_type == ACTION:
-            yield action.payload
 
 
 def _is_flag(value: Any) -> bool:

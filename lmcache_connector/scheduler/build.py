@@ -166,6 +166,7 @@ class SchedulerBuild:
             len(self.model.parts),
             config.chunk_size,
             config.transfer_deadline_seconds,
+            limits.LOOKUP_DEADLINE_SECONDS,
             config.trusts,
         )
         return Transfers(settings, tally, watch)

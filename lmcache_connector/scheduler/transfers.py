@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.kv_parts.part import keys_of_part
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
     """``address`` and ``engine_id``: what the readers of prompts from here are told. A prompt from
-    elsewhere is waited for ``deadline_seconds``. ``is_trusted(address)``: whether
+    elsewhere is waited for ``deadline_seconds``, and what may be elsewhere is asked for
+    ``lookup_seconds``. ``is_trusted(address)``: whether
     what comes from there may be kept and passed on."""
 
     router: Router
@@ -45,6 +47,7 @@ class TransferSettings:
     num_parts: int
     chunk_size: int
     deadline_seconds: float
+    lookup_seconds: float
     is_trusted: Callable[[Address], bool]
 
 
@@ -72,15 +75,16 @@ class Transfers:
     def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
         self._awaited: dict[str, Awaited] = {}
+        self._sources: dict[str, Address] = {}  # to be asked once the keys are known
         self.updates: list[TransferUpdate] = []
 
     def __len__(self) -> int:
-        return len(self._sent) + len(self._awaited)
+        return len(self._sent) + len(self._awaited) + len(self._sources)
 
     def arrived(self, request: Request) -> None:
         """One that cannot be understood is served as if it asked for no KV transfer."""
         name = request.request_id
-        if name in self._sent or name in self._awaited:
+        if name in self._sent or name in self._awaited or name in self._sources:
             return
         try:
             part = self.settings.router.part_in(name, request.kv_transfer_params)
@@ -91,6 +95,8 @@ class Transfers:
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
             self.updates.append(TransferUpdate(part.transfer_id))
+        elif isinstance(part, Receive) and not part.transfer_id and self.watch is not None:
+            self._sources[name] = part.source
         elif isinstance(part, Receive) and self.watch is not None:
             seconds = self.settings.deadline_seconds
             self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
@@ -109,24 +115,27 @@ class Transfers:
 
     def find(self, state: RequestState, wait: StepWait) -> Pending | None:
         """Learn which chunks of the request can be had. ``PENDING``: ask again."""
-        awaited = self._awaited.get(state.request.request_id)
+        name = state.request.request_id
+        source = self._sources.pop(name, None)
+        if source is not None and self.watch is not None:
+            seconds, keys = self.settings.lookup_seconds, self._told(state.keys.loadable)
+            self._awaited[name] = self.watch.ask(source, "", seconds, keys)
+        awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
             return None
         if awaited.answer is None:
             wait.on(awaited.settled.wait)
-        if self.is_coming(state.request.request_id) or (offered := awaited.answer) is None:
+        if self.is_coming(name) or (offered := awaited.answer) is None:
             wait.end()
             return PENDING
         if offered.cause is not None:
             self.tally.count("p2p_failed_loads", offered.cause.value)
-            self.let_go(state.request.request_id)
+            self.let_go(name)
             return None
-        keys, num_parts = state.keys.loadable, self.settings.num_parts
-        by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
-        offered_keys = (key for each in by_part for key in each if offered.holds(key))
+        offered_keys = filter(offered.holds, self._told(state.keys.loadable))
         state.lookup.offered_keys = frozenset(offered_keys)
         if not state.lookup.offered_keys:
-            self.let_go(state.request.request_id)
+            self.let_go(name)
             return None
         state.source = PeerSource(
             awaited.source.host,
@@ -139,6 +148,7 @@ class Transfers:
 
     def let_go(self, request_id: str) -> None:
         """The request needs no more from elsewhere."""
+        self._sources.pop(request_id, None)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and self.watch is not None:
             self.watch.done(awaited)
@@ -148,7 +158,9 @@ class Transfers:
     def part_of(self, request: Request) -> Transfer:
         """What becomes of the request's KV."""
         name = request.request_id
-        return Transfer(stores=name in self._sent, loads=name in self._awaited)
+        awaited = self._awaited.get(name)
+        loads = awaited is not None and bool(awaited.transfer_id)
+        return Transfer(stores=name in self._sent, loads=loads)
 
     def planned(self, state: RequestState) -> None:
         """Stores of the request may have been planned: tell of what they bring, and of what is
@@ -157,13 +169,11 @@ class Transfers:
             return
         end = min(state.store.next_chunk, len(state.keys.keys))
         end = min(end, state.request.num_prompt_tokens // self.settings.chunk_size)
-        keys, num_parts = state.keys.keys[sent.num_told : end], self.settings.num_parts
+        keys = state.keys.keys[sent.num_told : end]
         if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
             keys, sent.has_tail = [*keys, state.keys.tail.key], True
         if keys:
-            by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
-            told = tuple(key for each in by_part for key in each)
-            self.updates.append(TransferUpdate(sent.transfer_id, told))
+            self.updates.append(TransferUpdate(sent.transfer_id, self._told(keys)))
             sent.num_told = max(end, sent.num_told)
 
     def finished(
@@ -198,6 +208,12 @@ class Transfers:
     def close(self) -> None:
         if self.watch is not None:
             self.watch.close()
+
+    def _told(self, chunk_keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The keys of all parts of these chunks, as workers know them."""
+        num_parts = self.settings.num_parts
+        by_part = (keys_of_part(chunk_keys, part, num_parts) for part in range(num_parts))
+        return tuple(chain.from_iterable(by_part))
 
     def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         settings = self.settings

@@ -251,7 +251,7 @@ def _peer_server_maker(
                 logger.warning("No other engine of this host can load from here: %s", error)
         limits = Limits(leased_bytes=leased_bytes)
         server = PeerServer(listeners, commands, limits, door=door)
-        transfers.on_change = server.look_again
+        transfers.on_change, transfers.seal = server.look_again, commands.seal
         return server
 
     return start

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase, chunk_key_of, value_bytes
+
+_HEADERS = "lmcache_connector_headers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,12 @@ class ChunkLease:
     view: memoryview
     memory: MemoryObj
     offset: int
+
+    @property
+    def headers(self) -> dict[Stripe, bytes]:
+        """With the memory object, which LMCache makes anew for each chunk."""
+        found: dict[Stripe, bytes] = vars(self.memory).setdefault(_HEADERS, {})
+        return found
 
     def release(self) -> None:
         self.memory.ref_count_down()

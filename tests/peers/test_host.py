@@ -212,6 +212,32 @@ def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(path: Path) -
             assert within(2 * FOUND_SECONDS, lambda: holds(late, 0))
 
 
+def test_a_folder_that_cannot_be_made_again_is_not_looked_for_at_each_question(
+    tmp_path: Path,
+) -> None:
+    """As at the end of a login: ``/run/user/ID`` goes with it. Each look would take a thread."""
+    path = tmp_path / "user" / "host"
+    path.parent.mkdir()
+    with engine(path, HeldChunks([0])):
+        found = topology(path)
+        found.prepare()
+        assert len(found.peers()) == 1
+        shutil.rmtree(path.parent)
+        assert not found.is_current()
+        with pytest.raises(HostFolderError, match="cannot be used"):
+            found.prepare()
+        assert found.is_current()
+        time.sleep(1.2)  # the server has looked for its name, and goes on
+        path.parent.mkdir()
+        assert within(FOUND_SECONDS, lambda: not found.is_current())
+        assert within(FOUND_SECONDS, lambda: bool(names_of_peers(found)))
+
+
+def names_of_peers(found: PeerTopology) -> tuple[str, ...]:
+    found.prepare()
+    return found.peers()
+
+
 def test_an_engine_takes_away_no_name_but_its_own(path: Path) -> None:
     with ExitStack() as stack:
         folder = HostFolder(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.peers import mapped
+from lmcache_connector.peers import commands, mapped
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.peers.tier import PeerTier
@@ -22,6 +22,7 @@ from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import plan_values
+from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.tier import ReadResult
 from tests.peers.test_host import name_of, topology, within
 from tests.support.peers.chunks import HeldChunks, serving
@@ -209,6 +210,26 @@ def asking(path: Path) -> Iterator[Callable[..., bytes]]:
 
     with sock:
         yield ask
+
+
+def test_one_command_leases_no_more_than_a_share(
+    path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not get is a miss."""
+    monkeypatch.setattr(commands, "_MAX_LEASED_BYTES", 2 * GEOMETRY.chunk_bytes)
+    chunks.share()
+    with owner(path, chunks):
+        (name,) = path.glob("*.sock")
+        sock = socket.socket(socket.AF_UNIX)
+        with sock:
+            sock.connect(str(name))
+            tags = [chunk_tag("default", key) + b":0-4:0" for key in chunks.data]
+            sock.sendall(command(b"LEASE", *tags))
+            assert chunks.await_leased(lambda count: count == 2)
+            answer = sock.recv(1 << 16)
+            assert answer.startswith(b"*%d\r\n" % len(tags))
+            assert answer.count(b"$-1\r\n") == len(tags) - 2
+        assert chunks.await_leased(lambda count: count == 0)
 
 
 def test_strangers_on_the_network_get_no_memory(chunks: HeldChunks) -> None:

@@ -15,7 +15,8 @@ TWO = Router(OWN, sends=True, receives=True, hosts=("127.0.0.1", "::1"))
 PREFILL = Router(OWN, sends=True, receives=False, hosts=())
 DECODE = Router(None, sends=False, receives=True, hosts=("127.0.0.1",))
 NAME = f"___prefill_addr_{OTHER}___decode_addr_{OWN}_abc-1"
-FROM = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
+PLACE = {"remote_host": "127.0.0.1", "remote_port": 7001}
+FROM = {"do_remote_prefill": True} | PLACE
 
 
 def consume(**more: Any) -> dict[str, Any]:
@@ -33,6 +34,11 @@ def consume(**more: Any) -> dict[str, Any]:
         (TWO, "r", consume(remote_port="7001"), Receive("x", OTHER)),
         (TWO, "r", consume(remote_host="::1"), Receive("x", Address("::1", 7001))),
         (PREFILL, "r", consume(), None),
+        (TWO, "r", {"remote_decoder": {"kv_request_id": "x"}}, Send("x", answers=False)),
+        (DECODE, "r", {"remote_decoder": {"kv_request_id": "x"}}, None),
+        (TWO, "r", {"remote_prefiller": PLACE | {"kv_request_id": "x"}}, Receive("x", OTHER)),
+        (TWO, "r", {"remote_kv_source": PLACE | {"kv_request_id": "x"}}, Receive("", OTHER)),
+        (PREFILL, "r", {"remote_kv_source": PLACE}, None),
         # vLLM puts a prefix before the id, and random digits behind it.
         (TWO, f"cmpl-{NAME}-0123abcd", None, Receive(NAME, OTHER)),
         (DECODE, NAME, None, Receive(NAME, OTHER)),
@@ -53,6 +59,10 @@ def test_what_a_request_says(
         ("r", ["do_remote_decode"]),
         ("r", {"do_remote_decode": "yes"}),
         ("r", {"do_remote_prefill": 1}),
+        ("r", {"remote_decoder": {}}),
+        ("r", {"remote_prefiller": PLACE}),
+        ("r", {"remote_kv_source": "127.0.0.1:7001"}),
+        ("r", {"remote_kv_source": PLACE | {"remote_host": "10.0.0.9"}}),
         ("r" * 513, {"do_remote_decode": True}),
         ("r\ud800", {"do_remote_decode": True}),
         *(

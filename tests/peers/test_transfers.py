@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -66,6 +66,23 @@ def send(
     transfers.apply([TransferUpdate(name)])
     transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
     transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
+
+
+def test_chunks_that_a_reader_will_ask_for_are_sealed_as_they_are_stored(
+    transfers: Transfers,
+) -> None:
+    """And no others. Not under the lock that the engine's step takes."""
+    sealed = list[bytes]()
+
+    def seal(keys: Iterable[bytes]) -> None:
+        assert not transfers._lock.locked()
+        sealed.extend(keys)
+
+    transfers.seal = seal
+    transfers.store_begins(7)
+    send(transfers, "t", (0, 1), 7)
+    transfers.store_ended(7, KEYS[1:4])
+    assert sealed == [KEYS[1]]
 
 
 # -- what is kept, and for how long --------------------------------------------------------------
@@ -296,6 +313,18 @@ def test_answers_stay_in_step_whoever_comes_when(
 
 def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
+
+
+def test_what_a_peer_holds(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
+    """However many chunks are asked for, and beside a transfer that is waited for."""
+    transfers, server = served
+    transfers.apply([TransferUpdate("never")])
+    coming = watch.ask(at(server), "never", 60.0)
+    others = [bytes([i % 256, i // 256]) * 16 for i in range(1, 3000)]
+    answer = answer_of(watch.ask(at(server), "", 60.0, [*others, *KEYS]))
+    assert [answer.holds(key) for key in KEYS] == [i < NUM_HELD for i in range(len(KEYS))]
+    assert not any(answer.holds(key) for key in others)
+    assert coming.answer is None
 
 
 def test_nobody_is_there(watch: TransferWatch) -> None:

@@ -41,7 +41,7 @@ def test_hints_come_in_vllms_own_envelope() -> None:
 def test_actions_for_others_are_none_of_ours() -> None:
     hints = read_hints(None, None, envelope({"pin": True}, action_type="prefetch"))
     assert hints.claim == Claim()
-    assert hints.num_ignored == 0
+    assert hints.num_ignored == 1
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ The product's own code runs: vLLM's scheduler with the connector's scheduler sid
 with its job queue, and the whole Redis tier down to the bytes on the wire. What it stands on is
 simulated: threads, locks, clocks, sockets and random numbers (`stdlib`, `network`, put in the place
 of Python's own by `loading`), Redis servers (`redis_model`), LMCache's engine (`lmcache_model`) and
-the model's forward pass (`kv_memory`). One operating-system thread runs everything, so a seed
-decides the whole course of events, and simulated time passes as fast as the code runs.
+the model's forward pass (`kv_memory`). In half of the worlds instances are each other's peers:
+their servers run over sockets that listen (`serving`), and prompts are handed over. One
+operating-system thread runs everything, so a seed decides the whole course of events, and simulated
+time passes as fast as the code runs.
 
 Each seed draws a *world* (`plan`): instances, prompts that share prefixes, clients that abort, and
 faults that begin and end (`faults`). `world` says what must hold in it, `at_rest` what must agree

@@ -37,7 +37,7 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
     return done.stdout
 
 
-_COMMON = ("requests", "hits from redis", "hits from memory", "values checked")
+_COMMON = ("requests", "hits from redis", "hits from memory", "values checked", "handed over")
 _RARE = ("fetched ahead", "pinned", "resets", "healed")  # not in any twenty worlds
 
 

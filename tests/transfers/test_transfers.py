@@ -105,6 +105,24 @@ def test_what_the_decode_engine_has_is_not_fetched(engines: Engines, transfer: H
     rest(engines)
 
 
+def test_what_another_engine_happens_to_hold(engines: Engines) -> None:
+    """As llm-d names it beside a request: all that was stored there, and no more; where nothing is,
+    the prompt is computed."""
+    (first, port), (second, _) = engines.prefill[0], engines.decode[0]
+    place = {"remote_kv_source": {"remote_host": "127.0.0.1", "remote_port": port}}
+    prompt, other = fresh(engines, 1500), fresh(engines, 700)
+    cold = first.call(ask, Ask(f"own-{next(engines.numbers)}", prompt))
+    for asked, num_tokens in ((prompt, 1500 // BLOCK * BLOCK), (other, 0)):
+        name = f"named-{next(engines.numbers)}"
+        served = second.call(ask, Ask(name, asked, params=place))
+        assert served.served.external_hit_tokens == num_tokens
+        assert served.finish_reason == "length"
+        if num_tokens:
+            assert () != served.served.block_digests == cold.served.block_digests
+        second.call(forget)
+    rest(engines)
+
+
 def test_many_at_once_while_they_are_computed(engines: Engines) -> None:
     prompts = [random_prompt(20 + i, 301 + 170 * i) for i in range(8)]
     asks = [Ask(engines.name(), prompt) for prompt in prompts]

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_connector.peers import commands
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.plans import StoreJob
+from lmcache_connector.storage import chunk_codec
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, Sealer, ValueHeader
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -68,6 +71,29 @@ def test_what_was_evicted_meanwhile_is_a_miss_or_right(tmp_path: Path) -> None:
             counts.append(second.load(1, CROWD, needs_redis=True))
         assert counts[2:] == [4, 0, 4, 0]
         assert tier.num_mapped >= 8
+
+
+def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many read it. One that was evicted and comes back with other bytes is sealed anew."""
+    sealed, encode = list[bytes](), chunk_codec.encode_header
+
+    def counting(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
+        sealed.append(header.key)
+        return encode(header, stored, sealer)
+
+    monkeypatch.setattr(commands, "encode_header", counting)
+    with two(tmp_path / "host") as (first, second, tier):
+        for _ in range(2):
+            first.store(1, MINE)
+            for _ in range(2):
+                assert within(5.0, lambda: second.load(1, MINE, needs_redis=True) == 4)
+                second.engine.forget_all()
+            assert not any(tier.counts().misses.values())
+            first.engine.forget_all()
+        values = len(list(GEOMETRY.stripes(RedisTierConfig.max_value_bytes - HEADER_BYTES)))
+        assert len(sealed) == 2 * 4 * values
 
 
 def test_others_map_it_for_reading_only() -> None:

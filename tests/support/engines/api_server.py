@@ -112,9 +112,10 @@ def started_api(
     log: Path,
     *arguments: str,
     environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[ApiServer]:
     """A server that was just started; :meth:`ApiServer.wait_ready` tells when it answers."""
-    port = free_port()
+    port = port or free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", SERVED_MODEL, "--host", "127.0.0.1", "--port", str(port)),

@@ -17,7 +17,7 @@ from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
-from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 
 SECRET = b"known-to-those-who-list"
@@ -32,6 +32,10 @@ class CountedLease:
     @property
     def offset(self) -> int:
         return self.chunks.offsets[self.key]
+
+    @property
+    def headers(self) -> dict[Stripe, bytes]:
+        return {}  # what tests change is sealed anew
 
     def release(self) -> None:
         with self.chunks.lock:
