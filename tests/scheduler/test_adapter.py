@@ -205,15 +205,6 @@ def test_workers_are_told_which_chunks_in_memory_redis_should_have(model: Path, 
     assert len(told) == (0 if role == "kv_consumer" else 3)
 
 
-@pytest.mark.parametrize("store_generated", [True, False])
-def test_answers_are_stored_if_that_is_wanted(model: Path, store_generated: bool) -> None:
-    engine = ShadowEngine(model, Shape(store_generated=store_generated), 0, Faults(slow=0.0))
-    engine.add(prompt(1, CHUNK + 4), max_tokens=2 * CHUNK)
-    engine.run_until_idle()
-    engine.check_whole()
-    assert (engine.ranks[0].num_stored_chunks > 1) is store_generated
-
-
 def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     """The chunk keys of a prompt that its instance stores now."""
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
