@@ -27,7 +27,7 @@ from typing import Any
 
 _SECONDS = 600.0
 _ANSWER_TOKENS = 48
-_SOURCES = {"device": "vLLM's cache", "host": "CPU tier", "external_unspecified": "Redis"}
+_SOURCES = {"device": "vLLM's cache", "cpu": "CPU tier", "peer": "peers", "redis": "Redis"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def some_words(words: random.Random, count: int) -> str:
 def tokens_by_source(url: str) -> dict[str, int]:
     """Prompt tokens that were not computed, so far."""
     found = re.findall(
-        r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)"\} (\S+)$',
+        r"^vllm:(?:prompt_tokens_cached_by_source|lmcache_hit_tokens)_total"
+        r'\{.*(?:source|tier)="(\w+)"\} (\S+)$',
         get(f"{url}/metrics"),
         re.MULTILINE,
     )

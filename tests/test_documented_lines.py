@@ -39,7 +39,7 @@ EXCLUDED = {
 }
 TURN = re.compile(
     r"^turn (\d) user \d: ([\d.]+) s, (\d+) prompt tokens: "
-    r"\d+ vLLM's cache, (\d+) CPU tier, (\d+) Redis, \d+ computed$",
+    r"\d+ vLLM's cache, (\d+) CPU tier, (\d+) peers, 0 Redis, \d+ computed$",
     re.MULTILINE,
 )
 Run = Callable[[Sequence[str]], dict[str, str]]
@@ -203,7 +203,7 @@ def test_every_other_line_runs(reader: Run) -> None:
     assert statistics.median(loaded) < statistics.median(computed) / 3
     for turn, _, prompt, cpu, _ in first:
         assert (int(cpu) > int(prompt) / 2) == (turn != "1")
-    prompts, from_redis = (sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4))
-    assert from_redis > prompts / 2
+    prompts, from_peer = (sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4))
+    assert from_peer > prompts / 2
     (stats,) = (text for line, text in printed.items() if "stats localhost" in line)
     assert not re.search(r"hit rate 0\.0%", stats)

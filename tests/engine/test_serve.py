@@ -165,7 +165,7 @@ def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: Ap
     assert done.returncode == 0, done.stderr
     turns = re.findall(
         r"^turn (\d) user (\d): .* (\d+) prompt tokens: "
-        r"0 vLLM's cache, (\d+) CPU tier, (\d+) Redis, ",
+        r"0 vLLM's cache, (\d+) CPU tier, 0 peers, (\d+) Redis, ",
         done.stdout,
         re.MULTILINE,
     )
