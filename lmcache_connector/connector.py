@@ -20,7 +20,7 @@ from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
-from lmcache_connector.plans import RankReport, StepOutput, StepPlan
+from lmcache_connector.plans import LoadJob, RankReport, StepOutput, StepPlan
 from lmcache_connector.scheduler.build import SchedulerBuild
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.scheduler.scheduler import Scheduler
@@ -126,7 +126,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _guard: SchedulerGuard | None = None
     _scheduler: Scheduler | None = None
     _worker: WorkerAdapter | None = None
+    _offers_in_step = False  # the last hit it was asked for
     _step: _Step | None = None
+    _due: StepPlan | None = None  # with loads that this step's forward pass needs
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
     _runs_drafter = False  # one with KV: its pass comes between the last calls of a step
@@ -205,12 +207,24 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        offer = self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._offers_in_step = bool(offer[0]) and not offer[1]
+        return offer
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if num_external_tokens > 0:
+        is_in_step, self._offers_in_step = self._offers_in_step, False
+        if num_external_tokens > 0 and is_in_step:
+            # What raises here ends the engine: vLLM computes on from these tokens in this step.
+            job = self._scheduler_side.update_state_after_alloc(
+                request, blocks.get_block_ids(), num_external_tokens
+            )
+            if job is None or not job.in_step:
+                raise RuntimeError(f"the load of request {request.request_id} was not planned")
+            self._scheduler_guard.unsent_in_step.append(job)
+            self._load_planned(request, job, num_external_tokens)
+        elif num_external_tokens > 0:
             is_planned = self._plan_load(request, blocks, num_external_tokens)
             self._scheduler_guard.promised(request, is_planned=is_planned)
         else:
@@ -218,9 +232,16 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @costs_hits(answer=False)
     def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
-        return self._scheduler_side.update_state_after_alloc(
+        job = self._scheduler_side.update_state_after_alloc(
             request, blocks.get_block_ids(), num_tokens
         )
+        if job is not None:
+            self._scheduler_side.load_planned(request, job, num_tokens)
+        return job is not None
+
+    @costs_hits()
+    def _load_planned(self, request: Request, job: LoadJob, num_tokens: int) -> None:
+        self._scheduler_side.load_planned(request, job, num_tokens)
 
     @costs_hits()
     def _admitted(self, request: Request) -> None:
@@ -233,6 +254,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 plan = (self._scheduler or self._scheduler_side).build_plan(scheduler_output)
                 if guard.unsent:
                     guard.unsent.clear()
+                if guard.unsent_in_step:
+                    guard.unsent_in_step.clear()
             except Exception as error:  # noqa: BLE001 - logged there
                 guard.failed("build_connector_meta", error)
         if guard.has_news:
@@ -370,10 +393,12 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._step_failed()
         if self._step is not None:
             self._end_step()
-        self._is_in_step, self._handled = True, sys.exc_info()[1]
+        self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         plan = connector_metadata.plan
+        if plan is not None and plan.loads and plan.loads_in_step():
+            self._due = plan
         if plan is not None:
             super().bind_connector_metadata(connector_metadata)
             self._step = _Step(plan)
@@ -386,13 +411,16 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._step is not None and self._has_raised():
             self._step_failed()
+        if self._due is not None:
+            self._worker_side.load_in_step(self._due)
+            self._due = None
         if self._step is not None and not self._step.loads_started:
             self._step.loads_started = True
             if not self._tell("start_loads", self._step.plan):
                 self._step = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
+        """What a forward pass reads has arrived before it starts."""
 
     def save_kv_layer(
         self,
@@ -414,6 +442,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def clear_connector_metadata(self) -> None:
         """The last call of a step."""
         self._is_in_step = False
+        if self._due is not None:
+            raise RuntimeError("vLLM has run a step without the KV that was to be loaded for it")
         if self._step is not None:
             self._end_step()
             super().clear_connector_metadata()

@@ -216,7 +216,8 @@ class LoadJob(_Runs):
     ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
     planned store this load relies on (0: none). ``after_passes``: forward passes of earlier steps
     may still use the blocks, or the step zeroes them before its own. ``source`` is asked before
-    other peers and Redis.
+    other peers and Redis. ``in_step``: all of it is in memory, and the forward pass of the step
+    reads it.
     """
 
     job_id: int
@@ -228,6 +229,7 @@ class LoadJob(_Runs):
     after_passes: bool = False
     claim: Claim = Claim()
     source: PeerSource | None = None
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +276,9 @@ class StepPlan:
     each rank, the number of the last such list that was known when this was planned.
     ``weights_question``: read the weights in memory again (0: no need). ``heard_weights``: of each
     rank, the version of its weights that was known when this was planned.
-    ``transfers``: in the order they happened. ``starts_over``: all jobs of earlier plans are
-    cancelled, and nobody wants to hear of them.
+    ``heard_leaving``: of each rank, the reports of leaving chunks that were known when this was
+    planned; empty: as many as before. ``transfers``: in the order they happened. ``starts_over``:
+    all jobs of earlier plans are cancelled, and nobody wants to hear of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -293,6 +296,7 @@ class StepPlan:
     heard_adapters: tuple[int, ...] = ()
     weights_question: int = 0
     heard_weights: tuple[int, ...] = ()
+    heard_leaving: tuple[int, ...] = ()
     transfers: tuple[TransferUpdate, ...] = ()
     starts_over: bool = False
 
@@ -310,9 +314,13 @@ class StepPlan:
         """
         if not self.loads:
             return []
-        jobs: list[LoadJob | StoreJob] = [*self.loads]
+        jobs: list[LoadJob | StoreJob] = [job for job in self.loads if not job.in_step]
         jobs += [job for job in self.stores if job.job_id < self._last_load]
         return sorted(jobs, key=lambda job: job.job_id)
+
+    def loads_in_step(self) -> list[LoadJob]:
+        """What must be there before the forward pass."""
+        return [job for job in self.loads if job.in_step]
 
     def later_stores(self) -> list[StoreJob]:
         """Stores that may need this step's forward pass."""
@@ -398,10 +406,12 @@ class JobResult(_Fetches):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A chunk entered or left the CPU tier of a rank."""
+    """A chunk entered or left the CPU tier of a rank. ``is_leaving``: it will be evicted before
+    long, unless it is used again."""
 
     key: bytes
     admitted: bool
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,13 +453,15 @@ class RankStart:
     ``configuration``: digests of the model's configuration, part by part and sorted by name, as
     this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
     KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
-    that share a KV cache group the scheduler's process sees one.
+    that share a KV cache group the scheduler's process sees one. ``changes_at``: where its
+    :class:`ChangeCount` is; empty if it makes no loads inside a step.
     """
 
     configuration: tuple[tuple[str, str], ...]
     calibration: Calibration
     layer_widths: tuple[tuple[int, ...], ...] = ()
     formats: tuple[str, ...] = ()
+    changes_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,10 +469,13 @@ class RankReport:
     """What one rank did since its last report.
 
     ``start`` comes once, with the first report or soon after. ``events`` are in the order they
-    happened. ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
+    happened; some tell of chunks that are leaving in the ``num_leaving``-th such report of the
+    rank, in none if that is 0.
+    ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
     has put into Redis, or found there; it is filled only if KV cache events are wanted.
     ``adapters``: since the last report some were loaded, or asked for. ``weights``: likewise, those
-    in memory may have changed, or are known now.
+    in memory may have changed, or are known now. ``num_changes``: the rank's :class:`ChangeCount`,
+    with all that it has counted told here or before.
     """
 
     rank: int
@@ -472,6 +487,8 @@ class RankReport:
     adapters: LoadedAdapterList | None = None
     weights: WeightsInMemory | None = None
     start: RankStart | None = None
+    num_leaving: int = 0
+    num_changes: int = 0
 
 
 ReportT_co = TypeVar("ReportT_co", covariant=True)

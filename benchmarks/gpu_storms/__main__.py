@@ -1,8 +1,8 @@
 """Hits on a GPU, against recompute and against whoever knows everything.
 
-The same requests come, in the same phase of a step, to three engines: one that decides for itself,
-one that loads nothing and one that loads everything. The better of the latter two for each request
-is what an oracle would have chosen.
+The same requests come, in the same phase of a step, to four engines: one that decides for itself,
+one that loads nothing, one that loads everything, and one that finds all in vLLM's own prefix
+cache. The better of the second and the third for each request is what an oracle would have chosen.
 
     python -m benchmarks.gpu_storms --step-ms 50 --bus-gb-per-s 25
     python -m benchmarks.gpu_storms --step-ms 50 --device cuda
@@ -40,6 +40,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "auto": {},
     "never": {"role": "kv_producer"},
     "always": {"settings": {"compute_or_load": "always"}},
+    "own": {"role": "kv_producer", "prefix_caching": True},
 }
 
 

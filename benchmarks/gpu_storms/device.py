@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_storms.passes import DeviceSpeed, GpuShape, Work
+from lmcache_connector.copy_kv_blocks.copier import QueuedCopy
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.self_test import SelfTestResult
 from tests.simulation import lmcache_model, stdlib
@@ -79,6 +80,11 @@ class Device:
             self.kernel.at(ends_at - seconds / 2, partial(self._check, work))
             self.kernel.at(ends_at, partial(self._write, work))
         return launched
+
+    def queue(self, seconds: float, work: Callable[[], None]) -> None:
+        """Behind all passes launched so far, and before the next one: ``work`` is done by then."""
+        self._free_at = max(self._free_at, self.kernel.now) + seconds
+        self.kernel.at(self._free_at, work)
 
     def busy_seconds(self) -> float:
         return max(0.0, self._free_at - self.kernel.now)
@@ -160,8 +166,20 @@ class DeviceCopier:
                 self._move(copy, direction)
         return num_bytes
 
+    def enqueue(self, copies: Sequence[Any]) -> QueuedCopy:
+        num_bytes, speed = sum(map(_num_bytes, copies)), self._device.speed
+        before, seconds = self.fence(), speed.copy_seconds + num_bytes / speed.bus_bytes_per_second
+        self._device.queue(seconds, partial(self._bring, copies))
+        return QueuedCopy(num_bytes, before, self.fence())
+
     def close(self) -> None:
         """Nothing is held."""
+
+    def _bring(self, copies: Sequence[Any]) -> None:
+        for copy in copies:
+            places = _places(copy.src, copy.src_block_ids)
+            for place, block in zip(places, copy.dst_block_ids, strict=True):
+                self._device.blocks[block] = self._host[place]
 
     def _move(self, copy: Any, direction: str) -> None:
         """Called when a copy begins and when it ends: its blocks must be its own all the time."""

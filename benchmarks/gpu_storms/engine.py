@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -80,13 +81,17 @@ class GpuEngine:
         self.shape = shape
         self.device = device
         self.is_up = threading.Event()
-        self.loads: list[Any] = []  # results of load jobs
+        self.num_loads = 0  # planned
         self._model = model
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
         self._changed = threading.Event()
         self._queue: deque[_Queued] = deque()
         self._is_stopping = False
+        self._hasher = None
+        if shape.prefix_caching:
+            init_none_hash(sha256)
+            self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -96,6 +101,7 @@ class GpuEngine:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
+            block_hasher=self._hasher,
         )
         asked = Asked(request, time.monotonic(), digests_of(prompt))
         self._inbox.append(asked)
@@ -169,15 +175,20 @@ class GpuEngine:
         """What the model runner does: it queues the forward pass, and calls the connector around
         that."""
         connector, metadata = self._worker, scheduled.kv_connector_metadata
+        if metadata.plan is not None:
+            self.num_loads += len(metadata.plan.loads)
         connector.handle_preemptions(metadata)
         launched = None
         if scheduled.total_num_scheduled_tokens:
             time.sleep(_SUBMIT_SECONDS / 2)
         connector.bind_connector_metadata(metadata)
+        if scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
         if scheduled.total_num_scheduled_tokens:
             launched = self._launch(scheduled)
             time.sleep(_SUBMIT_SECONDS / 2)
-        connector.start_load_kv(None)
+        if not scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(set())
         output = self._sample(scheduled)
@@ -187,7 +198,6 @@ class GpuEngine:
             failed_recving=results.failed_recving,
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
-        self._remember(output.kv_connector_output)
         connector.clear_connector_metadata()
         return _Queued(scheduled, output, launched)
 
@@ -219,15 +229,6 @@ class GpuEngine:
             sampled_token_ids=tokens,
         )
 
-    def _remember(self, output: KVConnectorOutput) -> None:
-        meta: Any = output.kv_connector_worker_meta
-        for report in meta.reports if meta is not None else ():
-            self.loads += [r for r in report.results if r.job_id in self._load_ids()]
-
-    def _load_ids(self) -> set[int]:
-        jobs = self._scheduler.connector._scheduler_side.jobs._jobs
-        return {i for i, planned in jobs.items() if hasattr(planned.job, "deadline_seconds")}
-
     # -- the start ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -248,7 +249,7 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
         max_batched_tokens=shape.max_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=64,
-        prefix_caching=False,
+        prefix_caching=shape.prefix_caching,
         kv_transfer_config=KVTransferConfig(
             kv_connector="LMCacheTieredConnector",
             kv_connector_module_path="lmcache_connector",

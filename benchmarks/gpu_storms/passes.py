@@ -57,7 +57,7 @@ class DeviceSpeed:
 @dataclass(frozen=True, slots=True)
 class GpuShape:
     """``depth``: batches under way at once, 2 with asynchronous scheduling. ``settings``:
-    ``kv_connector_extra_config``."""
+    ``kv_connector_extra_config``. ``prefix_caching``: vLLM's own."""
 
     speed: DeviceSpeed = field(default_factory=DeviceSpeed)
     model: ModelShape = MODEL
@@ -66,6 +66,7 @@ class GpuShape:
     max_batched_tokens: int = 8192
     cpu_gib: float = 16
     role: str = "kv_both"
+    prefix_caching: bool = False
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property

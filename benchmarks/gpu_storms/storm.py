@@ -73,13 +73,13 @@ class Storm:
         chance = random.Random(f"{turn} {size}")
         time.sleep(0.2 + 5e-3 * self._setting.step_ms)
         self._to_phase(chance.random())
-        before = len(self._engine.loads)
+        before = self._engine.num_loads
         crowd = [self._ask(prompt) for _ in range(self._setting.crowd)]
         for asked in crowd:
             _wait(asked.ended)
         if turn >= _WARM_UP_ROUNDS:
             ttft = sum(asked.ttft for asked in crowd) / len(crowd)
-            loaded = len(self._engine.loads) > before
+            loaded = self._engine.num_loads > before
             self._samples.append(Sample(self._rule, size, turn, ttft, loaded))
 
     def _to_phase(self, share: float) -> None:

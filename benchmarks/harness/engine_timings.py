@@ -150,7 +150,7 @@ def probe_link(probe: EngineProbe) -> None:
     """Have Redis measured now, which otherwise happens within a minute of traffic."""
     policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
-    policy.probe_now()
+    policy.probes.want()
     until = time.perf_counter() + _PROBE_SECONDS
     while time.perf_counter() < until:
         ttft_seconds(probe, _SHORT_PROMPT)
@@ -210,7 +210,8 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     started = time.perf_counter()
     adapter.on_new_request(request)
     found, _ = adapter.get_num_new_matched_tokens(request, 0)
-    adapter.update_state_after_alloc(request, block_ids, found)
+    job = adapter.update_state_after_alloc(request, block_ids, found)
+    adapter.load_planned(request, job, found)
     plan = adapter.build_plan(empty)
     seconds = time.perf_counter() - started
     left = len(tokens) - found

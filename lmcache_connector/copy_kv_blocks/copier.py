@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "CopyError",
     "Direction",
     "Fence",
+    "QueuedCopy",
     "copy_kv_blocks",
     "make_copier",
 ]
@@ -36,6 +38,26 @@ class Fence(Protocol):
 
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds of device time from this fence to a later one. Both must be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCopy:
+    """A copy of ``num_bytes`` that the device makes between two fences; without them it is done.
+    ``kept``: what the device uses until then."""
+
+    num_bytes: int
+    before: Fence | None = None
+    after: Fence | None = None
+    kept: object = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.after is None or self.after.query()
+
+    @property
+    def seconds(self) -> float:
+        """That the device took, once the copy is done."""
+        return self.before.elapsed_time(self.after) / 1000 if self.before is not None else 0.0
 
 
 class Copier(Protocol):
@@ -57,6 +79,10 @@ class Copier(Protocol):
         They start when ``after`` is reached, and block the calling thread, not the GIL, until the
         bytes have arrived. Raises :class:`CopyError` before anything has moved.
         """
+
+    def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
+        """Copy to the device, behind all work that it has been given and before all that it will
+        be. Does not wait for the device: chunks must stay as they are until that is done."""
 
     def close(self) -> None:
         """Release what the copier holds. No copy may be running or follow."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from lmcache_connector.copy_kv_blocks.copier import QueuedCopy
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy, Move, check_devices
 
 HOST = torch.device("cpu")
@@ -54,6 +55,10 @@ class CpuCopier:
             stream = num_bytes >= self._stream_min_job_bytes
             self._kernel(plan.moves, *rows, plan.groups, stream)
         return num_bytes
+
+    def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
+        """At once: there is no device that runs behind."""
+        return QueuedCopy(self.copy(copies, "h2d"))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,10 +10,14 @@ direction (the self-test at start), never per copy. Copies from and to host memo
 pinned are right too, but slower.
 
 Threads: one copy per direction at a time; further ones wait their turn.
+
+A copy that the next forward pass reads is enqueued on the compute stream itself, with a slot of its
+own, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lmcache_connector.copy_kv_blocks.copier import QueuedCopy
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
 from lmcache_connector.copy_kv_blocks.cuda_staging import (
     CudaDriver,
@@ -78,18 +83,35 @@ class _Slot:
 class _Pipeline:
     """Streams, staging slots and tables of one direction. Used by one thread at a time."""
 
-    def __init__(self, device: torch.device, driver: CudaDriver, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        driver: CudaDriver,
+        slot_bytes: int,
+        num_slots: int = SLOTS_PER_PIPELINE,
+    ) -> None:
         self._slot_bytes = slot_bytes
         self._driver = driver
         self._device = device
         self._slots = [
             _Slot(torch.cuda.Stream(device), torch.empty(0, dtype=torch.uint8, device=device))
-            for _ in range(SLOTS_PER_PIPELINE)
+            for _ in range(num_slots)
         ]
         self._tables = torch.empty(0, dtype=torch.int64, device=device)
         self._host_tables = torch.empty(0, dtype=torch.int64)
         self._ready = torch.cuda.Event()
         self._done = [torch.cuda.Event(blocking=True) for _ in self._slots]
+        self._waits = True
+
+    def on_stream(self, stream: torch.cuda.Stream) -> _Pipeline:
+        """A pipeline of the first slot, with tables of its own, that waits for nothing but what
+        ``stream`` has been given. Whoever has it keeps what the device uses."""
+        (slot, *_), inline = self._slots, copy.copy(self)
+        if slot.stream != stream:
+            stream.wait_stream(slot.stream)
+            slot.stream = stream
+        inline._slots, inline._waits = [slot], False
+        return inline
 
     def run_direct(self, plans: Sequence[CopyPlan], after: CudaFence | None) -> None:
         """Every run is a transfer of its own."""
@@ -142,10 +164,10 @@ class _Pipeline:
             with torch.cuda.stream(stream):
                 if to_host:
                     _launch(kernels, tile)
-                for copy in tile.copies:
-                    ends = (copy.host, copy.staged)
+                for each in tile.copies:
+                    ends = (each.host, each.staged)
                     dst, src = ends if to_host else ends[::-1]
-                    self._driver.copy(dst, src, copy.num_bytes, stream.cuda_stream)
+                    self._driver.copy(dst, src, each.num_bytes, stream.cuda_stream)
                 if not to_host:
                     _launch(kernels, tile)
 
@@ -176,6 +198,8 @@ class _Pipeline:
 
     def _wait(self) -> None:
         """Until all streams are idle, also after an error: then nothing touches memory any more."""
+        if not self._waits:
+            return
         for slot, done in zip(self._slots, self._done, strict=True):
             done.record(slot.stream)
         for done in self._done:
@@ -217,6 +241,7 @@ class CudaCopier:
         self._pipelines = {
             way: _Pipeline(self._device, self._driver, slot_bytes) for way in ("h2d", "d2h")
         }
+        self._in_step = _Pipeline(self._device, self._driver, slot_bytes, num_slots=1)
         self._locks = {way: threading.Lock() for way in self._pipelines}
 
     def fence(self) -> CudaFence:
@@ -232,21 +257,32 @@ class CudaCopier:
         after: Any = None,
     ) -> int:
         """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
-        to_host = direction == "d2h"
+        with self._locks[direction], torch.cuda.device(self._device):
+            return self._run(self._pipelines[direction], copies, direction == "d2h", after)
+
+    def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
+        """See :meth:`Copier.enqueue`. Called by one thread, that of the compute stream."""
+        before = self.fence()
+        with torch.cuda.device(self._device):
+            pipeline = self._in_step.on_stream(torch.cuda.current_stream(self._device))
+            num_bytes = self._run(pipeline, copies, False, None)
+        return QueuedCopy(num_bytes, before, self.fence(), pipeline)
+
+    def _run(
+        self, pipeline: _Pipeline, copies: Sequence[BlockCopy], to_host: bool, after: Any
+    ) -> int:
         ends = (self._device, _HOST) if to_host else (_HOST, self._device)
-        for copy in copies:
-            check_devices(copy.src, copy.dst, *ends)
-        plans = [plan for copy in copies if (plan := copy.plan()).num_bytes]
+        for each in copies:
+            check_devices(each.src, each.dst, *ends)
+        plans = [plan for each in copies if (plan := each.plan()).num_bytes]
         if not plans:
             return 0
-        hosts = [copy.dst if to_host else copy.src for copy in copies]
-        with self._locks[direction], torch.cuda.device(self._device):
-            self._driver.bind()
-            pipeline = self._pipelines[direction]
-            if (host := _the_chunks(hosts)) is not None and self._stages(plans, host, to_host):
-                pipeline.run_staged(plans, host, to_host, after)
-            else:
-                pipeline.run_direct(plans, after)
+        hosts = [each.dst if to_host else each.src for each in copies]
+        self._driver.bind()
+        if (host := _the_chunks(hosts)) is not None and self._stages(plans, host, to_host):
+            pipeline.run_staged(plans, host, to_host, after)
+        else:
+            pipeline.run_direct(plans, after)
         return sum(plan.num_bytes for plan in plans)
 
     def _stages(self, plans: Sequence[CopyPlan], host: ChunkBuffers, to_host: bool) -> bool:

@@ -169,6 +169,11 @@ class CostModel:
         now, speed = self._clock(), self._tiers[tier]
         return (speed.calibrated_only(now) if speed.is_outdated(now) else speed).bytes_per_second
 
+    def load_seconds(self, tier: Tier, num_bytes: int) -> float:
+        """Predicted, with nothing ahead of it; infinite where nothing is known."""
+        speed = self._tiers[tier]
+        return speed.seconds(num_bytes) if speed.known else inf
+
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""
         speed = self._tiers[tier]
@@ -266,6 +271,10 @@ class CostModel:
         """What a load costs, as it is judged."""
         load_seconds = prefix.risky_seconds + stall_seconds
         own_seconds = prefix.own_seconds + stall_seconds
+        num_bytes = offer.num_bytes(Tier.CPU, prefix.num_chunks)
+        fits_in_step = self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds
+        if fits_in_step and prefix.num_chunks <= offer.num_firm:
+            return own_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 

@@ -36,6 +36,9 @@ class LoadOffer:
 
     A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
     Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
+
+    A load of no more than ``num_firm`` chunks that takes ``in_step_seconds`` at most is made inside
+    the step being planned.
     """
 
     context_tokens: int
@@ -51,6 +54,8 @@ class LoadOffer:
     waiting_tokens: int = 0
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
+    num_firm: int = 0
+    in_step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_tokens <= 0 or self.chunk_bytes < (self.other_bytes is None):

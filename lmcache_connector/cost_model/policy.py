@@ -95,6 +95,10 @@ LOOKUP_SHARE = 0.04
 """Of a prompt's compute: the longest wait for Redis to say what it holds."""
 _MIN_LOOKUP_SECONDS = 0.002
 """Two thread switches and a round trip on one host; prompts this cheap lose nothing that shows."""
+_IN_STEP_SHARE = 0.2
+"""Of a step, what copies may add to it for the sake of requests that begin with it."""
+_MAX_IN_STEP_SECONDS = 0.05
+"""Of one copy, though nothing runs: a request that comes meanwhile would wait for it."""
 _FENCE_WEIGHT = 0.1
 """Of the last load, in the share of those that must wait for a forward pass."""
 _LATE_WEIGHT = 0.3
@@ -159,6 +163,7 @@ class LoadPolicy:
         self._waiting: dict[str, int] = {}  # and the tokens of their prompts
         self._waiting_tokens = 0
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
+        self._num_admitted, self._copy_seconds = 0, 0.0  # by the step being planned
 
     def learn_sizes(self, value_bytes: Sequence[int]) -> None:
         """What values of each part take, once that is known better. Before any decision."""
@@ -176,12 +181,14 @@ class LoadPolicy:
         ends: Sequence[int] = (),
         other_bytes: Callable[[int], Mapping[Tier, int]] | None = None,
         after_job: int = 0,
+        num_firm: int = 0,
     ) -> LoadDecision:
         """Decide one request, once.
 
         Its hit chunks are those from the one that holds token ``context_tokens`` on. ``tiers`` says
         of each where it is; ``keys`` name what is stored of them. ``ends`` and ``other_bytes``: see
-        :class:`LoadOffer`. ``after_job``: the last store that the load relies on.
+        :class:`LoadOffer`. ``after_job``: the last store that the load relies on. ``num_firm``: so
+        many of the chunks may be loaded inside the step.
         """
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
@@ -204,6 +211,8 @@ class LoadPolicy:
                 waiting_tokens=max(0, self._waiting_tokens - prompt_tokens),
                 ends=ends,
                 other_bytes=other_bytes,
+                num_firm=num_firm,
+                in_step_seconds=self._in_step_seconds() if num_firm else 0.0,
             )
         )
         if Tier.REDIS in tiers[decision.num_chunks :]:
@@ -279,6 +288,10 @@ class LoadPolicy:
         steps that run now."""
         return self._gain_seconds(Tier.CPU, start, end, num_bytes) >= 0
 
+    def fits_in_step(self, num_bytes: int) -> bool:
+        """Whether a load from memory costs less inside the step being planned than beside it."""
+        return self.model.load_seconds(Tier.CPU, num_bytes) <= self._in_step_seconds()
+
     def bytes_of(self, key: bytes) -> int:
         """Of what is stored under a key, on the rank with the largest share."""
         return self._value_bytes[part_of(key, len(self._value_bytes))]
@@ -291,6 +304,7 @@ class LoadPolicy:
         now, follows = self._clock(), self._num_requests > 0
         self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
+        self._num_admitted, self._copy_seconds = 0, 0.0
 
     def request_arrived(self, request_id: str, num_tokens: int) -> None:
         """It waits to be computed, or to be loaded first."""
@@ -301,6 +315,7 @@ class LoadPolicy:
         """The step being planned begins to compute a prompt, of which so much is left."""
         self._waiting_tokens -= self._waiting.pop(request_id, 0)
         self._prompt_tokens += num_tokens
+        self._num_admitted += 1
 
     def request_ended(self, request_id: str, num_requests: int) -> None:
         """``num_requests`` of the last step's run still."""
@@ -333,6 +348,14 @@ class LoadPolicy:
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
             self._queued_bytes[tier] += count
+
+    def load_planned_in_step(self, num_bytes: int) -> None:
+        """All in the step being planned wait for its copy."""
+        self._copy_seconds += self.model.load_seconds(Tier.CPU, num_bytes)
+
+    def load_ended_in_step(self, results: Sequence[JobResult]) -> None:
+        """All ranks have reported. The slowest counts."""
+        self._observe_load(max(results, key=lambda result: result.seconds))
 
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
         """All ranks have reported. The one that failed, or else the slowest, counts."""
@@ -410,6 +433,21 @@ class LoadPolicy:
             return None
         limit = self.model.max_step_tokens
         return self.model.step_seconds(min(limit, max(0, self._prompt_tokens - limit)))
+
+    def _in_step_seconds(self) -> float:
+        """The longest copy that is worth making inside the step being planned.
+
+        It costs each request of the step as long as it takes. Beside the steps, the load would cost
+        its own request the next step, and those that no load avoids. Copies of a fifth of the step
+        together delay a token less than the prompts do that others begin with.
+        """
+        others, limit = self._num_requests + self._num_admitted, self.model.max_step_tokens
+        if not others:
+            return _MAX_IN_STEP_SECONDS
+        tokens, next_seconds = min(limit, self._prompt_tokens), self._step_seconds()
+        lost_seconds = self.model.steps.lost_seconds(next_seconds) + (next_seconds or 0.0)
+        small_seconds = _IN_STEP_SHARE * self.model.step_seconds(tokens) - self._copy_seconds
+        return min(max(small_seconds, lost_seconds / (1 + others)), _MAX_IN_STEP_SECONDS)
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
         """Beside the steps that run now."""

@@ -3,7 +3,8 @@ requests want.
 
 A chunk is *there* when every rank has it, and *planned* while store jobs for it run. Both count as
 hits: workers run jobs in order, so a load planned after a store finds what it stored. The index may
-be late: a load that finds a chunk gone fails and is recomputed.
+be late: a load that finds a chunk gone fails and is recomputed. It is never late for chunks that it
+calls *firm*: no rank evicts one before a plan says that its announcement has been heard here.
 
 The workers are told of two things that they do not see. A request that vLLM's own prefix cache
 serves loads nothing and stores nothing new, but its prompt is in use, and its hints hold for chunks
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
@@ -27,6 +29,9 @@ class ChunkIndex:
         self._all_ranks = (1 << world_size) - 1
         self._holders: dict[bytes, int] = {}  # key -> bit set of the ranks that hold it
         self._planned: dict[bytes, int] = {}  # key -> the latest store job for it
+        self._leaving: dict[bytes, int] = {}  # key -> bit set of the ranks that will evict it
+        self._num_leaving = [0] * world_size
+        self.heard_leaving: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """Chunks that at least one rank holds."""
@@ -58,25 +63,58 @@ class ChunkIndex:
                 del self._planned[key]
 
     def forget_planned(self) -> None:
-        """No store job is under way any more."""
+        """No store job is under way any more, and the last plan may be lost."""
         self._planned.clear()
+        self.heard_leaving = tuple(self._num_leaving)
 
-    def apply(self, rank: int, events: Iterable[CacheEvent]) -> None:
-        """Learn what entered and left a rank's CPU tier, in order."""
-        bit = 1 << rank
+    def take_heard(self) -> tuple[int, ...]:
+        """Of each rank, how many reports of leaving chunks are known here, for the next plan; empty
+        if as many as for the last one."""
+        heard, self.heard_leaving = self.heard_leaving, ()
+        return heard
+
+    def num_firm(self, keys: Iterable[bytes]) -> int:
+        """How many leading ones of these all ranks hold, and none evicts before the next plan."""
+        holders, leaving, all_ranks = self._holders, self._leaving, self._all_ranks
+        return sum(
+            1
+            for _ in takewhile(
+                lambda key: holders.get(key) == all_ranks and key not in leaving, keys
+            )
+        )
+
+    def apply(self, rank: int, events: Iterable[CacheEvent], num_leaving: int = 0) -> None:
+        """Learn what entered and left a rank's CPU tier, in order, and what will leave it.
+        ``num_leaving``: how many reports of that rank have told of such chunks with this one; 0: it
+        does not. If one of them was lost, it may have been of any chunk."""
+        bit, known = 1 << rank, self._num_leaving[rank]
+        if num_leaving > known + 1:
+            self._leaving |= {key: self._leaving.get(key, 0) | bit for key in self._holders}
         for event in events:
-            if event.admitted:
-                self._holders[event.key] = self._holders.get(event.key, 0) | bit
+            if not event.admitted:
+                self.drop(rank, event.key)
                 continue
-            self.drop(rank, event.key)
+            self._holders[event.key] = self._holders.get(event.key, 0) | bit
+            if event.is_leaving:
+                self._leaving[event.key] = self._leaving.get(event.key, 0) | bit
+            else:
+                self._stays(bit, event.key)
+        if num_leaving > known:
+            self._num_leaving[rank] = num_leaving
+            self.heard_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
         """Learn that this rank does not hold the chunk."""
+        self._stays(1 << rank, key)
         holders = self._holders.get(key, 0) & ~(1 << rank)
         if holders:
             self._holders[key] = holders
         else:
             self._holders.pop(key, None)
+
+    def _stays(self, bit: int, key: bytes) -> None:
+        if self._leaving and (ranks := self._leaving.pop(key, 0) & ~bit):
+            self._leaving[key] = ranks
 
     @property
     def num_planned(self) -> int:

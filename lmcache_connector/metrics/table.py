@@ -127,7 +127,13 @@ METRICS = table(
             "decisions", ("reason",), "Compute-or-load decisions on hits, by reason.", _DECISIONS
         ),
         counter("probes", (), "Background measurements of Redis' speed."),
+        counter(
+            "loads_in_step",
+            (),
+            "Loads from memory that were made inside the step that used them.",
+        ),
         counter("load_jobs", (), "Loads planned."),
+        counter("loads_in_step", (), "Of these, made inside the step that used what they brought."),
         counter("store_jobs", (), "Stores planned."),
         counter("prefetch_jobs", (), "Prefetches from Redis planned for queued requests."),
         counter("prefetched_bytes", (), "Bytes prefetched from Redis for queued requests."),

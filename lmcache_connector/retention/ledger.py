@@ -7,7 +7,8 @@ A chunk belongs to one tenant: the salt is part of its key. What goes first:
 3. what has lain unused longest, where each step of priority doubles the time.
 
 A pinned chunk stays, as long as pins keep within their bounds. Nobody's claim ends another's: the
-longest time and the highest priority that were asked for count.
+longest time and the highest priority that were asked for count. What is to go is announced first,
+if somebody relies on it: see :mod:`lmcache_connector.retention.leaving`.
 
 The beginning of a prefix never goes before what follows it. A use of a chunk is one of all chunks
 before it, with the same claim, so these are never older, less pinned or shorter-lived.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
+from lmcache_connector.retention.leaving import LeavingChunks
 from lmcache_connector.retention.queues import AgeQueues, Holdings, Limits, Notes, Reason
 
 PIN_SECONDS = 3600.0
@@ -80,10 +82,17 @@ class _Chunk:
 
 class Ledger:
     """``clock`` is monotonic, in seconds. The tier's lock guards it, apart from ``notes``, which
-    take effect with the next verb that is called, and from `holdings`."""
+    take effect with the next verb that is called, and from `holdings`. ``leaving``: what is to go
+    is announced there; ``None``: it goes at once."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        leaving: LeavingChunks | None = None,
+    ) -> None:
         self.notes = Notes(clock)
+        self._leaving = leaving
         # Claims to chunks on their way to the tier, and when they were made: of the newest chunks
         # the first ones of each.
         self._awaited: dict[bytes, dict[Claim, float]] = {}
@@ -173,6 +182,8 @@ class Ledger:
 
     def drop(self, key: bytes) -> None:
         """The chunk has gone; it may have been gone before."""
+        if self._leaving is not None:
+            self._leaving.keep((key,))
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._leave(key, chunk)
@@ -181,8 +192,22 @@ class Ledger:
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
         """The ``count`` chunks that are worth least of those that ``may_go``; none at all if there
-        are fewer, or if that would only make room for tenants above their share, whose own chunks
-        may not go. They are still there: the caller drops them."""
+        are fewer, if some are only announced with that, or if it would only make room for tenants
+        above their share, whose own chunks may not go. They are still there: the caller drops
+        them."""
+        victims = self._next_to_go(count, may_go)
+        if self._leaving is not None and not self._leaving.announce(victims):
+            return []
+        self._evicted.update(victims.values())
+        return list(victims)
+
+    def announce(self, count: int, may_go: Callable[[bytes], bool]) -> None:
+        """Those that `evict` would find next: by the time they are to go, that is heard of."""
+        if self._leaving is not None:
+            self._leaving.announce(self._next_to_go(count, may_go))
+
+    def _next_to_go(self, count: int, may_go: Callable[[bytes], bool]) -> dict[bytes, Reason]:
+        """In the order of eviction."""
         now = self.settle()
         while True:
             is_done = self._lapse(now)
@@ -205,10 +230,9 @@ class Ledger:
                 if not (is_victim and is_enough):
                     self._pass_over(key)
             if is_enough:
-                self._evicted.update(victims.values())
-                return list(victims)
+                return victims
             if is_done:
-                return []
+                return {}
 
     def holdings(self) -> Holdings:
         """O(labels), from any thread."""
@@ -235,6 +259,8 @@ class Ledger:
         for key, chunk in tail_first.items():
             self._enter(key, chunk, now)
             self._watch(key, chunk)
+        if self._leaving is not None:
+            self._leaving.keep(tail_first)
         return len(tail_first)
 
     def _give_up(self, keys: Iterable[bytes], now: float) -> None:

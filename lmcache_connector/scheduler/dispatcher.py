@@ -119,7 +119,9 @@ class JobDispatcher:
         self.held.forget(job.job_id)
         if self.spans.is_on:
             self.spans.end(state.request, _span_name(job), _span_attributes(planned))
-        if isinstance(job, LoadJob):
+        if isinstance(job, LoadJob) and job.in_step:
+            self.policy.load_ended_in_step(planned.results)
+        elif isinstance(job, LoadJob):
             self.transfers.let_go(job.request_id)
             if job.source is None or job.source.is_trusted:
                 self.witness.loaded(state, job, planned.num_chunks)

@@ -52,7 +52,8 @@ def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
 
 class SchedulerGuard:
     """``has_news``: for the next plan. ``is_down``: starting over has failed, too; it is tried
-    again with every plan. ``unsent``: loads promised since the last plan, by request."""
+    again with every plan. ``unsent``: loads promised since the last plan, by request.
+    ``unsent_in_step``: what vLLM has planned to compute on from in the next step."""
 
     def __init__(self, side: Scheduler, failures: FailureLog) -> None:
         self.has_news = False
@@ -64,6 +65,8 @@ class SchedulerGuard:
         # Loads that vLLM waits for; false once what they bring does not count.
         self._promised: dict[str, tuple[Request, bool]] = {}
         self.unsent: list[str] = []
+        self.unsent_in_step: list[LoadJob] = []
+        self._lost_in_step: list[LoadJob] = []  # with the plan they were for, and due all the same
         self._refused: list[str] = []  # promised, and no worker will hear of a job
         self._last_id = 0
 
@@ -74,6 +77,8 @@ class SchedulerGuard:
         self._must_reset |= call == "reset_cache"
         self._refused += self.unsent
         self.unsent.clear()
+        self._lost_in_step += self.unsent_in_step
+        self.unsent_in_step.clear()
         self._promised = {name: (one[0], False) for name, one in self._promised.items()}
         self.has_news = self._starts_over = True
         self._start_over()
@@ -92,9 +97,10 @@ class SchedulerGuard:
         if self.is_down:
             self._start_over()
         plan = plan or StepPlan(idle=is_idle)
-        loads = tuple(map(self._empty_load, self._refused))
+        loads = *self._lost_in_step, *map(self._empty_load, self._refused)
         plan = replace(plan, starts_over=self._starts_over, loads=(*loads, *plan.loads))
         self._refused.clear()
+        self._lost_in_step.clear()
         self.has_news = self._starts_over = self.is_down
         return plan
 

@@ -68,7 +68,8 @@ class PlannedJobs:
     @property
     def has_unattended(self) -> bool:
         """Whether a job has not ended that no request of vLLM's waits for."""
-        return any(not isinstance(planned.job, LoadJob) for planned in self._jobs.values())
+        jobs = (planned.job for planned in self._jobs.values())
+        return any(not isinstance(job, LoadJob) or job.in_step for job in jobs)
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """The step being planned may overwrite these blocks: the stores that read them are

@@ -35,18 +35,34 @@ class LoadPlanner:
     tally: Tally
     new_job_id: Callable[[], int]
 
-    def offer(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
-        """How many tokens after the computed ones shall be loaded of the hit.
+    def offer(
+        self, state: RequestState, num_computed_tokens: int, hit: Hit, *, may_be_in_step: bool
+    ) -> int:
+        """How many tokens after the computed ones shall be loaded of the hit; ``load.in_step`` says
+        then whether inside the step being planned, if that ``may_be``.
 
-        Decided once, until the request is preempted, or vLLM has more or less of it computed.
+        Decided once, until the request is preempted, vLLM has more or less of it computed, or more
+        or less of it can be loaded inside the step.
         """
         load = state.load
-        if hit and (load.end is None or load.decided_from != num_computed_tokens):
-            self._decide(state, num_computed_tokens, hit)
+        num_firm = self._num_firm(state, num_computed_tokens, hit) if may_be_in_step else 0
+        decided = load.decided_from, load.num_firm
+        if hit and (load.end is None or decided != (num_computed_tokens, num_firm)):
+            self._decide(state, num_computed_tokens, hit, num_firm)
         end = hit.stop if load.end is None else hit.up_to(load.end).stop
         end_token = state.keys.end_of(end)
+        keys = self._keys_of(state, num_computed_tokens, end_token)
+        load.in_step = (
+            0 < end - hit.first <= num_firm
+            and self.index.num_firm(keys) == len(keys)
+            and self.policy.fits_in_step(sum(map(self.policy.bytes_of, keys)))
+        )
+        if load.in_step:  # beside the steps, vLLM sees to it
+            end_token = min(end_token, state.request.num_tokens - 1)
         num_tokens = end_token - num_computed_tokens
-        if num_tokens <= 0 or not self._brings_anything(num_computed_tokens, end_token):
+        # Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
+        # load that has nothing to do.
+        if num_tokens <= 0 or not keys:
             return 0
         load.offered_from = num_computed_tokens
         if load.is_second:
@@ -65,37 +81,51 @@ class LoadPlanner:
         """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
         blocks (per KV cache group), of which some may be ``in_use``."""
         load, chunk_size = state.load, self.settings.chunk_size
-        runs = self._runs(state, block_ids, load.offered_from + num_tokens)
+        end_token = load.offered_from + num_tokens
+        if load.in_step and end_token == state.request.num_tokens - 1:
+            end_token = min(-(-end_token // chunk_size) * chunk_size, end_token + 1)
+        runs = self._runs(state, block_ids, end_token)
         keys = tuple(key for run in runs for key in run.keys)
-        tiers = self._tiers(state, keys)
-        is_fetched = any(tier is not Tier.CPU for tier in tiers)
-        job = LoadJob(
+        is_fetched = any(tier is not Tier.CPU for tier in self._tiers(state, keys))
+        return LoadJob(
             job_id=self.new_job_id(),
             request_id=state.request.request_id,
             runs=runs,
             deadline_seconds=load.deadline_seconds,
             needs_redis=is_fetched,
             after_job=max(map(self.index.planned_job, keys)),
-            after_passes=in_use.includes_any(
-                {i for run in runs for ids in run.block_ids for i in ids}
-            ),
+            after_passes=not load.in_step
+            and in_use.includes_any({i for run in runs for ids in run.block_ids for i in ids}),
             claim=state.claim,
             source=state.source if is_fetched else None,
+            in_step=load.in_step,
         )
-        load.job = job
-        if job.source is None:  # it tells nothing of other peers
-            self.policy.load_planned(job, tiers)
+
+    def planned(self, state: RequestState, job: LoadJob, num_tokens: int) -> None:
+        """``job`` is on its way, for ``num_tokens``. Inside the step, it has ended with that as far
+        as the request goes."""
+        load, tiers = state.load, self._tiers(state, job.keys)
+        if job.in_step:
+            self.policy.load_planned_in_step(sum(map(self.policy.bytes_of, job.keys)))
+            self.tally.count("loads_in_step")
+            self._count_saved(load.offered_from, load.offered_from + num_tokens)
+            num_tokens = state.keys.end_of(job.runs[-1].chunks[-1] + 1) - load.offered_from
+        else:
+            load.job = job
+            if job.source is None:  # it tells nothing of other peers
+                self.policy.load_planned(job, tiers)
         self.tally.count("load_jobs")
         by_chunk: dict[int, Tier] = {}
-        for chunk, tier in zip((i for run in runs for i in run.chunks), tiers, strict=True):
+        for chunk, tier in zip((i for run in job.runs for i in run.chunks), tiers, strict=True):
             by_chunk[chunk] = Tier.last_of((tier, by_chunk.get(chunk, Tier.CPU)))
         load.fetched_tokens, num_chunks = 0, Counter(by_chunk.values())
         for tier in (Tier.PEER, Tier.REDIS):
-            num_here = min(num_tokens - load.fetched_tokens, num_chunks[tier] * chunk_size)
+            num_here = min(
+                num_tokens - load.fetched_tokens, num_chunks[tier] * self.settings.chunk_size
+            )
             self.tally.count("hit_tokens", tier.value, amount=num_here)
             load.fetched_tokens += num_here
         self.tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.fetched_tokens)
-        return job
 
     def ended(
         self, state: RequestState, job: LoadJob, num_chunks: int, results: Sequence[JobResult]
@@ -138,14 +168,30 @@ class LoadPlanner:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end))
 
-    def _brings_anything(self, num_computed_tokens: int, end_token: int) -> bool:
-        """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
-        load that has nothing to do."""
-        size = self.settings.chunk_size
-        return any(
-            chunks_to_load(part, size, num_computed_tokens, end_token)
-            for part in self.settings.parts
-        )
+    def _keys_of(self, state: RequestState, start: int, end_token: int) -> list[bytes]:
+        """What a load of tokens ``[start, end_token)`` takes from the tiers."""
+        parts, size, keys = self.settings.parts, self.settings.chunk_size, state.keys.loadable
+        return [
+            key
+            for number, part in enumerate(parts)
+            if (chunks := chunks_to_load(part, size, start, end_token))
+            for key in keys_of_part(keys[chunks.start : chunks.stop], number, len(parts))
+        ]
+
+    def _num_firm(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
+        """How many chunks of the hit may be loaded inside the step, from its first one on. Before
+        it loads anything, vLLM copies states on from where it takes them to be."""
+        if (
+            not hit
+            or state.transfer.loads
+            or any(p.rule is Rule.STATE for p in self.settings.parts)
+        ):
+            return 0
+        keys = self._keys_of(state, num_computed_tokens, state.keys.end_of(hit.stop))
+        num_firm = self.index.num_firm(keys)
+        if num_firm == len(keys):
+            return hit.stop - hit.first
+        return num_firm if self.settings.is_prefix_only else 0
 
     def _runs(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], end_token: int
@@ -180,10 +226,12 @@ class LoadPlanner:
             runs.append(run)
         return tuple(runs)
 
-    def _decide(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
+    def _decide(
+        self, state: RequestState, num_computed_tokens: int, hit: Hit, num_firm: int
+    ) -> None:
         load, request = state.load, state.request
         load.end, load.deadline_seconds = hit.stop, self.settings.load_deadline_seconds
-        load.decided_from = num_computed_tokens
+        load.decided_from, load.num_firm = num_computed_tokens, num_firm
         if num_computed_tokens >= request.num_tokens or state.transfer.loads:
             return  # what was computed for this request elsewhere is not computed again
         keys = [
@@ -204,6 +252,7 @@ class LoadPlanner:
             list(map(Tier.last_of, zip(*by_part, strict=True)))
             or [Tier.CPU] * (hit.stop - hit.first),
             after_job=max(map(self.index.planned_job, all_keys), default=0),
+            num_firm=num_firm,
             **more,
         )
         load.end = hit.first + decision.num_chunks

@@ -34,6 +34,7 @@ class SchedulerSettings:
     has_rings: bool = False  # vLLM has none of a block's latest tokens after a hit inside it
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
+    loads_in_step: bool = True  # what is in memory, if it is copied quickly
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
@@ -72,7 +73,8 @@ class LoadState:
     ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
     computed. ``offered_from``: computed tokens
     when it was offered to vLLM. ``fetched_tokens``: of the load planned last, those that memory
-    lacked. ``is_second``: one has failed before.
+    lacked. ``is_second``: one has failed before. ``num_firm``: leading chunks of the hit that were
+    firm when that was decided. ``in_step``: it was offered to be made inside the step.
     """
 
     is_allowed: bool = True
@@ -83,6 +85,8 @@ class LoadState:
     job: LoadJob | None = None
     fetched_tokens: int = 0
     is_second: bool = False
+    num_firm: int = 0
+    in_step: bool = False
 
     def restart(self) -> None:
         self.end = None

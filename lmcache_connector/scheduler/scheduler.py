@@ -30,7 +30,13 @@ from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
-from lmcache_connector.plans import LoadedAdapterList, PrefillWork, RankReport, StepPlan
+from lmcache_connector.plans import (
+    LoadedAdapterList,
+    LoadJob,
+    PrefillWork,
+    RankReport,
+    StepPlan,
+)
 from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
@@ -45,6 +51,7 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.scheduler.transfers import Transfers
+from lmcache_connector.scheduler.unseen_changes import UnseenChanges
 from lmcache_connector.threads import StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
@@ -81,6 +88,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.witness = BlockWitness(self.settings)
+        self._unseen = UnseenChanges(self.settings.world_size)
         self._num_groups = sum(len(part.groups) for part in self.settings.parts)
         self._least_block = min(part.block_size for part in self.settings.parts)
         self._to_compute: dict[str, Request] = {}
@@ -170,7 +178,8 @@ class Scheduler:
         if num_tokens and self._will_never_be_taken(request.request_id):
             num_tokens = 0
         self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
-        return num_tokens, bool(num_tokens)
+        state = self.book.get(request.request_id)
+        return num_tokens, num_tokens > 0 and not (state is not None and state.load.in_step)
 
     def _enter(
         self, request: Request, wait: StepWait | None = None
@@ -213,7 +222,9 @@ class Scheduler:
         self._stores.found(state, hit)
         if not state.transfer.loads:  # it is loaded to the end, or to no purpose
             hit = self.auditor.cut(state, num_computed_tokens, hit)
-        return self._loads.offer(state, num_computed_tokens, hit)
+        return self._loads.offer(
+            state, num_computed_tokens, hit, may_be_in_step=self._unseen.are_excluded()
+        )
 
     def _will_never_be_taken(self, request_id: str) -> bool:
         """Whether vLLM has refused to load for the request while nothing ran that frees blocks. It
@@ -226,28 +237,40 @@ class Scheduler:
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> bool:
+    ) -> LoadJob | None:
         """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
-        group. ``False``: it was not offered."""
-        self._ask_until.pop(request.request_id, None)
-        self._refused = ("", 0)
+        group. ``None``: it was not offered. What else there is to do is up to
+        :meth:`load_planned`: vLLM counts on a load inside the step, whatever comes of that."""
         state = self.book.get(request.request_id)
         if state is None or state.load.end is None or state.load.job is not None:
-            return False
-        job = self._loads.plan(state, block_ids, num_external_tokens, self.in_use)
+            return None
+        return self._loads.plan(state, block_ids, num_external_tokens, self.in_use)
+
+    def load_planned(self, request: Request, job: LoadJob, num_external_tokens: int) -> None:
+        """The load is made."""
+        self._ask_until.pop(request.request_id, None)
+        self._refused = ("", 0)
+        state = self.book.states[request.request_id]
+        self._loads.planned(state, job, num_external_tokens)
         self._dispatcher.stop_prefetch(state, frozenset(job.keys))
         self._dispatcher.start(state, job)
-        return True
+        if job.in_step:
+            self.witness.loaded(state, job, len(job.keys))
+            left = request.num_tokens - state.load.offered_from - num_external_tokens
+            self._begins(request, left)
 
     def admitted(self, request: Request) -> None:
         """The step being planned computes of the request, unless it is waiting for its load."""
         self._ask_until.pop(request.request_id, None)
-        self._to_compute.pop(request.request_id, None)
-        self.transfers.let_go(request.request_id)
-        num_tokens = request.num_tokens - request.num_computed_tokens
-        self.policy.request_admitted(request.request_id, num_tokens)
+        self._begins(request, request.num_tokens - request.num_computed_tokens)
         if (state := self.book.get(request.request_id)) is not None:
             self._dispatcher.stop_prefetch(state)
+
+    def _begins(self, request: Request, num_tokens: int) -> None:
+        """``num_tokens`` of it are left to compute."""
+        self._to_compute.pop(request.request_id, None)
+        self.transfers.let_go(request.request_id)
+        self.policy.request_admitted(request.request_id, num_tokens)
 
     def compute(self, request: Request) -> None:
         """Offer the request no load until it has begun: it had one that came to nothing, and what
@@ -316,6 +339,7 @@ class Scheduler:
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
             transfers=tuple(transfers.updates) if transfers.updates else (),
+            heard_leaving=self.index.take_heard() if self.index.heard_leaving else (),
         )
         if transfers.updates:  # they are on their way: no failure has lost them
             transfers.updates.clear()
@@ -484,12 +508,13 @@ class Scheduler:
     def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
         """``reports``: of all ranks that had something to report in one step. Returns the loads
         that have ended with it and did not bring everything."""
+        for report in reports:  # whatever raises below: a rank may rely on having been heard
+            self.index.apply(report.rank, report.events, report.num_leaving)
         if self.book.start.hasher is None:
             self.policy.calibrate(self.book.start.update(reports))
         self.policy.observe_reports(reports)
         short_loads: list[ShortLoad] = []
         for report in reports:
-            self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
@@ -501,6 +526,8 @@ class Scheduler:
                 short_loads += self._dispatcher.report(report.rank, result)
         if not self.book.weights.name:
             self._name_weights()
+        for report in reports:
+            self._unseen.learn(report)
         return short_loads
 
     def take_metrics(self) -> Samples | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.config.tiered import check_settings
 from lmcache_connector.plans import FolderSeen, WeightsInMemory
 from lmcache_connector.threads import Background, Task
@@ -101,6 +102,7 @@ class LoadedWeights:
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.version = 0
         """Counts the calls that may have changed the weights."""
+        self.changes = ChangeCount()
         self.has_news = True
         if worker is not None:
             self._watch(worker)
@@ -134,6 +136,7 @@ class LoadedWeights:
         self.version += 1  # which ends a read under way
         self._superseded.set()
         self._reads.close()
+        self.changes.close()
 
     # -- details -------------------------------------------------------------------------------
 
@@ -165,17 +168,21 @@ class LoadedWeights:
         self._put_back.append(lambda: vars(owner).pop(name, None))
 
     def _around(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
-        self.version += 1
+        self._count()
         self._num_calls += 1
         self._read()
         try:
             return call()
         finally:
-            self.version += 1
+            self._count()
             self._num_calls -= 1
             if not self._num_calls:
                 self._watch_models(self._worker)
                 self._read()
+
+    def _count(self) -> None:
+        self.version += 1
+        self.changes.add()
 
     def _around_sleep(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
         """The memory of the weights may be taken away: nothing reads it then."""
@@ -269,6 +276,7 @@ class FixedWeights:
     version = 0
 
     def __init__(self) -> None:
+        self.changes = ChangeCount()
         self.has_news = True
         self._question = 0
 
@@ -285,6 +293,7 @@ class FixedWeights:
 
     def close(self) -> None:
         """Nothing is watched."""
+        self.changes.close()
 
 
 def worker_on_stack() -> WorkerBase | None:

@@ -42,7 +42,7 @@ from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
 from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
@@ -129,10 +129,13 @@ class WorkerAdapter:
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._ended: list[QueuedJob] = []  # and not reported
+        self._in_step: list[LoadInStep] = []  # and not known to have ended
         self._is_outdated = False  # the plan: it names other weights than those in memory
         self._has_failed = False  # a step of the engine
         self._idle = False
+        self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
+        self._loads_in_step = settings.engine.announces
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
 
     @property
@@ -162,6 +165,9 @@ class WorkerAdapter:
 
     def start_forward(self, plan: StepPlan | None) -> None:
         """Right before the forward pass. ``None``: the step does nothing else."""
+        if self._is_between_steps:
+            self._is_between_steps = False
+            self._engine.leaving.await_plans(may_come=True)
         if plan is None:
             self._idle = False
             if self._settings.blocks_are_zeroed:
@@ -173,13 +179,22 @@ class WorkerAdapter:
         self._before = self._copier.fence() if plan.has_earlier_work else None
         self._timer.start(plan.prefill)
 
+    def load_in_step(self, plan: StepPlan) -> None:
+        """Right before the forward pass that reads it. It cannot fail but by an error of the
+        device, or of ours: what is raised is to end the step, as vLLM has planned with this KV."""
+        if plan.heard_weights and self._is_other(plan.heard_weights):
+            raise RuntimeError("the weights have changed since a load inside this step was planned")
+        self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
+
     def start_loads(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted, so no load is for this pass."""
+        """After the forward pass was submitted, unless that waits for loads: other connectors', or
+        those of :meth:`load_in_step`. No load in here is for this pass."""
         self._timer.stop()
+        if plan.heard_leaving:
+            self._engine.leaving.hear(plan.heard_leaving[self._settings.engine.rank])
         self._idle = plan.idle
         if plan.heard_weights:
-            heard = plan.heard_weights[self._settings.engine.rank]
-            self._is_outdated = heard != self._weights.version
+            self._is_outdated = self._is_other(plan.heard_weights)
         if plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan.probe:
@@ -212,7 +227,7 @@ class WorkerAdapter:
         if plan.transfers:
             self._transfers.apply(plan.transfers)
         if self._settings.finishes_stores:
-            self._jobs.finish_stores(_LET_GO_SECONDS)
+            self._finish_stores()
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
@@ -223,12 +238,12 @@ class WorkerAdapter:
             self._gate.close()
         if not self._has_news():
             return _NO_NEWS
-        self._ended += self._jobs.take_ended()
+        self._take_ended()
         return self._output(self._report(self._ended))
 
     def finish_failed_step(self) -> StepOutput[RankReport]:
         """What :meth:`finish_step` has raised with: the jobs that have ended, and nothing else."""
-        self._ended += self._jobs.take_ended()
+        self._take_ended()
         return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
@@ -238,11 +253,14 @@ class WorkerAdapter:
         if plan is not None and call == "end_forward":
             self._jobs.refuse(plan.later_stores())
         elif plan is not None and call != "handle_preemptions":
-            self._jobs.refuse((*plan.loads, *plan.stores, *plan.prefetches))
+            made = [load.job for load in self._in_step]
+            loads = [job for job in plan.loads if job not in made]
+            self._jobs.refuse((*loads, *plan.stores, *plan.prefetches))
         if plan is not None:
             self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
+        self._engine.tell_again()
         # What was about to be told, and asked, may be lost.
         self._is_start_told, self._weights.has_news = False, True
         if plan is not None and plan.weights_question:
@@ -269,13 +287,14 @@ class WorkerAdapter:
         """Between two steps: copy what the last one computed. What takes seconds is cancelled."""
         if self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
             return
-        self._jobs.finish_stores(_LET_GO_SECONDS)
+        self._finish_stores()
 
     def let_go(self) -> bool:
         """Between two steps: stop every copy from or into the paged cache. False if one still
         runs after some seconds."""
         self._jobs.cancel()
         self._gate.open()
+        self._wait_for_no_plan()
         if self._jobs.cancel_all(_LET_GO_SECONDS):
             return True
         logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
@@ -284,6 +303,7 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
         seconds = limits.SHUTDOWN_SECONDS
+        self._wait_for_no_plan()
         self.finish_stores()
         self._gate.shut()
         are_ended = self._tiers.stop(seconds)
@@ -296,6 +316,19 @@ class WorkerAdapter:
         self._weights.close()
 
     # -- details -------------------------------------------------------------------------------
+
+    def _is_other(self, heard_weights: Sequence[int]) -> bool:
+        """Whether a plan was made for other weights than those in memory."""
+        return heard_weights[self._settings.engine.rank] != self._weights.version
+
+    def _finish_stores(self) -> None:
+        self._wait_for_no_plan()
+        self._jobs.finish_stores(_LET_GO_SECONDS)
+
+    def _wait_for_no_plan(self) -> None:
+        """Until the next step: this thread would have to bring it."""
+        self._is_between_steps = True
+        self._engine.leaving.await_plans(may_come=False)
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
         if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
@@ -323,6 +356,7 @@ class WorkerAdapter:
         driven all of it out of the processor's caches."""
         return bool(
             not self._is_start_told
+            or self._in_step
             or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
@@ -334,11 +368,20 @@ class WorkerAdapter:
 
     def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
         ended, self._ended = self._ended, []
-        loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
+        jobs = [queued.job for queued in ended]
+        loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_news else ())
         return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
 
+    def _take_ended(self) -> None:
+        for load in self._in_step.copy():
+            if (queued := load.take_result()) is not None:
+                self._in_step.remove(load)
+                self._ended.append(queued)
+        self._ended += self._jobs.take_ended()
+
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
+        num_changes = self._weights.changes.number  # before what it may be about
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
@@ -356,6 +399,8 @@ class WorkerAdapter:
             adapters=adapters,
             weights=weights,
             start=start,
+            num_leaving=self._engine.num_leaving,
+            num_changes=num_changes,
         )
 
     def _start(self) -> RankStart | None:
@@ -369,6 +414,7 @@ class WorkerAdapter:
             self._tiers.calibration(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
+            changes_at=self._weights.changes.place if self._loads_in_step else "",
         )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:

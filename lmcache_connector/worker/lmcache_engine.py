@@ -20,9 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.audit.compare import compare_chunks
@@ -38,6 +40,7 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
+from lmcache_connector.retention.leaving import LeavingChunks
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
@@ -73,6 +76,8 @@ _JOBS_BETWEEN_DRAINS = 256
 # Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
 # to Redis takes up to a quarter.
 _PIECE_SHARE = 1 / 8
+# Of the CPU tier, what is free or announced ahead of what comes: as many values at most.
+_AHEAD_SHARE, _MAX_AHEAD = 1 / 8, 256
 
 
 class LMCacheEngineAdapter:
@@ -116,11 +121,16 @@ class LMCacheEngineAdapter:
                 source.close(0.0)
             self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
-        capacity_bytes = settings.rank_gib * 2**30
-        limits = Limits.of(capacity_bytes, settings.tenant_share, settings.pin_share)
-        self._ledger = Ledger(limits, clock)
-        LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
-        self._changed = ChangedKeys()
+        self._capacity_bytes = settings.rank_gib * 2**30
+        limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
+        self._changed, self.num_leaving = ChangedKeys(), 0
+        self.leaving = LeavingChunks(self._changed.tell)
+        is_told = settings.announces
+        self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
+        self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
+        self._policy.install(self._cpu)
+        if is_told:
+            self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
         self._cpu.batched_msg_sender = self._changed
         self.chunks = CpuTierChunks(self._cpu, self._database, self._sizes.geometries, self._shared)
         self._writes: RedisWrites | None = None
@@ -178,6 +188,7 @@ class LMCacheEngineAdapter:
             if self._writes is not None:
                 self._writes.share(job, run, held)
         self._use(job)
+        self._announce_ahead()
         return JobTransfer.of(transfers)
 
     def load(
@@ -206,11 +217,15 @@ class LMCacheEngineAdapter:
                 piece.skip_blocks,
                 fence,
                 cancelled,
+                in_step=job.in_step,
             )
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        self._use(job)  # what comes from Redis shall push out other chunks
+        if job.in_step:
+            self._note(job)
+        else:
+            self._use(job)  # what comes from Redis shall push out other chunks
         for transfer in transfers:
             num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
@@ -220,6 +235,8 @@ class LMCacheEngineAdapter:
             if transfer.num_chunks < len(transfer.keys):
                 self._changed.tell(transfer.keys[transfer.num_chunks :])
                 break
+        if job.needs_redis:
+            self._announce_ahead()
         return JobTransfer.of(transfers)
 
     def compare(
@@ -272,6 +289,7 @@ class LMCacheEngineAdapter:
             with self._cpu.cpu_lock:
                 for run in job.runs:
                     self._ledger.fetched(run.keys, job.tenant, run.parents)
+        self._announce_ahead()
         if cancelled.is_set():  # the request may have gone before they came
             self.evict_unused_first(missing)
         return JobTransfer(
@@ -309,13 +327,19 @@ class LMCacheEngineAdapter:
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Of each chunk that came to the CPU tier or left it since the last call, that a store
-        found there or a load did not, whether it is there now."""
-        cache = self._cpu.hot_cache
+        """Of each chunk that came to the CPU tier or left it since the last call, that is to leave
+        it or no more, that a store found there or a load did not, whether it is there now. Then
+        ``num_leaving`` is the number of :meth:`LeavingChunks.report`."""
+        cache, keys = self._cpu.hot_cache, self._changed.take()
+        leaving, self.num_leaving = self.leaving.report(keys)
         return tuple(
-            CacheEvent(key, admitted=self._database.engine_key(key) in cache)
-            for key in self._changed.take()
+            CacheEvent(key, self._database.engine_key(key) in cache, is_leaving=key in leaving)
+            for key in keys
         )
+
+    def tell_again(self) -> None:
+        """The last events may have been lost: those to come are of all chunks."""
+        self._changed.tell(self.chunks.all_keys())
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
@@ -412,10 +436,37 @@ class LMCacheEngineAdapter:
     def _use(self, job: StoreJob | LoadJob) -> None:
         """Make a job's chunks the newest of the CPU tier. Newer than a prefix are windows and
         states, without which none of it is a hit."""
-        runs = sorted(job.runs, key=lambda run: run.part)
+        runs = sorted(job.runs, key=_part)
         with self._cpu.cpu_lock:
             for run in runs:
                 self._ledger.use(run.keys, job.claim, run.parents)
+
+    def _allocate(
+        self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
+    ) -> MemoryObj | None:
+        """LMCache's own call. What has to go for it may have to be heard of first."""
+        while True:
+            heard = self.leaving.heard
+            memory = allocate(*args, **more)
+            if memory is not None or not self.leaving.wait(heard):
+                return memory
+
+    def _announce_ahead(self) -> None:
+        """Have enough free or announced that what comes next need not wait. That is looked at once
+        half of it is used up."""
+        ahead_bytes = self._capacity_bytes * _AHEAD_SHARE
+        free_bytes = self._capacity_bytes - self.used_bytes
+        if free_bytes >= ahead_bytes or not self.num_chunks:
+            return
+        value_bytes = self.used_bytes / self.num_chunks
+        count = min(int((ahead_bytes - free_bytes) / value_bytes), _MAX_AHEAD)
+        if 2 * len(self.leaving) <= count:
+            with self._cpu.cpu_lock:
+                self._policy.announce(self._cpu.hot_cache, count)
+
+    def _note(self, job: LoadJob) -> None:
+        """As :meth:`_use`, for whoever must not wait for the lanes."""
+        self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_part)])
 
     def _drain_statistics(self) -> None:
         """Throw away what LMCache measures per request for a reporter we do not run."""
@@ -423,3 +474,7 @@ class LMCacheEngineAdapter:
         if self._jobs_until_drain <= 0:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
             self._engine.stats_monitor.get_stats_and_clear()
+
+
+def _part(run: PartRun) -> int:
+    return run.part

@@ -9,6 +9,7 @@ import threading
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
+from lmcache_connector.copy_kv_blocks.copier import BlockCopy, Copier, Fence, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.kv_parts.part import BlockIds
 from lmcache_connector.plans import Fetched, LayerDifference, Tier
@@ -60,13 +61,27 @@ class ValueSizes:
         return torch.Size([1, 1, self.num_units(geometry), self.unit_bytes])
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedLoad:
+    """A copy that the device makes before its next forward pass, and the memory it is from."""
+
+    copy: QueuedCopy
+    memory: tuple[MemoryObj, ...]
+
+    def release(self) -> None:
+        """The copy is done."""
+        for each in self.memory:
+            each.ref_count_down()
+
+
 @dataclass(slots=True)
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and what came of it.
 
     ``part`` is its number, ``paged`` the cache that it is copied from or to. Of a store, with
     ``tail_tokens`` it is one chunk, which ends after so many tokens. ``num_bytes`` were
-    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``.
+    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``. A load ``in_step`` is
+    ``queued`` on the device.
     """
 
     part: int
@@ -78,9 +93,11 @@ class RunTransfer:
     cancelled: threading.Event
     gate: StepGate = field(default_factory=StepGate)
     tail_tokens: int = 0
+    in_step: bool = False
     num_bytes: int = 0
     num_chunks: int = 0
     fetched: tuple[Fetched, ...] = ()
+    queued: QueuedLoad | None = None
     error: Exception | None = None
 
 
@@ -93,6 +110,7 @@ class JobTransfer:
     num_chunks: int
     num_bytes: int
     fetched: tuple[Fetched, ...] = ()
+    queued: tuple[QueuedLoad, ...] = ()
 
     @classmethod
     def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
@@ -101,6 +119,7 @@ class JobTransfer:
             num_chunks=sum(run.num_chunks for run in runs),
             num_bytes=sum(run.num_bytes for run in runs),
             fetched=tuple(_by_tier(each for run in runs for each in run.fetched)),
+            queued=tuple(run.queued for run in runs if run.queued is not None),
         )
 
 
@@ -214,11 +233,22 @@ class BlockCopyConnector(GPUConnectorInterface):
                 to_chunks=False,
                 skip_blocks=transfer.skip_blocks,
             )
-            transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
+            if transfer.in_step:
+                self._enqueue(transfer, copies, memory_objs)
+            else:
+                transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return
         transfer.num_chunks = len(memory_objs)
+
+    def _enqueue(
+        self, transfer: RunTransfer, copies: Sequence[BlockCopy], memory_objs: list[MemoryObj]
+    ) -> None:
+        for memory in memory_objs:  # LMCache gives its own references back
+            memory.ref_count_up()
+        transfer.queued = QueuedLoad(self._copier.enqueue(copies), tuple(memory_objs))
+        transfer.num_bytes = transfer.queued.copy.num_bytes
 
     def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
         """Copy the run's one chunk out of the paged cache into ``memory``. Raises what the copy
@@ -329,11 +359,15 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         self, cache_dict: ChunkTable, num_candidates: int = 1
     ) -> list[CacheEngineKey]:
         """As many as were asked for, or none: see :meth:`Ledger.evict`."""
+        victims = self._ledger.evict(num_candidates, partial(self._may_go, cache_dict))
+        return [self._engine_key(key) for key in victims]
 
-        def may_go(key: bytes) -> bool:
-            return bool(cache_dict[self._engine_key(key)].can_evict)
+    def announce(self, cache_dict: ChunkTable, count: int) -> None:
+        """The next candidates. The tier's lock is held."""
+        self._ledger.announce(count, partial(self._may_go, cache_dict))
 
-        return [self._engine_key(key) for key in self._ledger.evict(num_candidates, may_go)]
+    def _may_go(self, cache_dict: ChunkTable, key: bytes) -> bool:
+        return bool(cache_dict[self._engine_key(key)].can_evict)
 
 
 def chunk_key_of(key: CacheEngineKey) -> bytes:

@@ -58,7 +58,8 @@ class EngineSettings:
     ``rank_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
     want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
-    Redis again. ``shares_memory``: others of this host may map the CPU tier.
+    Redis again. ``shares_memory``: others of this host may map the CPU tier. ``announces``: a
+    scheduler side hears of what is to be evicted before it is.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class EngineSettings:
     report_writes: bool = False
     pace: Pace = field(default_factory=Pace)
     shares_memory: bool = False
+    announces: bool = False
 
 
 def cuda_code_warning() -> str | None:

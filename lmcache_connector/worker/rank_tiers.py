@@ -7,6 +7,8 @@ peers behind it, the copier, what measures them, and the queue of jobs.
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from lmcache_connector.plans import (
     ForwardTime,
     JobResult,
     LayerDifference,
+    LoadJob,
     Outcome,
     PrefetchJob,
     PrefillWork,
@@ -126,6 +129,17 @@ class RankTiers:
         self.engine.close(seconds, unmap=unmap)
         self.copier.close()
 
+    def load_in_step(self, job: LoadJob) -> LoadInStep:
+        """Make a load on the calling thread, or queue it on the device in front of the next forward
+        pass. Raises ``RuntimeError`` if a chunk is not there, and what the copy raises."""
+        started = self._clock()
+        moved = self.engine.load(job, None, threading.Event(), math.inf)
+        if moved.num_chunks < moved.num_keys:
+            raise RuntimeError(
+                f"request {job.request_id} needs KV in this step that is not in memory any more"
+            )
+        return LoadInStep(job, moved, started, self._clock())
+
     def _run(self, queued: QueuedJob) -> JobResult:
         """On a lane's thread."""
         job, context, cancelled = queued.job, queued.context, queued.cancelled
@@ -165,6 +179,30 @@ class RankTiers:
             fetched=moved.fetched,
             differences=differences,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadInStep:
+    """A load that a forward pass reads: made, or queued, from ``started`` to ``ended``."""
+
+    job: LoadJob
+    moved: JobTransfer
+    started: float
+    ended: float
+
+    def take_result(self) -> QueuedJob | None:
+        """``None``: the device has not come to its end. Else what it was copied from is let go."""
+        copies = [queued.copy for queued in self.moved.queued]
+        if not all(copy.is_done for copy in copies):
+            return None
+        for queued in self.moved.queued:
+            queued.release()
+        moved, seconds = self.moved, sum(copy.seconds for copy in copies)
+        seconds = seconds or self.ended - self.started  # the host was ahead of the device
+        result = JobResult(
+            self.job.job_id, Outcome.DONE, moved.num_chunks, moved.num_bytes, seconds
+        )
+        return QueuedJob(self.job, None, self.started, self.started, self.started, result=result)
 
 
 @dataclass(frozen=True, slots=True)

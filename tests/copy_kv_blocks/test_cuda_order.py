@@ -97,3 +97,21 @@ def test_a_fence_is_looked_at_on_its_own_device(late: LateDevice) -> None:
 
     CudaCopier(torch.device("cpu")).fence().query()
     assert late.asked_on == [torch.device("cpu")]
+
+
+def test_a_pass_reads_what_was_enqueued_before_it(copier: Any, late: LateDevice) -> None:
+    """The pass before that still writes to the blocks, and the host waits for neither."""
+    target, read = cache_of(1), list[list[int]]()
+    hosts, queued = [chunks(target, num_chunks=3) for _ in range(3)], []
+    for number, host in enumerate(hosts):
+        host.pool.fill_(7 + number)
+        late.give(target.memory.zero_)
+        blocks = range(2 * number, 2 * number + 2)
+        copies = [BlockCopy(host.buffers, target.layout, blocks, blocks)]
+        queued.append(copier.enqueue(copies))
+        late.give(lambda: read.append([int(block.max()) for block in in_blocks(target)[0]]))
+    assert read == []
+    assert not any(each.is_done for each in queued)
+    late.run_until(lambda: len(read) == len(hosts))
+    assert read == [[7, 7, 0, 0, 0, 0], [0, 0, 8, 8, 0, 0], [0, 0, 0, 0, 9, 9]]
+    assert all(each.is_done for each in queued)

@@ -13,6 +13,7 @@ from tests.support.engines.calls import check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.memory import forget_memory
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import wait_for_chunks
@@ -78,7 +79,7 @@ def _worker(worker: Any) -> Any:
 
 
 def _forget_on_rank(worker: Any) -> None:
-    _worker(worker)._engine.forget_all()
+    forget_memory(_worker(worker))
 
 
 def _held_on_rank(worker: Any, keys: list[bytes]) -> int:

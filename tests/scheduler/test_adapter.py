@@ -31,6 +31,10 @@ SHAPES = {
     "three blocks a chunk": Shape(chunk_size=3 * BLOCK_SIZE, depth=2, redis=True, num_blocks=26),
     "one block a chunk": Shape(chunk_size=BLOCK_SIZE, num_blocks=16),
     "what is reused": Shape(redis=True, admission="reused", depth=2),
+    "inside steps": Shape(in_step=True),
+    "inside steps, async": Shape(in_step=True, depth=2, redis=True, tier_chunks=20),
+    "inside steps, two ranks": Shape(in_step=True, depth=2, world_size=2, prefix_caching=False),
+    "inside steps, deep, zeroed": Shape(in_step=True, depth=3, zeroes=True, prefix_caching=False),
     "consumer": Shape(role="kv_consumer", redis=True),
     "producer": Shape(role="kv_producer"),
     # vLLM's own cache may give a head the KV of another prompt's next token.
@@ -137,6 +141,8 @@ def test_random_lives_never_touch_a_block_that_is_not_theirs(
     tally = engine.adapter.tally
     assert (tally.total("store_jobs") > 0) == (engine.shape.role != "kv_consumer")
     assert (tally.total("load_jobs") > 0) == (engine.shape.role != "kv_producer")
+    loaded_in_step = tally.total("loads_in_step") > 0
+    assert loaded_in_step == any(r.num_loaded_in_step for r in engine.ranks) == engine.shape.in_step
     for name, labels in map(split_key, tally.totals.counters):
         assert len(METRICS[name].labels) == len(labels)
 
@@ -224,6 +230,15 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
     assert stored_keys(two) == as_loaded
     assert two.reset()
     assert stored_keys(two) == updated
+
+
+def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
+    """With its defaults, as trainers call it: it tells no connector."""
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    as_loaded = stored_keys(engine)
+    engine.version += 1
+    assert engine.scheduler.reset_prefix_cache()
+    assert stored_keys(engine) != as_loaded
 
 
 def shown_roots(engine: ShadowEngine) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Planning:
     def offer(self, num_computed_tokens: int) -> int:
         first = num_computed_tokens // CHUNK
         hit = Hit(first, range(first + 1, NUM_CHUNKS + 1), NUM_CHUNKS)
-        return self.planner.offer(self.state, num_computed_tokens, hit)
+        return self.planner.offer(self.state, num_computed_tokens, hit, may_be_in_step=False)
 
 
 def test_a_smaller_local_hit_gets_a_decision_and_a_deadline_of_its_own() -> None:

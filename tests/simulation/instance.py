@@ -99,6 +99,7 @@ class Instance:
         self.num_cpu_hits = 0
         self.num_failed_loads = 0
         self.num_prefetched = 0
+        self.num_in_step = 0
         self._model, self._redis_url, self._names = model, redis_url, names
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
@@ -278,7 +279,7 @@ class Instance:
                 self._end(request_id)
 
     def _evict(self) -> None:
-        if self._wants_eviction:
+        if self._wants_eviction and not self._queue:
             self._wants_eviction = False
             self.at_rest.evicted_all()
             for rank in self._ranks:
@@ -328,7 +329,7 @@ class Instance:
             passes.append(Pass(request_id, end - count, end, self._cells_of(request_id, end)))
         if self.kernel.is_traced:
             self._trace_step(plan, passes, tables)
-        return Step(passes, tables)
+        return Step(passes, tables, output.has_sync_kv_loads)
 
     def _trace_step(self, plan: StepPlan, passes: list[Pass], tables: dict[str, list[int]]) -> None:
         if passes or plan.loads or plan.stores or plan.prefetches:
@@ -344,6 +345,7 @@ class Instance:
             )
 
     def _check_plan(self, plan: StepPlan, tables: dict[str, list[int]]) -> None:
+        self.num_in_step += len(plan.loads_in_step())
         for load in plan.loads:
             self._loading[load.job_id] = _Loading(load, self.kernel.now)
             (run,) = load.runs

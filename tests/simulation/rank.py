@@ -20,6 +20,7 @@ from lmcache_connector.retention.queues import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.weights import Weights, Worker
+from tests.support.memory import forget_memory
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32
@@ -68,10 +69,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``tables``: whose blocks are whose, from here on."""
+    """``tables``: whose blocks are whose, from here on. ``needs_loads``: the passes read what loads
+    of this step bring."""
 
     passes: list[Pass]
     tables: dict[str, list[int]]
+    needs_loads: bool = False
 
 
 class Rank:
@@ -103,9 +106,14 @@ class Rank:
         connector.handle_preemptions(metadata)
         check_call("handle_preemptions", started)
         connector.bind_connector_metadata(metadata)
+        if step.needs_loads:
+            started = kernel.now
+            connector.start_load_kv(None)
+            check_call("loads inside a step", started)
         self._forward(step)
         started = kernel.now
-        connector.start_load_kv(None)
+        if not step.needs_loads:
+            connector.start_load_kv(None)
         connector.wait_for_save()
         output = KVConnectorOutput()
         results = connector.get_transfer_results(set())
@@ -136,7 +144,7 @@ class Rank:
         return self._engine.holdings()  # type: ignore[no-any-return]
 
     def evict(self) -> None:
-        self._engine.forget_all()
+        forget_memory(self.connector._worker)
 
     def check_memory(self) -> None:
         """After the end: every chunk was given back, and none was written since."""

@@ -38,7 +38,8 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
 
 
 _COMMON = ("requests", "hits from redis", "hits from memory", "values checked", "handed over")
-_RARE = ("fetched ahead", "pinned", "resets", "healed")  # not in any twenty worlds
+# Not in any twenty worlds.
+_RARE = ("loads inside steps", "fetched ahead", "pinned", "resets", "healed")
 
 
 def _run(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, Direction, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Direction, QueuedCopy, make_copier
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -45,6 +45,9 @@ class CountingCopier:
     def copy(self, copies: Any, direction: Direction, after: Any = None) -> int:
         self.waited_for.append(after)
         return self.inner.copy(copies, direction)
+
+    def enqueue(self, copies: Any) -> QueuedCopy:
+        return self.inner.enqueue(copies)
 
     def close(self) -> None:
         self.inner.close()

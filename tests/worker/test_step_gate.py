@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, QueuedCopy, make_copier
 from lmcache_connector.plans import JobResult, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -56,6 +56,9 @@ class HeldCopier:
         finally:
             if args[1] == "d2h":
                 self.has_copied.set()
+
+    def enqueue(self, copies: Any) -> QueuedCopy:
+        return self.inner.enqueue(copies)
 
     def fence(self) -> Any:
         return self.inner.fence()

@@ -37,7 +37,8 @@ class Shape:
     ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
     with requests up to ``drafted_len``.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
-    "s" for states, whose chunks are blocks; "r" and a size for rings.
+    "s" for states, whose chunks are blocks; "r" and a size for rings. ``in_step``: ranks make loads
+    inside steps, and announce what they evict.
     """
 
     world_size: int = 1
@@ -50,6 +51,7 @@ class Shape:
     redis: bool = False
     role: str = "kv_both"
     admission: str = "all"
+    store_generated: bool = True
     beside: int | None = None
     zeroes: bool = False
     audit_share: float = 0.0
@@ -57,6 +59,7 @@ class Shape:
     groups: tuple[str, ...] = ("full",)
     lookahead: int = 0
     drafted_len: int = MAX_MODEL_LEN - 1
+    in_step: bool = False
 
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
@@ -134,6 +137,7 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "chunk_size": shape.chunk_size,
             "compute_or_load": "always",
             "redis_admission": shape.admission,
+            "store_generated": shape.store_generated,
             "audit_share": shape.audit_share,
             "host_sharing": False,
             # Prompts are short here, and shall have such places in them.

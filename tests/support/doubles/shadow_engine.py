@@ -28,6 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.lookup.chunk_index import WantedChunks
@@ -41,6 +42,7 @@ from lmcache_connector.plans import (
     RankStart,
     StepPlan,
     StoreJob,
+    TransferTime,
     WeightsInMemory,
 )
 from lmcache_connector.scheduler.scheduler import Scheduler
@@ -123,6 +125,7 @@ class ShadowEngine:
                 book=self.book,
                 remote={},
                 parts=self.parts,
+                changes=ChangeCount() if shape.in_step else None,
             )
             for rank in range(shape.world_size)
         ]
@@ -146,9 +149,16 @@ class ShadowEngine:
                 self.report_start(rank)
 
     def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
-        start, digest = RankStart(configuration, Calibration()), str(self.version)
+        changes, digest = self.ranks[rank].changes, str(self.version)
+        speed = TransferTime(1 << 30, 1.0) if changes is not None else None
+        start = RankStart(
+            configuration,
+            Calibration(cpu=speed),
+            changes_at=changes.place if changes is not None else "",
+        )
         weights = WeightsInMemory(digest=digest, first_digest=digest)
-        report = RankReport(rank, (), (), weights=weights, start=start)
+        number = changes.number if changes is not None else 0
+        report = RankReport(rank, (), (), weights=weights, start=start, num_changes=number)
         self.adapter.update_from_reports([report])
 
     # -- what a client does ----------------------------------------------------------------------

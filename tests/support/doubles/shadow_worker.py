@@ -12,9 +12,10 @@ from __future__ import annotations
 import random
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.plans import (
     AuditJob,
@@ -32,6 +33,7 @@ from lmcache_connector.plans import (
     Tier,
     WeightsInMemory,
 )
+from lmcache_connector.retention.leaving import LeavingChunks
 from tests.support.doubles.shadow_memory import (
     BLOCK_SIZE,
     NO_FOREIGN_WORK,
@@ -155,7 +157,8 @@ class KeyBook:
 
 @dataclass
 class ShadowRank:
-    """Memory, CPU tier and job lanes of one rank. ``parts``: of the model."""
+    """Memory, CPU tier and job lanes of one rank. ``parts``: of the model. ``changes``: counts what
+    changes behind the scheduler side's back; with it, the rank makes loads inside steps."""
 
     rank: int
     num_blocks: int
@@ -166,8 +169,10 @@ class ShadowRank:
     book: KeyBook
     remote: dict[bytes, Cells]  # this rank's part of every chunk in Redis
     parts: tuple[Part, ...]
+    changes: ChangeCount | None = None
 
     def __post_init__(self) -> None:
+        self._leaving = LeavingChunks(self._tell)
         self.memory = Memory(self.num_blocks)
         self.foreign = ForeignWorker(self.memory, self.chance)
         self._tables: Mapping[str, BlockIds] = {}
@@ -186,6 +191,7 @@ class ShadowRank:
         self._done: list[tuple[LoadJob | StoreJob | PrefetchJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
+        self.num_loaded_in_step = 0
         self.num_stored_chunks = 0
         self.num_audited_chunks = 0
         self.num_prefetched_chunks = 0
@@ -203,6 +209,10 @@ class ShadowRank:
         if step.plan.weights_question:
             self._question, self._reads_weights = step.plan.weights_question, True
         self.foreign.begin(step.foreign)
+        for load in step.plan.loads_in_step():
+            self._load_in_step(load)
+        if step.plan.heard_leaving:
+            self._leaving.hear(step.plan.heard_leaving[self.rank])
         for one in step.passes:
             self._forward(one)
             self.run_some_jobs()
@@ -227,7 +237,9 @@ class ShadowRank:
 
     def evict(self, count: int) -> None:
         for _ in range(min(count, len(self.tier))):
-            self._drop(self.chance.choice(list(self.tier)))
+            key = self.chance.choice(list(self.tier))
+            if self._may_drop(key):
+                self._drop(key)
 
     @property
     def num_open(self) -> int:
@@ -353,7 +365,8 @@ class ShadowRank:
                 self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, number, 0, 0.0)
-            self._admit(key, self.book.cells[key])
+            if not self._admit(key, self.book.cells[key]):
+                return JobResult(job.job_id, Outcome.MISSING, number, 0, 0.0)
             if job.redis_keys is None or key in job.redis_keys:
                 self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
@@ -405,6 +418,19 @@ class ShadowRank:
         self.num_loaded_chunks += len(job.keys)
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
+    def _load_in_step(self, job: LoadJob) -> None:
+        """Nobody recomputes what does not come."""
+        self._check_owned(job)
+        for run in job.runs:
+            if not all(key in self.tier for key in run.keys):
+                raise WrongKV("a load inside a step found a chunk gone")
+            self._write(run, [cell for key in run.keys for cell in self.tier[key]])
+            for key in run.keys:
+                self._admit(key, self.tier[key])
+        self.num_loaded_chunks += len(job.keys)
+        self.num_loaded_in_step += len(job.keys)
+        self._done.append((job, JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)))
+
     def _prefetch(self, job: PrefetchJob) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
@@ -427,6 +453,8 @@ class ShadowRank:
             for group, ids in zip(self.parts[run.part].groups, run.block_ids, strict=True):
                 if own is None or 0 in ids or not set(ids).issubset(own[group]):
                     raise WrongKV(f"a load of {job.request_id} writes blocks that are not its own")
+        if job.in_step:  # vLLM lets others of the step have these blocks: they compute after it
+            return
         for other, tables in self._tables.items():
             held = {block for table in tables for block in table}
             if other != job.request_id and not job.blocks.isdisjoint(held):
@@ -434,17 +462,30 @@ class ShadowRank:
 
     # -- the CPU tier ----------------------------------------------------------------------------
 
-    def _admit(self, key: bytes, cells: Cells) -> None:
+    def _admit(self, key: bytes, cells: Cells) -> bool:
+        """False: what has to go for it is announced with that."""
         if key not in self.tier:
             while len(self.tier) >= self.capacity:
-                self._drop(next(iter(self.tier)))
+                oldest = next(iter(self.tier))
+                if not self._may_drop(oldest):
+                    return False
+                self._drop(oldest)
             self.tier[key] = cells
             self._events.append(CacheEvent(key, True))
         self.tier.move_to_end(key)
+        self._leaving.keep([key])
+        return True
+
+    def _may_drop(self, key: bytes) -> bool:
+        return self.changes is None or self._leaving.announce([key])
 
     def _drop(self, key: bytes) -> None:
         del self.tier[key]
+        self._leaving.keep([key])
         self._events.append(CacheEvent(key, False))
+
+    def _tell(self, keys: Iterable[bytes]) -> None:
+        self._events += [CacheEvent(key, key in self.tier) for key in keys]
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -458,14 +499,25 @@ class ShadowRank:
     def _report(self, weights: WeightsInMemory | None) -> StepReport:
         done, self._done = self._done, []
         events, self._events = self._events, []
+        num_changes = self.changes.number if self.changes is not None else 0
+        leaving, num_leaving = self._leaving.report([event.key for event in events])
+        if self.changes is not None:  # where each is now
+            events = [CacheEvent(e.key, e.key in self.tier, e.key in leaving) for e in events]
         results = tuple(result for _, result in done)
         sent, received, lost = self.foreign.take_finished()
-        own = {job.request_id for job, _ in done if isinstance(job, LoadJob)}
+        own = {j.request_id for j, _ in done if isinstance(j, LoadJob) and not j.in_step}
         return StepReport(
             sent,
             received | own,
             lost,
-            RankReport(self.rank, tuple(events), results, weights=weights)
+            RankReport(
+                self.rank,
+                tuple(events),
+                results,
+                weights=weights,
+                num_leaving=num_leaving,
+                num_changes=num_changes,
+            )
             if done or events or weights
             else None,
         )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe, parts_of
+from tests.support.memory import forget_memory
 
 
 def tiered_of(connector: Any) -> Any:
@@ -83,7 +84,7 @@ def forget_unseen(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
     probe.reset_prefix_cache()
     probe.drain()  # the weights are read again, and steps bring news
-    worker_of(probe)._engine.forget_all()
+    forget_memory(worker_of(probe))
 
 
 def forget(probe: EngineProbe) -> None:

@@ -1,0 +1,87 @@
+"""Chunks that are announced to the scheduler side before they may be evicted.
+
+::
+
+    in the CPU tier -- announce --> leaving -- in a report --> told -- heard of in a plan --> may go
+           ^                                      |                                            |
+           '----------------- used again ---------'--------------------------------------------'
+
+A load that the scheduler side has planned inside a step must find its chunks. It plans none of
+chunks that are leaving, and a plan says which reports it was made with. So once a plan has come
+that was made with a chunk's announcement, no later one loads the chunk inside a step, and those
+before it have been run: plans come in the order in which they were made. A chunk that is leaving is
+a hit like any other for loads beside the steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+
+WAIT_SECONDS = 1.0
+"""For a plan to come. Without requests and stores there is none."""
+
+
+class LeavingChunks:
+    """Of one rank. ``tell(keys)``: have the next report say where these chunks are. ``heard``: how
+    many reports of leaving chunks the plans knew that have come. Thread-safe; the lock is held for
+    as long as it takes to look at the keys given."""
+
+    def __init__(self, tell: Callable[[Iterable[bytes]], None]) -> None:
+        self._tell = tell
+        self._heard_of = threading.Condition()
+        self._numbers: dict[bytes, int] = {}  # of the report that tells it; 0: none has yet
+        self._num_reports = self.heard = 0
+        self._is_waited_for = True
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def announce(self, keys: Collection[bytes]) -> bool:
+        """These are to be evicted. Whether all of them may go now."""
+        with self._heard_of:
+            new = [key for key in keys if key not in self._numbers]
+            self._numbers |= dict.fromkeys(new, 0)
+            if new:
+                self._tell(new)
+            return all(0 < self._numbers[key] <= self.heard for key in keys)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """These have been used, or are gone."""
+        if not self._numbers:
+            return
+        with self._heard_of:
+            self._tell([key for key in keys if self._numbers.pop(key, None) is not None])
+
+    def report(self, keys: Iterable[bytes]) -> tuple[frozenset[bytes], int]:
+        """Which of these are leaving, for the report being made, and the number that it gets with
+        that; 0 if none are. Those are counted: one that is lost is missed with the next."""
+        with self._heard_of:
+            found = frozenset(key for key in keys if key in self._numbers)
+            if not found:
+                return found, 0
+            self._num_reports += 1
+            self._numbers |= dict.fromkeys(found, self._num_reports)
+            return found, self._num_reports
+
+    def hear(self, num_reports: int) -> None:
+        """A plan has come that was made with so many of the reports."""
+        with self._heard_of:
+            self.heard = num_reports
+            self._heard_of.notify_all()
+
+    def await_plans(self, *, may_come: bool) -> None:
+        """Whether :meth:`wait` waits: between two steps, nobody shall wait for a plan."""
+        with self._heard_of:
+            self._is_waited_for = may_come
+            self._heard_of.notify_all()
+
+    def wait(self, heard: int) -> bool:
+        """Until a plan has come that was made with more reports than ``heard``: a second at most.
+        False: there was none, or nothing was announced that one could tell of."""
+        with self._heard_of:
+            if any(number == 0 or number > heard for number in self._numbers.values()):
+                self._heard_of.wait_for(
+                    lambda: self.heard > heard or not self._is_waited_for, timeout=WAIT_SECONDS
+                )
+            return self.heard > heard

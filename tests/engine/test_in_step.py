@@ -1,0 +1,130 @@
+"""Hits from memory that are loaded inside the step that uses them, on real engines."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.prompts import random_prompt
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """``num_steps``: of the engine, until the first token."""
+
+    served: Served
+    num_steps: int
+
+
+def serve_in_steps(probe: EngineProbe, prompt: list[int]) -> Stepped:
+    step, num_steps, first = probe.engine.step, 0, 0
+
+    def counted() -> Any:
+        nonlocal num_steps, first
+        outputs = step()
+        num_steps += 1
+        if not first and any(output.outputs and output.outputs[0].token_ids for output in outputs):
+            first = num_steps
+        return outputs
+
+    probe.engine.step = counted
+    try:
+        return Stepped(probe.serve(prompt), first)
+    finally:
+        probe.engine.step = step
+
+
+def forget_prefixes(probe: EngineProbe) -> None:
+    """vLLM's own, and wait until the weights have been read again."""
+    probe.reset_prefix_cache()
+    probe.drain()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[VllmInstance]:
+    # Of both ranks together, 20 chunks.
+    with start(kv_transfer(cpu_gib=0.02), tensor_parallel_size=request.param) as instance:
+        instance.serve(random_prompt(0, 300))
+        yield instance
+
+
+@pytest.mark.parametrize("num_tokens", [CHUNK_SIZE, CHUNK_SIZE + 1, 1200])
+def test_a_hit_from_memory_loses_no_step(instance: VllmInstance, num_tokens: int) -> None:
+    """Also one of a whole prompt, of which vLLM computes the last token again."""
+    prompt = random_prompt(num_tokens, num_tokens)
+    cold = instance.serve(prompt)
+    short = instance.call(serve_in_steps, [1] * 9)
+    instance.call(forget_prefixes)
+    before = instance.counts()
+    hit = instance.call(serve_in_steps, prompt)
+    after = instance.counts()
+    loaded = num_tokens // CHUNK_SIZE * CHUNK_SIZE
+    assert hit.served.external_hit_tokens == loaded
+    assert after.total("loads_in_step") == before.total("loads_in_step") + 1
+    assert after.total("loaded_bytes") > before.total("loaded_bytes")
+    assert hit.num_steps == short.num_steps
+    assert hit.served.token_ids == cold.token_ids
+    blocks = min(loaded, num_tokens - 1) // BLOCK_SIZE
+    assert hit.served.block_digests[:blocks] == cold.block_digests[:blocks]
+    instance.call(check_integrity)
+
+
+def test_hits_are_right_while_memory_is_full_and_chunks_come_and_go(instance: VllmInstance) -> None:
+    """What is not computed is, byte for byte, what was computed for the same tokens before."""
+    prompts = [random_prompt(100 + i, 4 * CHUNK_SIZE + 9) for i in range(9)]
+    computed: dict[tuple[int, int], set[str]] = defaultdict(set)
+    before, chance = instance.counts(), random.Random(0)
+    for _ in range(4):
+        instance.call(forget_prefixes)
+        for i in (*chance.choices(range(len(prompts)), k=6), chance.randrange(3)):
+            served = instance.serve(prompts[i])
+            for block, digest in enumerate(served.block_digests):
+                if block < served.cached_tokens // BLOCK_SIZE:
+                    assert digest in computed[i, block]
+                else:
+                    computed[i, block].add(digest)
+    after = instance.counts()
+    assert after.total("loads_in_step") > before.total("loads_in_step")
+    assert after.total("cpu_evictions") > before.total("cpu_evictions")
+    instance.call(check_integrity)
+
+
+def scale_weights(worker: Any, factor: float) -> None:
+    """By vLLM's own call, of which no step tells before the next one."""
+
+    def scale(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+
+    worker.apply_model(scale)
+
+
+def serve_after_scaling(probe: EngineProbe, prompt: list[int], factor: float) -> Served:
+    probe.on_ranks(scale_weights, factor)
+    return probe.serve(prompt)
+
+
+def test_no_kv_of_other_weights_is_loaded_though_nothing_was_reset(instance: VllmInstance) -> None:
+    prompt = random_prompt(50, 1200)
+    old = instance.serve(prompt)
+    instance.call(forget_prefixes)
+    before = instance.counts()
+    new = instance.call(serve_after_scaling, prompt, 2.0)
+    after = instance.counts()
+    try:
+        assert after.total("loads_in_step") == before.total("loads_in_step")
+        assert new.cached_tokens == 0
+        assert set(new.block_digests).isdisjoint(old.block_digests)
+    finally:
+        instance.call(serve_after_scaling, random_prompt(51, 300), 0.5)
+    instance.call(check_integrity)

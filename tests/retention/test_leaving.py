@@ -1,0 +1,189 @@
+"""What a plan loads inside its step is there when the plan comes, whatever is evicted meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.plans import CacheEvent, Claim
+from lmcache_connector.retention.leaving import LeavingChunks
+from lmcache_connector.retention.ledger import Ledger
+from lmcache_connector.retention.queues import Limits
+
+KEYS = [bytes([i]) * 32 for i in range(24)]
+CAPACITY = 10  # chunks
+
+
+class Rank:
+    """A CPU tier: `Ledger` and `LeavingChunks` around a set of keys."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: set[bytes] = set()
+        self.changed: dict[bytes, None] = {}
+        self.leaving = LeavingChunks(lambda keys: self.changed.update(dict.fromkeys(keys)))
+        self.ledger = Ledger(Limits(), lambda: 0.0, self.leaving)
+        self.num_evicted = self.num_refused = 0
+
+    def store(self, key: bytes) -> None:
+        if key in self.held:
+            return
+        if len(self.held) == CAPACITY:
+            victims = self.ledger.evict(1, lambda key: True)
+            if not victims:
+                self.num_refused += 1
+                return
+            self.num_evicted += 1
+            self.forget(victims[0])
+        self.held.add(key)
+        self.ledger.admit(key, 1)
+        self.changed[key] = None
+
+    def forget(self, key: bytes) -> None:
+        self.held.discard(key)
+        self.ledger.drop(key)
+        self.changed[key] = None
+
+    def report(self) -> tuple[list[CacheEvent], int]:
+        changed, self.changed = self.changed, {}
+        leaving, number = self.leaving.report(changed)
+        events = [CacheEvent(k, k in self.held, is_leaving=k in leaving) for k in changed]
+        return events, number
+
+    def tell_again(self) -> None:
+        self.changed.update(dict.fromkeys(self.held))
+
+
+@dataclass
+class Plan:
+    loads: list[bytes]
+    heard: tuple[int, ...]
+
+
+@dataclass
+class World:
+    """``depth`` plans are under way at once: the last ones were made without the reports of those
+    before them."""
+
+    chance: random.Random
+    depth: int
+    ranks: list[Rank]
+    index: ChunkIndex = field(init=False)
+    plans: deque[Plan] = field(default_factory=deque)
+    num_loads: int = 0
+
+    def __post_init__(self) -> None:
+        self.index = ChunkIndex(len(self.ranks))
+
+    def step(self) -> None:
+        wanted = self.chance.sample(KEYS, 3)
+        loads = [key for key in wanted if self.index.num_firm([key])]
+        self.plans.append(Plan(loads, self.index.take_heard()))
+        if len(self.plans) >= self.depth:
+            plan = self.plans.popleft()
+            for rank in self.ranks:
+                self._execute(rank, plan)
+            self.num_loads += len(plan.loads)
+            self._tell()
+
+    def _execute(self, rank: Rank, plan: Plan) -> None:
+        assert rank.held.issuperset(plan.loads), "a load inside a step found a chunk gone"
+        if plan.heard:
+            rank.leaving.hear(plan.heard[rank.number])
+        for _ in range(self.chance.randrange(4)):  # the lanes, while the model computes
+            key = self.chance.choice(KEYS)
+            act = self.chance.randrange(6)
+            if act < 3:
+                rank.store(key)
+            elif act == 3 and key in rank.held:
+                rank.ledger.use([key], Claim(), [b""])
+            elif act == 4:
+                rank.ledger.give_up([key])
+            elif act == 5 and rank.held:
+                rank.ledger.announce(min(len(rank.held), 3), lambda key: True)
+
+    def _tell(self) -> None:
+        reports = [(rank, rank.report()) for rank in self.ranks]
+        fate = self.chance.random()
+        for rank, report in reports:
+            if fate < 0.05:
+                continue  # a step that failed: nobody hears of it
+            if fate < 0.1:
+                rank.tell_again()
+                continue
+            self.index.apply(rank.number, *report)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_load_inside_a_step_finds_a_chunk_gone(depth: int, world_size: int) -> None:
+    num_loads = num_evicted = num_refused = 0
+    for seed in range(150):
+        ranks = [Rank(number) for number in range(world_size)]
+        world = World(random.Random(seed), depth, ranks)
+        for _ in range(60):
+            world.step()
+        num_loads += world.num_loads
+        num_evicted += sum(rank.num_evicted for rank in ranks)
+        num_refused += sum(rank.num_refused for rank in ranks)
+    assert num_loads > 1000
+    assert num_evicted > 1000
+    assert num_refused > 300
+
+
+def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> None:
+    rank, index = Rank(0), ChunkIndex(1)
+    for key in KEYS[:CAPACITY]:
+        rank.store(key)
+    index.apply(0, *rank.report())
+    assert index.num_firm(KEYS) == CAPACITY
+    rank.ledger.announce(2, lambda key: True)
+    index.apply(0, *rank.report())
+    first, second = KEYS[:2]
+    assert not index.num_firm([first])
+    assert not index.num_firm([second])
+    assert first in index  # a hit all the same, for loads beside the steps
+    rank.ledger.use([first], Claim(), [b""])
+    index.apply(0, *rank.report())
+    assert index.num_firm([first])
+    rank.leaving.hear(index.take_heard()[0])
+    rank.store(KEYS[CAPACITY])
+    assert second not in rank.held
+    assert first in rank.held
+
+
+def test_an_announcement_that_may_be_lost_counts_against_all_chunks() -> None:
+    index = ChunkIndex(1)
+    index.apply(0, [CacheEvent(key, True) for key in KEYS[:2]])
+    index.apply(0, [CacheEvent(KEYS[2], True)], num_leaving=2)
+    assert not index.num_firm(KEYS[:1])
+    assert index.num_firm(KEYS[2:3])  # told in the report that came
+    assert index.take_heard() == (2,)
+    index.apply(0, [CacheEvent(KEYS[0], True)], num_leaving=2)
+    assert index.num_firm(KEYS[:1])
+    assert not index.take_heard()
+
+
+def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
+    leaving = LeavingChunks(lambda keys: None)
+    assert not leaving.wait(0)  # nothing was announced
+    assert not leaving.announce(KEYS[:1])
+    _, number = leaving.report(KEYS[:1])
+    waits: list[bool] = []
+    waiting = threading.Thread(target=lambda: waits.append(leaving.wait(0)))
+    waiting.start()
+    leaving.hear(number)
+    waiting.join(5.0)
+    assert leaving.announce(KEYS[:1])
+    assert leaving.wait(0)  # it has come meanwhile
+    leaving.announce(KEYS[1:2])
+    leaving.await_plans(may_come=False)
+    started = time.monotonic()
+    assert not leaving.wait(number)
+    assert time.monotonic() - started < 0.5

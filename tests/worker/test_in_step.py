@@ -1,0 +1,163 @@
+"""Loads that the forward pass of their own step reads, and what makes room for others meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.jobs import load_job, store_job
+from tests.support.parts import one_part
+
+GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
+CAPACITY = 8
+NUM_BLOCKS = 40
+KEYS = [bytes([i]) * 32 for i in range(20)]
+
+
+@dataclass
+class Rank:
+    """A rank whose CPU tier holds eight chunks, each a block, and the index of a scheduler side."""
+
+    weights: FixedWeights = field(default_factory=FixedWeights)
+    results: list[JobResult] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.cache = torch.zeros(NUM_BLOCKS, 2, 64, 2048, dtype=torch.uint8)
+        for block in range(NUM_BLOCKS):
+            self.cache[block] = block
+        settings = WorkerSettings(
+            engine=EngineSettings(0, 1, CAPACITY * GEOMETRY.chunk_bytes / 2**30, announces=True),
+            parts=one_part(GEOMETRY, 64),
+        )
+        caches = {"layers.0": self.cache}
+        self.worker = WorkerAdapter(settings, caches, None, weights=self.weights)
+        self.index = ChunkIndex(1)
+        self.step(StepPlan())
+
+    def step(self, plan: StepPlan) -> None:
+        plan = replace(plan, heard_leaving=self.index.take_heard())
+        self.worker.handle_preemptions(plan)
+        self.worker.start_forward(plan)
+        self.worker.load_in_step(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+        self.collect()
+
+    def collect(self) -> None:
+        output = self.worker.finish_step()
+        self.received |= output.finished_recving
+        if output.report is not None:
+            self.results += output.report.results
+            self.index.apply(0, output.report.events, output.report.num_leaving)
+
+    def store(self, job_id: int, first: int, count: int) -> Outcome:
+        """Chunks from blocks of the same number, with as many steps as it takes."""
+        blocks = tuple(range(first, first + count))
+        keys = tuple(KEYS[first : first + count])
+        self.step(StepPlan(stores=(store_job(job_id, "r", keys, (blocks,)),)))
+        until = time.monotonic() + 20.0
+        while not (found := [r for r in self.results if r.job_id == job_id]):
+            assert time.monotonic() < until
+            self.step(StepPlan(idle=True))
+        return found[0].outcome
+
+    def value(self, block: int) -> int:
+        (value,) = self.cache[block].unique().tolist()
+        return int(value)
+
+
+def in_step(job_id: int, keys: list[bytes], first_block: int) -> LoadJob:
+    blocks = tuple(range(first_block, first_block + len(keys)))
+    return replace(load_job(job_id, "reader", tuple(keys), (blocks,)), in_step=True)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.worker.shutdown()
+
+
+def test_the_pass_finds_what_is_loaded_and_vllm_waits_for_nothing(rank: Rank) -> None:
+    assert rank.store(1, 0, 3) is Outcome.DONE
+    assert rank.index.num_firm(KEYS) == 3
+    plan = StepPlan(loads=(in_step(2, KEYS[:3], 30),))
+    rank.worker.load_in_step(plan)
+    assert [rank.value(block) for block in range(30, 33)] == [0, 1, 2]
+    rank.collect()
+    (result,) = [each for each in rank.results if each.job_id == 2]
+    assert (result.outcome, result.num_chunks) == (Outcome.DONE, 3)
+    assert result.num_bytes == 3 * GEOMETRY.chunk_bytes
+    assert result.seconds > 0
+    assert rank.received == set()
+    rank.step(StepPlan(idle=True))
+    assert len([each for each in rank.results if each.job_id == 2]) == 1
+
+
+def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: Rank) -> None:
+    assert rank.store(1, 0, 2) is Outcome.DONE
+    rank.worker._engine.forget(KEYS[1])
+    with pytest.raises(RuntimeError, match="not in memory any more"):
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:2], 30),)))
+    assert rank.value(30) == 30
+
+
+def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
+    assert rank.store(1, 0, 1) is Outcome.DONE
+    rank.weights.version = 1
+    with pytest.raises(RuntimeError, match="weights"):
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[:1], 30),), heard_weights=(0,)))
+    assert rank.value(30) == 30
+
+
+def test_a_full_tier_takes_what_comes_once_it_is_heard_what_goes(rank: Rank) -> None:
+    for number in range(6):
+        assert rank.store(1 + number, 3 * number, 3) is Outcome.DONE
+    assert rank.worker._engine.num_chunks <= CAPACITY
+    held = [key for key in KEYS if key in rank.index]
+    assert set(KEYS[15:18]) <= set(held)
+    firm = [key for key in held if rank.index.num_firm([key])]
+    assert 0 < len(firm) < len(held), "some are announced ahead"
+    rank.step(StepPlan(loads=(in_step(9, firm, 20),)))
+    expected = [KEYS.index(key) for key in firm]
+    assert [rank.value(20 + i) for i in range(len(firm))] == expected
+
+
+def test_between_two_steps_no_store_waits_for_a_plan(rank: Rank) -> None:
+    """Nobody else would bring it: a reset waits for the stores."""
+    for number in range(3):
+        rank.store(1 + number, 3 * number, 3)
+    plan = StepPlan(stores=(store_job(9, "r", tuple(KEYS[10:16]), (tuple(range(10, 16)),)),))
+    rank.worker.start_forward(plan)
+    rank.worker.end_forward(plan)
+    started = time.monotonic()
+    rank.worker.finish_stores()
+    assert time.monotonic() - started < 0.9
+    rank.collect()
+    assert [each.job_id for each in rank.results].count(9) == 1
+    assert rank.store(10, 10, 6) is Outcome.DONE
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_load_of_a_step_that_failed_is_reported_once(rank: Rank, is_made: bool) -> None:
+    assert rank.store(1, 0, 1) is Outcome.DONE
+    plan = StepPlan(loads=(in_step(2, KEYS[:1], 30),))
+    rank.worker.start_forward(plan)
+    if is_made:
+        rank.worker.load_in_step(plan)
+    rank.worker.step_failed("start_loads", plan)
+    for _ in range(3):
+        rank.step(StepPlan(idle=True))
+    (outcome,) = [each.outcome for each in rank.results if each.job_id == 2]
+    assert outcome is (Outcome.DONE if is_made else Outcome.CANCELLED)
