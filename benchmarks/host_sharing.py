@@ -10,7 +10,8 @@ two tensor-parallel ranks over one with one rank, for a model whose one KV head 
 
 ``lookups``: one look-up at so many peers over loopback, all of which are in another process:
 ``lookup_us`` until every chunk has a place, ``asker_cpu_us`` of the asking thread,
-``answer_cpu_us`` of one peer for its answer.
+``answer_cpu_us`` of one peer for its answer, and ``answers_core_share_at_1000`` what it spends on
+those if it has 1,000 peers, each of which looks up once per second.
 """
 
 from __future__ import annotations
@@ -60,13 +61,15 @@ _SECONDS = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=6000, help="length of a prompt")
-    parser.add_argument("--rounds", type=int, default=12, help="hits of each kind")
+    parser.add_argument("--rounds", type=int, default=8, help="hits of each kind")
     parser.add_argument("--decode-rounds", type=int, default=6, help="of eight requests")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     task = progress.add_task("look-ups", total=4)
     lookups = [_look_up(number) for number in _PEERS]
+    progress.update(task, advance=1, description="memory of tensor-parallel ranks")
+    memory = [_stored_bytes(args, ranks) for ranks in (1, 2)]
     progress.advance(task)
     hits, ratios = [], []
     for hash_key in (None, _HASH_KEY):
@@ -76,9 +79,6 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             if hash_key is None:
                 ratios = _decode(args, reader)
         progress.advance(task)
-    progress.update(task, description="memory of tensor-parallel ranks")
-    memory = [_stored_bytes(args, ranks) for ranks in (1, 2)]
-    progress.advance(task)
     plain, keyed = hits
     return {
         "prompt_tokens": args.prompt_tokens,
@@ -172,7 +172,7 @@ def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> float:
         )
         for number in range(2):
             engine.serve(random_prompt(number, args.prompt_tokens))
-        return engine.counts().total("cpu_used_bytes")
+        return engine.counts().gauge_total("cpu_used_bytes")
 
 
 # -- look-ups ------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _look_up(number: int) -> dict[str, Any]:
         topology = PeerTopology(config, addresses, own, 0, time.monotonic)
         lookup = PeerLookup(config, [_PARTS], topology, connect_share=1.0)
         try:
-            return {"peers": number} | _ask(lookup, pipe)
+            return {"peers": number} | _ask(lookup, pipe, number)
         finally:
             lookup.close()
     finally:
@@ -199,7 +199,7 @@ def _look_up(number: int) -> dict[str, Any]:
         process.join()
 
 
-def _ask(lookup: PeerLookup, pipe: Connection) -> dict[str, Any]:
+def _ask(lookup: PeerLookup, pipe: Connection, number: int) -> dict[str, Any]:
     keys = [chunk_key(i) for i in range(_LOOKUP_CHUNKS)]
     until = time.monotonic() + _SECONDS
     while None in lookup.find_places(keys, Deadline(until, time.monotonic)):
@@ -214,12 +214,13 @@ def _ask(lookup: PeerLookup, pipe: Connection) -> dict[str, Any]:
         taken.append(time.perf_counter() - started)
         if None in places:
             raise RuntimeError("a look-up has no answer")
-    answers = _cpu_seconds(pipe) - served
+    answer = (_cpu_seconds(pipe) - served) / _LOOKUPS / number
     return {
         "chunks": len(keys),
         "lookup_us": round(1e6 * statistics.median(taken)),
         "asker_cpu_us": round(1e6 * statistics.median(cpu)),
-        "answer_cpu_us": round(1e6 * answers / _LOOKUPS),
+        "answer_cpu_us": round(1e6 * answer),
+        "answers_core_share_at_1000": round(1000 * answer, 3),
     }
 
 

@@ -12,7 +12,7 @@
 ``DONE READER ID...``                 the reader needs these no more
 ``MAP``                               on a Unix socket: the memory of the CPU tier, as a descriptor
 ``LEASE NAME...``                     where in it each value lies (8 bytes), and its header, or
-                                      ``nil``; they stay until ``RELEASE``
+                                      ``nil``; they stay until the next ``LEASE``, or ``RELEASE``
 ``SCAN``, ``DBSIZE``                  names of whole heads, after ``AUTH`` alone
 ``PING``, ``AUTH``, ``SELECT 0``      as in Redis
 ``PTTL``, ``INFO``                    values have no lifetime; nothing is told of the server
@@ -150,7 +150,7 @@ class Greeting:
 class Reply:
     """``parts`` are sent one after the other; ``lease`` is released when all of them are sent.
     ``is_early``: later it would say more. ``held``: leases that the client has from now on, until
-    an answer ``releases`` them. ``descriptor`` goes with the parts."""
+    a later answer ``releases`` them. ``descriptor`` goes with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
@@ -360,7 +360,7 @@ class Commands:
                 continue
             lease, stripe, header = found
             answers.append(_bulk((lease.offset + stripe.offset).to_bytes(8, "little") + header))
-        return Reply((b"".join(answers),), held=tuple(leases.values()))
+        return Reply((b"".join(answers),), held=tuple(leases.values()), releases=True)
 
     def _exists(self, client: Client, words: list[bytes]) -> Reply:
         found = (self._find(name, self._known) for name in words)

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 0.5
 """An owner that answers a question about its memory later than that is busy, or stopped."""
+_RELEASE_SECONDS = 0.05
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 16 << 20
@@ -142,6 +143,11 @@ class MappedPeers:
         except BaseException:
             mapping.close()
             raise
+        try:
+            mapping.release(max(_RELEASE_SECONDS, _seconds(limit)))
+        except (_Lost, OSError):  # what was copied has come all the same; the lease ends with it
+            mapping.close()
+            return
         with self._lock:
             if not self._closing.is_set():
                 self._idle.setdefault(node, []).append(mapping)
@@ -210,10 +216,13 @@ class _Mapping:
             for value, place in zip(batch, places, strict=True):
                 if not (hits[value.index] and self._copy(plan.sealer, value, place)):
                     hits[value.index] = False
-            self._ask(seconds, b"RELEASE")
-            if self._line() != b"+OK":
-                raise _Lost("a lease that does not end")
         return hits
+
+    def release(self, seconds: float) -> None:
+        """End the lease of the last batch. Each batch ends that of the one before."""
+        self._ask(seconds, b"RELEASE")
+        if self._line() != b"+OK":
+            raise _Lost("a lease that does not end")
 
     def close(self) -> None:
         self._sock.close()

@@ -263,8 +263,6 @@ class PeerServer:
                 connection.has_more = words is not None
                 if words is None:
                     break
-                if connection.leases and words[0].upper() == b"LEASE":
-                    raise ProtocolError("release first")
                 is_last = words[0].upper() == b"QUIT"
                 reply = OK if is_last else self._commands.answer(connection.client, words)
             except ProtocolError as error:

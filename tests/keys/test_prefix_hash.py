@@ -226,6 +226,18 @@ def test_a_tail_has_a_name_of_its_own(secret: bytes | None, lookahead: int) -> N
     assert len(found) == 8 + 2 + lookahead + 2
 
 
+def test_who_only_sends_a_tail_loads_none() -> None:
+    hasher = PrefixHasher({"namespace": "a"}, CHUNK)
+    sent, received = (RequestKeys(hasher, RequestIdentity()) for _ in range(2))
+    prompt = TOKENS[: CHUNK + 3]
+    for request, loads in ((sent, False), (received, True)):
+        request.extend(prompt)
+        request.name_tail(prompt, loads=loads)
+    assert sent.tail == received.tail is not None
+    assert (sent.loadable, len(received.loadable)) == (sent.keys, 2)
+    assert (sent.end_of(2), received.end_of(2)) == (2 * CHUNK, CHUNK + 2)
+
+
 def test_a_tail_of_a_chunks_tokens_is_not_the_chunk() -> None:
     hasher = PrefixHasher({"namespace": "a"}, CHUNK)
     parent = hasher.root_key({})
@@ -233,3 +245,5 @@ def test_a_tail_of_a_chunks_tokens_is_not_the_chunk() -> None:
     tails = {hasher.tail_key(parent, TOKENS[:n]) for n in range(CHUNK + 1)}
     assert len(tails) == CHUNK + 1
     assert chunk not in tails
+    last = TOKENS[CHUNK - 1].to_bytes(4, "little")
+    assert hasher.tail_key(parent, TOKENS[: CHUNK - 1], extra=last) not in tails

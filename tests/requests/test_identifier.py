@@ -119,6 +119,12 @@ def test_pooling_requests_and_open_sessions_stay_out() -> None:
     assert identified.counts == {"pooling": 1, "session": 1}, "each once, however often asked"
 
 
+def test_requests_with_a_field_that_nobody_knows_stay_out() -> None:
+    unheard_of: Any = request()
+    unheard_of.attention_sinks = 4
+    assert Identified().of(unheard_of) is Bypass.UNKNOWN_FIELD
+
+
 # -- images and embeddings -------------------------------------------------------------------------
 
 

@@ -232,6 +232,15 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
     assert stored_keys(two) == updated
 
 
+def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
+    """With its defaults, as trainers call it: it tells no connector."""
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    as_loaded = stored_keys(engine)
+    engine.version += 1
+    assert engine.scheduler.reset_prefix_cache()
+    assert stored_keys(engine) != as_loaded
+
+
 def shown_roots(engine: ShadowEngine) -> dict[str, float]:
     """As ``/metrics`` shows them from now on."""
     shown: dict[str, float] = {}

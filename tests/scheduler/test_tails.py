@@ -158,3 +158,32 @@ def test_a_prompt_in_vllms_cache_is_stored_for_another(model: Path) -> None:
         engine.run_until_idle()
     engine.forget_prefixes()
     assert serve(engine, tokens, CONSUMED) == 2 * CHUNK + 8
+
+
+def test_a_tail_is_stored_in_the_step_that_ends_its_prompt(model: Path) -> None:
+    """Though that step fills no block."""
+    engine = calm(model, Shape())
+    engine.add(prompt(1, engine.shape.max_batched_tokens + 4), max_tokens=9, transfer=PRODUCED)
+    engine.step()
+    assert tails(engine) == []
+    engine.step()
+    (tail,) = tails(engine)
+    assert tail.tail_tokens == 3
+
+
+def test_the_block_that_a_tail_ends_in_is_as_any_other_once_it_is_full(model: Path) -> None:
+    """It is in vLLM's cache when the tier has let go of it, and the conversation goes on."""
+    engine = calm(model, Shape())
+    tokens = long_answered(CHUNK + 9)
+    serve(engine, tokens, PRODUCED)
+    request_id = engine.add(tokens, max_tokens=CHUNK, transfer=CONSUMED)
+    engine.run_until_idle()
+    engine.ranks[0].evict(400)
+    engine.step()
+    before = engine.ranks[0].num_stored_chunks
+    again = engine.add([*engine.requests[request_id].all_token_ids, 3], max_tokens=1)
+    engine.step()
+    assert engine.requests[again].num_computed_tokens > 2 * CHUNK
+    engine.run_until_idle()
+    engine.check_whole()
+    assert engine.ranks[0].num_stored_chunks == before + 2

@@ -159,7 +159,10 @@ def test_changes_in_place_are_noticed() -> None:
     assert not identity.refresh()
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
     assert identity.refresh()
-    assert identity.version == 3
+    model.config.rope_theta = 7.0
+    assert identity.refresh()
+    assert not identity.refresh()
+    assert identity.version == 4
 
 
 def test_a_name_is_that_of_the_weights_at_the_start() -> None:
@@ -173,6 +176,14 @@ def test_a_name_is_that_of_the_weights_at_the_start() -> None:
         found.append(keys.keys[0])
         _scale(model)
     assert found[0] != found[1]
+
+
+def test_adapters_that_can_be_switched_unseen_are_refused() -> None:
+    switched = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    model = tiny()
+    model.model.layers[0].self_attn.q_proj = switched(8, 8)
+    with pytest.raises(UnsupportedError, match="merge"):
+        ModelIdentity(model, "e", FORM, parse_config({})).refresh()
 
 
 def test_weights_that_are_not_here_need_a_name() -> None:

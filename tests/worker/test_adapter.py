@@ -224,6 +224,15 @@ def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
         instance.worker.shutdown()
 
 
+def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
+    with running_valkey() as server:
+        instance = make_instance(server.port)
+        assert instance.worker.self_test is not None
+        instance.worker.shutdown()  # writes what is queued
+        with server.client() as client:
+            assert client.keys() == []
+
+
 def test_settings_of_the_whole_process_stay_as_they_were(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,15 +119,17 @@ def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: 
     assert proxy.num_struck
 
 
+@pytest.mark.parametrize("greets", [False, True])
 def test_a_stalled_server_is_left_alone_after_one_time_out(
-    proxy: FaultProxy, valkey: Server
+    proxy: FaultProxy, valkey: Server, greets: bool
 ) -> None:
+    """Also one that would take another connection."""
     with open_tier(valkey.url) as writer:
         assert all(put_all(writer, range(2)))
     with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
                    backoff_max_seconds=30.0, read_timeout_seconds=0.3) as tier:  # fmt: skip
         wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
-        proxy.arm(Fault(Kind.STALL, sticky=True))
+        proxy.arm(Fault(Kind.STALL, sticky=not greets))
         assert checked_get(tier, range(2)) == [False, False]
         wait_until(
             lambda: tier.stats().servers[0][1] is CircuitState.OPEN, "the circuit did not open"

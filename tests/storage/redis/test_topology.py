@@ -351,7 +351,8 @@ class TestTls:
 
     @pytest.fixture(scope="class")
     def server(self, redis_path: str, pem: Certificates) -> Iterator[Server]:
-        with running_tls_server(redis_path, pem, asks_clients=True) as server:
+        settings = {"bind": "127.0.0.1 127.0.0.2"}
+        with running_tls_server(redis_path, pem, settings, asks_clients=True) as server:
             yield server
 
     def url(self, server: Server, pem: Certificates, **changes: object) -> str:
@@ -380,6 +381,15 @@ class TestTls:
     ) -> None:
         with open_tier(self.url(server, pem, ssl_ca_certs=pem.stranger_certificate)) as tier:
             assert put_all(tier, [0]) == [False]
+
+    def test_a_server_with_the_certificate_of_another_is_not_trusted(
+        self, server: Server, pem: Certificates
+    ) -> None:
+        """Unless the user says so."""
+        for changes, is_trusted in (({}, False), ({"ssl_check_hostname": "false"}, True)):
+            url = self.url(server, pem, **changes).replace("127.0.0.1", "127.0.0.2")
+            with open_tier(url) as tier:
+                assert put_all(tier, [20]) == [is_trusted]
 
 
 class TestAcl:

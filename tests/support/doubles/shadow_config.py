@@ -51,6 +51,7 @@ class Shape:
     redis: bool = False
     role: str = "kv_both"
     admission: str = "all"
+    store_generated: bool = True
     beside: int | None = None
     zeroes: bool = False
     audit_share: float = 0.0
@@ -136,6 +137,7 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "chunk_size": shape.chunk_size,
             "compute_or_load": "always",
             "redis_admission": shape.admission,
+            "store_generated": shape.store_generated,
             "audit_share": shape.audit_share,
             "host_sharing": False,
             # Prompts are short here, and shall have such places in them.

@@ -52,6 +52,12 @@ def test_credentials_are_decoded_and_never_shown() -> None:
     assert str(address) == "redis://h:1"
 
 
+def test_errors_that_repeat_credentials_are_told_without_them() -> None:
+    url = "redis+sentinel://user:p%3A%2Fss@h/main?sentinel_username=guard&sentinel_password=hunter2"
+    told = parse_redis_url(url).redact(OSError("AUTH user p:/ss, then AUTH guard hunter2 failed"))
+    assert told == "AUTH *** ***, then AUTH *** *** failed"
+
+
 def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
