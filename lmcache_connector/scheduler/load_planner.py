@@ -53,7 +53,8 @@ class LoadPlanner:
         end_token = state.keys.end_of(end)
         keys = self._keys_of(state, num_computed_tokens, end_token)
         load.in_step = (
-            0 < end - hit.first <= num_firm
+            load.job is None  # or it would not be planned, and vLLM counts on it
+            and 0 < end - hit.first <= num_firm
             and self.index.num_firm(keys) == len(keys)
             and self.policy.fits_in_step(sum(map(self.policy.bytes_of, keys)))
         )

@@ -78,6 +78,7 @@ _JOBS_BETWEEN_DRAINS = 256
 _PIECE_SHARE = 1 / 8
 # Of the CPU tier, what is free or announced ahead of what comes: as many values at most.
 _AHEAD_SHARE, _MAX_AHEAD = 1 / 8, 256
+_MAX_PLANS_AWAITED = 16  # for one value
 
 
 class LMCacheEngineAdapter:
@@ -444,15 +445,17 @@ class LMCacheEngineAdapter:
     def _allocate(
         self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
     ) -> MemoryObj | None:
-        """LMCache's own call. What has to go for it may have to be heard of first."""
-        while True:
+        """LMCache's own call. What has to go for it may have to be heard of first; as often as that
+        is used again before, other chunks have to."""
+        for _ in range(_MAX_PLANS_AWAITED):
             heard = self.leaving.heard
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
             self._announce_ahead()  # or each value that follows would wait for a plan of its own
             if not self.leaving.wait(heard):
-                return None
+                break
+        return None
 
     def _announce_ahead(self) -> None:
         """Have enough free or announced that what comes next need not wait. That is looked at once
