@@ -24,7 +24,7 @@ from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.handover import LMCacheP2PConnector
-from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
+from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, RankReport, StepOutput
 from lmcache_connector.vllm_compat.api.names import KVConnectorRole
 from lmcache_connector.vllm_compat.api.versions import Standing
 from tests.support.vllm_configs import vllm_config
@@ -107,6 +107,13 @@ def test_a_rank_with_nothing_to_say_hides_nobody(
 # -- a step, as vLLM's versions and runners call it ------------------------------------------------
 
 
+class NamedPlan(str):
+    """A plan without loads that equals its name."""
+
+    __slots__ = ()
+    loads: Sequence[LoadJob] = ()
+
+
 class Recorder:
     """A worker side that remembers what it was told of which plan."""
 
@@ -160,7 +167,7 @@ def connector(recorder: Recorder) -> LMCacheTieredConnector:
 
 def step(connector: LMCacheTieredConnector, plan: str, calls: Sequence[str]) -> None:
     """``calls`` between the forward pass and the next step."""
-    metadata = PlanMetadata(plan)
+    metadata = PlanMetadata(NamedPlan(plan))
     connector.handle_preemptions(metadata)
     connector.bind_connector_metadata(metadata)
     for call in calls:
@@ -209,7 +216,9 @@ def in_an_engine(
 def scheduled(plan: str) -> Any:
     """What a runner reads of a scheduler's output."""
     return SimpleNamespace(
-        kv_connector_metadata=PlanMetadata(plan), has_sync_kv_loads=False, finished_req_ids=set()
+        kv_connector_metadata=PlanMetadata(NamedPlan(plan)),
+        has_sync_kv_loads=False,
+        finished_req_ids=set(),
     )
 
 
@@ -261,7 +270,7 @@ def test_a_step_of_the_second_runner_with_a_speculator(
 def test_loads_wait_for_the_forward_pass(
     connector: LMCacheTieredConnector, recorder: Recorder
 ) -> None:
-    metadata = PlanMetadata("only")
+    metadata = PlanMetadata(NamedPlan("only"))
     connector.bind_connector_metadata(metadata)
     assert recorder.of("only") == ["start_forward"]
 

@@ -161,6 +161,9 @@ class ConnectorConfig(StrictSettings):
     compute_or_load: Literal["auto", "always"] = "auto"
     """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
     hit."""
+    loads_in_step: bool = False
+    """Load hits from memory inside the step that uses them, where that is quick. New: what evicts
+    waits for the scheduler, and a fault in it would end the engine."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

@@ -158,7 +158,7 @@ def _worker_settings(
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
             shares_memory=config.host_sharing,
-            announces=loads,
+            announces=loads and config.loads_in_step,
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),

@@ -53,7 +53,9 @@ def forget_prefixes(probe: EngineProbe) -> None:
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[VllmInstance]:
     # Of both ranks together, 20 chunks.
-    with start(kv_transfer(cpu_gib=0.02), tensor_parallel_size=request.param) as instance:
+    with start(
+        kv_transfer(loads_in_step=True, cpu_gib=0.02), tensor_parallel_size=request.param
+    ) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
 
