@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 80, "transformers": 900},
     {"connector": 600, "stepwise": 1300},
-    {"integrations": 450, "scheduler": 3800, "worker": 4110},
+    {"integrations": 450, "scheduler": 3800, "worker": 4_120},
     {"lookup": 900, "vllm_compat": 2900},
     {"config": 800, "copy_kv_blocks": 1220, "peers": 2850},
     {

@@ -127,11 +127,6 @@ METRICS = table(
             "decisions", ("reason",), "Compute-or-load decisions on hits, by reason.", _DECISIONS
         ),
         counter("probes", (), "Background measurements of Redis' speed."),
-        counter(
-            "loads_in_step",
-            (),
-            "Loads from memory that were made inside the step that used them.",
-        ),
         counter("load_jobs", (), "Loads planned."),
         counter("loads_in_step", (), "Of these, made inside the step that used what they brought."),
         counter("store_jobs", (), "Stores planned."),

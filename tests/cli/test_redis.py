@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,18 @@ def test_ls_counts_namespaces_chunks_and_bytes(cli: Cli, valkey: Server) -> None
     assert not {"keys", "get", "flushall", "del"} & seen.keys()
 
 
-def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """The path of a socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="lmc-") as folder:
+        yield Path(folder) / "host"
+
+
+def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, short_path: Path) -> None:
     """Without a secret: who may enter the folder is the user."""
     name, chunks = SocketName(digest("default"), digest("engine"), 0, 1), HeldChunks(range(3))
-    with serving(chunks, door=HostDoor(HostFolder(tmp_path / "host"), name), secret=None):
-        url = f"unix://{tmp_path / 'host' / str(name)}"
+    with serving(chunks, door=HostDoor(HostFolder(short_path), name), secret=None):
+        url = f"unix://{short_path / str(name)}"
         (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
         assert (group["namespace"], group["chunks"]) == ("default", 3)
         assert group["bytes"] == 3 * (GEOMETRY.chunk_bytes + VALUES_PER_CHUNK * 128)

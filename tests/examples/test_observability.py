@@ -65,7 +65,13 @@ def test_every_query_names_metrics_and_labels_that_exist(query: str) -> None:
 
 def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None:
     elsewhere = {"lookup_hits", "load_jobs", "store_jobs", "probes", "written_chunks"}
-    elsewhere |= {"prefetch_jobs", "prefetched_bytes", "retention_hints", "refused_pins"}
+    elsewhere |= {
+        "loads_in_step",
+        "prefetch_jobs",
+        "prefetched_bytes",
+        "retention_hints",
+        "refused_pins",
+    }
     elsewhere |= {
         "scheduler_failures",
         "cpu_evictions",
