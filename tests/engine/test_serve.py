@@ -229,14 +229,9 @@ def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
             last = client.strlen(name) - 1
             client.setrange(name, last, bytes([client.getrange(name, last, last)[0] ^ 1]))
 
-    first, begun = stats(api), len(api.log)
+    first = stats(api)
     assert json.loads(api.complete_afresh(prompt))["choices"][0]["text"] == cold
-    api.settle(
-        lambda: (
-            stats(api)["recomputed_tokens"] == HIT_TOKENS
-            and re.search(r"removed \d+ values", api.log[begun:]) is not None
-        )
-    )
+    api.settle(lambda: stats(api)["recomputed_tokens"] == HIT_TOKENS)
     found, people = stats(api), CliRunner().invoke(app, ["stats", api.address]).output
     planned = {
         tier: found["hit_tokens"][tier] - first["hit_tokens"][tier] for tier in ("cpu", "redis")
@@ -245,8 +240,8 @@ def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
     loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
     assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
     assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
-    (removed,) = re.findall(r"WARNING.*removed (\d+) values", api.log[begun:])
-    assert 1 < int(removed) <= len(names)
+    # They are removed, or written again before: whichever comes first.
+    api.settle(lambda: cli("verify", "--redis-url", valkey.url)["values"].keys() == {"sound"})
 
 
 def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(
