@@ -162,8 +162,8 @@ class ConnectorConfig(StrictSettings):
     """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
     hit."""
     loads_in_step: bool = False
-    """Load hits from memory inside the step that uses them, where that is quick. New: what evicts
-    waits for the scheduler, and a fault in it would end the engine."""
+    """Load hits from memory inside the step that uses them, where that is quick. Evictions then
+    wait for the scheduler; should a chunk be missing all the same, the engine ends."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

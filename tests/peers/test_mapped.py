@@ -299,19 +299,26 @@ def test_memory_that_may_shrink_is_not_mapped() -> None:
         os.close(descriptor)
 
 
+def reader_of_one(path: Path, seconds: float) -> tuple[mapped.MappedPeers, Callable[[], object]]:
+    """And a call that reads a chunk of the one owner that there is, until so many seconds from now
+    at most."""
+    found = topology(path)
+    found.prepare()
+    (node,) = found.peers()
+    peers = mapped.MappedPeers(PLAN, found.address_here)
+    buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+    limit = Deadline(time.monotonic() + seconds, time.monotonic)
+    return peers, lambda: peers.read([chunk_key(0)], [buffer], node, limit)
+
+
 def test_a_silent_owner_is_waited_for_no_longer_than_the_load_may_take(path: Path) -> None:
     with HostFolder(path).listen(name_of("one")):
-        found = topology(path)
-        found.prepare()
-        (node,) = found.peers()
-        peers = mapped.MappedPeers(PLAN, found.address_here)
         started = time.monotonic()
-        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-        limit = Deadline(started + 0.05, time.monotonic)
-        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        peers, read = reader_of_one(path, 0.05)
+        assert read() is None
         assert time.monotonic() - started < 0.4
         assert peers.num_failed == 1
-        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        assert read() is None
         assert peers.num_failed == 1, "it is left alone for a while"
 
 
@@ -322,14 +329,9 @@ def test_an_owner_whose_answer_trickles_is_waited_for_no_longer_than_the_load_ma
     with HostFolder(path).listen(name_of("one")) as listener:
         thread = threading.Thread(target=_trickle, args=(listener,))
         thread.start()
-        found = topology(path)
-        found.prepare()
-        (node,) = found.peers()
-        peers = mapped.MappedPeers(PLAN, found.address_here)
         started = time.monotonic()
-        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-        limit = Deadline(started + 0.3, time.monotonic)
-        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        peers, read = reader_of_one(path, 0.3)
+        assert read() is None
         assert time.monotonic() - started < 1.0
         thread.join(10.0)
         assert not thread.is_alive()
