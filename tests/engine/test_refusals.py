@@ -18,24 +18,12 @@ def refusal(instance: VllmInstance) -> str:
     return str(error.value)
 
 
-def test_a_chunk_size_that_is_no_multiple_of_the_block_size(start: StartInstance) -> None:
-    message = refusal(start(kv_transfer(chunk_size=200)))
-    assert "chunk_size 200 is not a multiple of vLLM's block size 128" in message
-
-
 def test_unknown_keys_and_wrong_values_are_listed_together(start: StartInstance) -> None:
     instance = start(kv_transfer(cpu_gb=3, chunk_size="big"))
     message = refusal(instance)
     assert "did you mean 'cpu_gib'" in message
     assert "'chunk_size': input should be a valid integer" in message
     assert "Starting to load model" not in instance.log, "it takes minutes"
-
-
-def test_states_that_vllm_does_not_keep(start: StartInstance, tmp_path: Path) -> None:
-    folder = build_family("qwen3-next", tmp_path / "states")
-    message = refusal(start(folder=folder, enable_prefix_caching=False))
-    assert "does not support recurrent states with --mamba-cache-mode none" in message
-    assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
 
 
 @pytest.mark.soak  # it looks at vLLM alone
