@@ -16,6 +16,7 @@ from lmcache_connector.kv_events.log import (
     KvEventLog,
 )
 from lmcache_connector.plans import CacheEvent, RankReport, Tier
+from tests.support.clock import Clock
 
 
 def blocks(name: bytes) -> BlockRun:
@@ -104,13 +105,6 @@ def test_after_a_reset_everything_is_gone_once() -> None:
         (Tier.CPU, blocks(b"b").hashes),
     }
     assert len(removed) == 3
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def removed_from_redis(log: KvEventLog) -> list[str]:
