@@ -20,7 +20,8 @@ class FadingFit:
 
     def __init__(self, scale: Sequence[float], ridge: Sequence[float]) -> None:
         self._scale, self._ridge = np.array(scale), np.array(ridge)
-        self._xx, self._xy = np.zeros((len(scale), len(scale))), np.zeros(len(scale))
+        self._xx: Matrix = np.zeros((len(scale), len(scale)))
+        self._xy: Matrix = np.zeros(len(scale))
         self.coefficients = [0.0] * len(scale)
 
     def observe(self, features: Sequence[float], seconds: float, keep: float) -> None:
