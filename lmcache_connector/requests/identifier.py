@@ -21,7 +21,7 @@ from lmcache_connector.requests.content_digest import (
     NoContentError,
     mask_digest,
 )
-from lmcache_connector.requests.excuses import UnknownFields
+from lmcache_connector.requests.request_fields import UnknownFields
 from lmcache_connector.threads import Background, StepWait, Task
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class RequestIdentifier:
             return True
         if self.adapters.is_known(adapter, reading.value, opened.question):
             return True
-        if not opened.question and self.adapters.loaded is not None:
+        if not opened.question:
             opened.question = self.adapters.loaded.ask()
         return False
 

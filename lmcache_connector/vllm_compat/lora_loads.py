@@ -69,12 +69,12 @@ class _Replaced:
 class LoraLoads:
     """The LoRA adapters that one rank has in memory, known by the files they were read from.
 
-    Watches the loader of the engine with this ``lora_config`` until it is closed. An adapter whose
-    files changed while vLLM read them has no name. Runs on the engine's step thread; what was
-    loaded is digested on another.
+    Watches the loader of the engine with this ``lora_config`` until it is closed; ``None``: an
+    engine without adapters. An adapter whose files changed while vLLM read them has no name. Runs
+    on the engine's step thread; what was loaded is digested on another.
     """
 
-    def __init__(self, lora_config: LoRAConfig) -> None:
+    def __init__(self, lora_config: LoRAConfig | None) -> None:
         self._lora_config = lora_config
         self._digests = AdapterDigests()
         self._reads = Background("lmc-loaded-adapters")
@@ -84,7 +84,7 @@ class LoraLoads:
         self._manager: Any = None
         self._question = 0
         self._has_changed = False
-        self._stop = _watch(self._load)
+        self._stop = _watch(self._load) if lora_config is not None else lambda: None
 
     @property
     def has_news(self) -> bool:
@@ -192,25 +192,3 @@ def _watch(
 
     setattr(WorkerLoRAManager, _LOAD, watched)
     return stop
-
-
-class NoLoraLoads:
-    """For an engine without adapters."""
-
-    has_news = False
-
-    def ask(self, question: int) -> None:
-        """Nobody has a question."""
-
-    def take(self) -> None:
-        """There is nothing to tell."""
-
-    def heard(self, list_number: int) -> None:
-        """Nothing was told."""
-
-    def names_of(self, number: int) -> tuple[Task[str], ...]:
-        """Nothing is loaded."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing is watched."""

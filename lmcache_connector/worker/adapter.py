@@ -38,7 +38,7 @@ from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
-from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
@@ -95,14 +95,14 @@ class WorkerAdapter:
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
-        lora_loads: LoraLoads | NoLoraLoads | None = None,
+        lora_loads: LoraLoads | None = None,
         weights: LoadedWeights | FixedWeights | None = None,
         make_peers: Callable[[], PeerTier] | None = None,
         make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._lora_loads = lora_loads or NoLoraLoads()
+        self._lora_loads = lora_loads or LoraLoads(None)
         self._weights = weights or FixedWeights()
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]

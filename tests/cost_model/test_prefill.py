@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.prefill import Matrix, PrefillSpeed, non_negative_solution
+from lmcache_connector.cost_model.fit import Matrix, non_negative_solution
+from lmcache_connector.cost_model.prefill import PrefillSpeed
 
 A, B, D = 1e-4, 3e-9, 2e-6
 

@@ -45,7 +45,7 @@ class Identified:
         self.clock = Clock(0.0)
         self.identifier = RequestIdentifier(
             require_cache_salt,
-            AdapterReader(loaded=self.loaded, clock=self.clock),
+            AdapterReader(Path, self.loaded, self.clock),
             8,
             lambda reason: self.counts.update([reason.value]),
             self.clock,
