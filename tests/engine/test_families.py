@@ -7,12 +7,13 @@ are computed in several steps, so that windows let go of blocks before they end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines.calls import check_integrity, forget, tiered_of, wait_for_writes
-from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.instance import InstanceError, StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
@@ -161,3 +162,19 @@ def test_the_weights_keep_the_name_of_their_files(one: VllmInstance) -> None:
     """After all that was computed: a name that changed would find nothing."""
     one.reset_prefix_cache()
     assert one.call(weights_name).startswith("sha256:")
+
+
+@pytest.mark.soak  # it looks at vLLM alone
+def test_recurrent_states_with_drafts_still_end_vllms_own_engine(tmp_path: Path) -> None:
+    """vLLM 0.32 copies the states of accepted tokens by a Triton kernel that its CPU build lacks,
+    so what the connector refuses cannot be tried here. When this fails, try it."""
+    folder = build_family("qwen3-next", tmp_path / "states")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
+    log = tmp_path / "log"
+    with (
+        VllmInstance(folder, None, log, speculative_config=drafts, **sizes) as instance,
+        pytest.raises(InstanceError, match=r"^TypeError: 'function' object is not subscri"),
+    ):
+        instance.serve([5, 6, 7, 8] * 80, 12)
+    assert "in run_fused_precopy" in instance.log

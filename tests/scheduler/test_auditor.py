@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from lmcache_connector.plans import AuditJob, Claim
 from lmcache_connector.retention.hints import tenant_of
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import Faults
+from tests.support.doubles.shadow_worker import Faults, Image
 
 ALL = Shape(audit_share=1.0, num_blocks=40)
 FIRST = Shape(audit_share=1e-9, num_blocks=40)
@@ -121,6 +122,28 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
     serve(engine, tokens, adapter="lora-a")
     assert loaded(engine) == before + 3, "another root goes on"
     assert audits(engine) == {"mismatch": 1, "match": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_request", "chunk"),
+    [
+        ("LoRA", {"adapter": "lora-a"}, 3),
+        ("image", {"images": (Image("a", "cat", 2, 2 + CHUNK),)}, 1),
+    ],
+)
+def test_a_mismatch_says_of_what_request(
+    model: Path, caplog: pytest.LogCaptureFixture, kind: str, of_request: Any, chunk: int
+) -> None:
+    """Text after an image may fit what was stored: of such a hit the image's own end is audited."""
+    engine, tokens = calm(model, FIRST), prompt(1, 4 * CHUNK + 5)
+    serve(engine, tokens, **of_request)
+    keys = [key for plan in engine.plans for job in plan.stores for key in job.keys]
+    tier = engine.ranks[0].tier
+    tier[keys[chunk]] = tuple(cell + 1 for cell in tier[keys[chunk]])
+    assert serve(engine, tokens, **of_request) == chunk * CHUNK
+    assert audits(engine) == {"mismatch": 1}
+    assert f"stored for a {kind} request" in caplog.text
+    assert serve(engine, tokens, **of_request) == 0
 
 
 def test_what_the_tier_has_lost_is_no_answer(model: Path) -> None:

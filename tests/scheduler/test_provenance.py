@@ -13,7 +13,7 @@ from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults
+from tests.support.doubles.shadow_worker import VOCABULARY, Faults, Image
 
 PROMPT = prompt(5, 4 * BLOCK_SIZE + 1)
 CALM = Faults(slow=0.0, others_lie=True)
@@ -90,6 +90,14 @@ def test_an_adapter_that_was_loaded_again_does_not_inherit_blocks(model: Path) -
         engine.adapters["lora-a"] = version
         engine.add(PROMPT, 1, adapter="lora-a")
         assert num_stores(engine) == stores
+
+
+def test_a_picture_that_has_the_name_of_another_does_not_inherit_blocks(model: Path) -> None:
+    """vLLM knows it by the name that the client gives it."""
+    engine = ShadowEngine(model, Shape(), 0, CALM)
+    for content in ("cat", "dog"):
+        engine.add(PROMPT, 1, images=[Image("a", content, 0, 3)])
+        assert num_stores(engine) == 1
 
 
 def test_blocks_of_prompts_that_went_on_differently_are_not_stored_for_a_head(model: Path) -> None:
