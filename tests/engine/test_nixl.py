@@ -1,7 +1,8 @@
 """vLLM's own ``NixlConnector`` beside the tiered one, as disaggregated deployments run them.
 
 The prefill instance lists the tiered connector first. One decode instance lists it second, and has
-tiers of its own; the other lists it first, and shares Redis with the prefill instance.
+tiers of its own; the other lists it first, and shares Redis with the prefill instance. Requests
+that are aborted while another connector works are those of tests/scheduler/test_random_lives.py.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
-from tests.support.engines.handover import Answer, Ask, add, ask, prefill
+from tests.support.engines.handover import Answer, Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred, running_nixl
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
@@ -93,12 +94,6 @@ def forget(probe: EngineProbe) -> None:
     probe.reset_prefix_cache()
 
 
-def set_lease(probe: EngineProbe, seconds: int) -> None:
-    """How long this prefill instance keeps KV that nobody fetches."""
-    nixl = probe.connector.sub_connectors[1]
-    nixl.connector_scheduler._kv_lease_duration = seconds
-
-
 def nixl_bytes(probe: EngineProbe) -> float:
     """Fetched by this instance so far."""
     return nixl_transferred(probe)[0]
@@ -108,31 +103,6 @@ def stored_tokens(probe: EngineProbe, prompt: list[int]) -> int:
     """Of this prompt, in the CPU tier of this instance."""
     index = tiered_of(probe.connector)._scheduler.index
     return int(sum(index.has_each(chunk_keys(probe, prompt)))) * CHUNK_SIZE
-
-
-def abort_when(probe: EngineProbe, request: Ask, status: str) -> None:
-    """Abort it once vLLM's scheduler says so of it."""
-    add(probe, request)
-    live, until = probe.scheduler.requests, time.monotonic() + PATIENCE_SECONDS
-    (found,) = (one for name, one in live.items() if name.startswith(request.request_id))
-    while found.status.name != status:
-        assert time.monotonic() < until, found.status
-        probe.engine.step()
-    probe.engine.abort_request([request.request_id])
-
-
-def check_aborts(engines: Engines) -> None:
-    """At the decode instance, at several points. vLLM counts a whole prompt as computed as soon as
-    it waits for its KV: what is stored then must be right all the same."""
-    for status in ("WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING"):
-        prompt = unseen_prompt()
-        cold = engines.compute(prompt)
-        request = Ask(_name(), prompt, 8, cold.params)
-        engines.decode.call(abort_when, request, status)
-        engines.rest()
-        engines.decode.call(forget)
-        again = engines.decode.call(ask, Ask(_name(), prompt))
-        assert () != again.served.block_digests == cold.served.block_digests
 
 
 def test_a_prompt_is_handed_over_by_nixl(engines: Engines) -> None:
@@ -160,23 +130,3 @@ def test_the_prefill_instance_hands_over_what_its_tiers_spare_it(engines: Engine
     assert engines.decode.call(nixl_bytes) > before
     assert () != served.served.block_digests == cold.served.block_digests
     engines.rest()
-
-
-def test_aborts_at_the_decode_instance_leave_nothing_wrong(engines: Engines) -> None:
-    check_aborts(engines)
-
-
-def test_aborts_at_the_prefill_instance_leave_nothing_wrong(engines: Engines) -> None:
-    """Waiting, computed in part, and computed but not fetched: until its lease ends."""
-    for status in ("WAITING", "RUNNING", "FINISHED_LENGTH_CAPPED"):
-        prompt = unseen_prompt()
-        engines.prefill.call(set_lease, 1)
-        request = Ask(_name(), prompt, 1, dict(_FOR_DECODE))
-        engines.prefill.call(abort_when, request, status)
-        engines.prefill.call(forget)
-        engines.prefill.call(set_lease, 30)
-        cold = engines.compute(prompt)
-        served = engines.fetch(prompt, cold)
-        assert served.served.block_digests == cold.served.block_digests
-        assert len(cold.served.block_digests) == NUM_TOKENS // BLOCK_SIZE
-        engines.rest()

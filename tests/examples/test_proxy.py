@@ -140,26 +140,6 @@ class TestProxy:
             assert short["kv_transfer_params"]["do_remote_decode"] is True
             assert full["kv_transfer_params"] == {"remote_host": "h"}
 
-    def test_a_failed_instance_is_not_the_clients_problem(self) -> None:
-        good, bad = FakeApi(), FakeApi(status=500)
-
-        async def test(
-            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
-        ) -> None:
-            dead = f"127.0.0.1:{free_port()}"
-            registry.register(registration(http=dead, role="kv_both"))
-            bad_http = await serve_api(stack, bad)
-            registry.register(registration(http=bad_http, role="kv_producer"))
-            registry.register(registration(http=await serve_api(stack, good), role="kv_consumer"))
-            for _attempt in range(3):
-                async with session.post("/v1/completions", json=BODY) as answer:
-                    assert answer.status == 200
-                    assert b"[DONE]" in await answer.read()
-
-        with_proxy(test)
-        assert len(good.asked) == 3
-        assert bad.asked
-
     @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
     def test_it_listens_to_others_only_with_a_secret(
         self, host: str, capsys: pytest.CaptureFixture[str]

@@ -30,10 +30,11 @@ Digests = dict[Place, str]
 
 
 def digest_layers_on_rank(
-    worker: Any, block_ids: tuple[list[int], ...], num_tokens: int
+    worker: Any, block_ids: tuple[list[int], ...], num_tokens: int, is_whole: bool = True
 ) -> Digests:
     """Runs in a worker process of vLLM: all blocks of a request that hold ``num_tokens`` tokens
-    and nothing else. Of a state, the last one is that after the last token."""
+    and nothing else, or, unless ``is_whole``, the beginning of the last one too. Of a state, the
+    last one is that after the last token."""
     runner = worker.model_runner
     caches = runner.compilation_config.static_forward_context
     found: Digests = {}
@@ -42,15 +43,16 @@ def digest_layers_on_rank(
         for name in group.layer_names:
             cache = caches[name].kv_cache
             is_state = not hasattr(cache, "shape")
-            last = -(-num_tokens // size) if is_state else num_tokens // size
+            last = -(-num_tokens // size) if is_state or not is_whole else num_tokens // size
             for index, block in enumerate(ids[:last]):
                 if block == NULL_BLOCK:
                     continue
                 heads = _state(cache, block) if is_state else logical(cache, [block])
-                shift = worker.rank * len(heads)
+                shift, left = worker.rank * len(heads), num_tokens - index * size
                 for head, data in enumerate(heads):
                     place = Place(name, index * size, shift + head)
-                    found[place] = blake3(data.tobytes()).hexdigest()
+                    own = data if is_state else data[: min(size, left)]
+                    found[place] = blake3(own.tobytes()).hexdigest()
     return found
 
 

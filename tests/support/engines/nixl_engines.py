@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.engines.instance import VllmInstance, set_environment
+from tests.support.engines.p2p_engines import running
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 
@@ -25,20 +25,14 @@ def running_nixl(
     model: Path, folder: Path, transfers: Sequence[dict[str, Any]], **args: Any
 ) -> Iterator[list[VllmInstance]]:
     """Engines that start at the same time, each on a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    instances = []
-    for index, transfer in enumerate(transfers):
+    cores, prepares = sorted(os.sched_getaffinity(0)), []
+    for index in range(len(transfers)):
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)),
             "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
         }
-        settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
-        prepare = partial(set_environment, environment)
-        log = folder / f"nixl-{index}.log"
-        instances.append(VllmInstance(model, transfer, log, prepare, **settings | args))
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(len(instances)) as pool:
-            list(pool.map(stack.enter_context, instances))
+        prepares.append(partial(set_environment, environment))
+    with running(model, folder, transfers, prepare=prepares, **args) as instances:
         yield instances
 
 

@@ -62,7 +62,7 @@ class Engines:
 
 @contextmanager
 def running(
-    model: Path, folder: Path, transfers: list[dict[str, Any]], **args: Any
+    model: Path, folder: Path, transfers: Sequence[dict[str, Any]], **args: Any
 ) -> Iterator[list[VllmInstance]]:
     """Engines that start at the same time. ``args`` may hold lists, one entry per engine."""
     instances = []

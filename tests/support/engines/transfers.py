@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from blake3 import blake3
-
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.kv_digests import logical
-from tests.support.engines.layer_digests import NULL_BLOCK, Digests, Place, differences, merged
+from tests.support.engines.layer_digests import Digests, differences, digest_layers_on_rank, merged
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE
 from tests.support.prompts import random_prompt
@@ -30,30 +27,9 @@ def transfer(
         if outputs and found is None:
             (running,) = (each for each in probe.scheduler.requests if each.startswith(name))
             groups = probe.scheduler.kv_cache_manager.get_block_ids(running)
-            found = merged(probe.on_ranks(digest_tokens_on_rank, groups, len(prompt) - 1))
+            ranks = probe.on_ranks(digest_layers_on_rank, groups, len(prompt) - 1, False)
+            found = merged(ranks)
     return probe.external_hit_tokens() - before, found or {}
-
-
-def digest_tokens_on_rank(
-    worker: Any, block_ids: tuple[list[int], ...], num_tokens: int
-) -> Digests:
-    """Runs in a worker process of vLLM: of a request's blocks, the first ``num_tokens`` tokens."""
-    runner = worker.model_runner
-    caches = runner.compilation_config.static_forward_context
-    found: Digests = {}
-    for group, ids in zip(runner.kv_cache_config.kv_cache_groups, block_ids, strict=True):
-        size = group.kv_cache_spec.block_size
-        for name in group.layer_names:
-            for index, block in enumerate(ids[: -(-num_tokens // size)]):
-                if block == NULL_BLOCK:
-                    continue
-                heads = logical(caches[name].kv_cache, [block])
-                shift = worker.rank * len(heads)
-                for head, data in enumerate(heads):
-                    tokens = data[: min(size, num_tokens - index * size)]
-                    place = Place(name, index * size, shift + head)
-                    found[place] = blake3(tokens.tobytes()).hexdigest()
-    return found
 
 
 def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
