@@ -25,7 +25,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on. Raises ``ValueError`` for one that cannot be.
+    """A hit to decide on.
 
     ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
     where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
@@ -56,12 +56,6 @@ class LoadOffer:
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
     num_firm: int = 0
     in_step_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens <= 0 or self.chunk_bytes < (self.other_bytes is None):
-            raise ValueError("chunks have tokens and bytes")
-        if not 0 <= self.context_tokens < self.prompt_tokens:
-            raise ValueError("at least one token of the prompt must be left to compute")
 
     def end_up_to(self, num_chunks: int) -> int:
         """The largest number of chunks a load may end after, of those up to ``num_chunks``; 0 if

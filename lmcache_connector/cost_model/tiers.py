@@ -91,12 +91,7 @@ class TierSpeed:
 
     def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
         """Start again from a measurement. It counts as a load that arrived, but the one that ends a
-        stall does not: a tier may bring what is measured, and stall with every load after it.
-
-        Raises ``ValueError`` for what cannot be a measurement.
-        """
-        if bytes_per_second <= 0 or latency_seconds < 0:
-            raise ValueError("a calibration needs a positive bandwidth and no negative latency")
+        stall does not: a tier may bring what is measured, and stall with every load after it."""
         self._calibration = bytes_per_second, latency_seconds
         self._quiet_seconds = QUIET_SECONDS
         self._fit = _new_fit()
@@ -125,7 +120,7 @@ class TierSpeed:
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load that brought all its bytes. Raises ``ValueError`` for an impossible one."""
+        """A load that brought all its bytes."""
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
@@ -147,8 +142,6 @@ class TierSpeed:
             self._changed_at = now
 
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
-        if num_bytes <= 0 or seconds < 0:
-            raise ValueError(f"no load moves {num_bytes} bytes in {seconds} seconds")
         seconds = max(seconds, _MIN_SECONDS)
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
         past_bytes = _KEEP_PROVEN * self.proven_bytes if keep == _KEEP_PER_LOAD else 0.0

@@ -195,15 +195,3 @@ def test_a_quiet_minute_does_not_make_up_for_failures() -> None:
     tier.cut_off(0.0, 0, 1.0)
     tier.calibrate(1.0, 1e8, 0.0)
     assert tier.calibrated_only(61.0).failure_rate == tier.failure_rate
-
-
-@pytest.mark.parametrize("measured", [(0, 1.0), (-1, 1.0), (1, -1.0)])
-def test_impossible_loads_are_the_callers_bug(measured: tuple[int, float]) -> None:
-    with pytest.raises(ValueError, match="no load moves"):
-        TierSpeed().arrived(0.0, *measured)
-
-
-@pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, 0.0), (1e6, -0.1)])
-def test_impossible_calibrations_are_the_callers_bug(measured: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="calibration"):
-        TierSpeed().calibrate(0.0, *measured)
