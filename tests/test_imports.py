@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 2020, "handover": 80, "transformers": 900},
+    {"cli": 2020, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1300},
     {"integrations": 450, "scheduler": 3800, "worker": 4_120},
-    {"lookup": 900, "vllm_compat": 2630},
-    {"config": 800, "copy_kv_blocks": 1220, "peers": 2850},
+    {"lookup": 900, "vllm_compat": 2620},
+    {"config": 800, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 360,
         "cost_model": 1460,
@@ -40,7 +40,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "tracing": 100,
         "weight_names": 270,
     },
-    {"plans": 550, "storage": 800, "storage/redis/client": 610, "vllm_compat/api": 310},
+    {"plans": 550, "storage": 800, "storage/redis/client": 610, "vllm_compat/api": 295},
     {"change_count": 100, "errors": 60, "keys": 690, "kv_parts": 350, "net": 550, "threads": 200},
 )
 MAX_LAYERS = 8

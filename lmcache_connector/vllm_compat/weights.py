@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.weights_digest import (
@@ -144,8 +144,9 @@ def _files(model: ModelConfig, load: LoadConfig) -> dict[str, Path]:
         return {}
     below = model.architecture in WEIGHTS_IN_SUBFOLDERS
     parts = [(path, weight_files(path, suffixes, in_subfolders=below))]
-    for name in _other_models(model.hf_config):
-        other = _local_path(name, None, load.download_dir)
+    others = (getattr(model.hf_config, field, None) for field in WEIGHTS_OF_OTHERS)
+    for name in filter(None, others):
+        other = _local_path(str(name), None, load.download_dir)
         parts.append((path, {}) if other is None else (other, weight_files(other, suffixes)))
     if not all(weights for _, weights in parts):
         return {}
@@ -161,12 +162,6 @@ def _suffixes(load: LoadConfig) -> tuple[str, ...]:
     if "pattern" in (load.model_loader_extra_config or {}):
         return ()
     return _READ_FROM_FOLDER.get(str(load.load_format), ())
-
-
-def _other_models(hf_config: Any) -> Iterator[str]:
-    for field in WEIGHTS_OF_OTHERS:
-        if name := getattr(hf_config, field, None):
-            yield str(name)
 
 
 def _beside(model: ModelConfig, load: LoadConfig, path: Path) -> Iterator[tuple[str, Path]]:

@@ -214,22 +214,6 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     return model
 
 
-def test_a_tier_that_is_slow_stays_left_out_while_its_measurements_are_fresh() -> None:
-    clock = Clock()
-    model = slow_cpu_model(clock)
-    for clock.now in (0.0, 30.0, QUIET_SECONDS - 0.1):
-        assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
-
-
-def test_after_a_quiet_minute_one_chunk_of_a_slow_tier_is_tried() -> None:
-    clock = Clock()
-    model = slow_cpu_model(clock)
-    clock.now = QUIET_SECONDS
-    decision = model.decide(offer(*[CPU] * 32))
-    assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
-    assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
-
-
 def test_a_first_load_that_was_slow_is_not_believed_for_a_minute() -> None:
     clock = Clock()
     model = make_model(clock=clock)  # as without a self-test
@@ -289,15 +273,6 @@ def test_the_trial_decides(bytes_per_second: float, num_chunks: int) -> None:
     assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
     clock.now += QUIET_SECONDS - 0.1
     assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
-
-
-def test_a_tier_whose_calibration_is_slow_is_never_tried() -> None:
-    clock = Clock()
-    model = make_model(clock=clock)
-    model.calibrate(CPU, bytes_per_second=1e7, latency_seconds=0.0)
-    for _ in range(10):
-        clock.now += QUIET_SECONDS
-        assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
 
 
 def test_a_tier_in_use_is_loaded_whole_after_a_quiet_minute() -> None:
