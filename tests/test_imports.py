@@ -26,11 +26,11 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1300},
     {"integrations": 450, "scheduler": 3800, "worker": 4_120},
-    {"lookup": 900, "vllm_compat": 2620},
+    {"lookup": 900, "vllm_compat": 2610},
     {"config": 800, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 360,
-        "cost_model": 1460,
+        "cost_model": 1440,
         "kv_events": 350,
         "kv_layout": 650,
         "metrics": 600,

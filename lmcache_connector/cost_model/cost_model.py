@@ -5,11 +5,10 @@ chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)
 in steps: see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in ``k``,
 because the last tokens attend to the most, and a load is a line in bytes. So the minimum lies where
 a run of chunks from one tier ends: only those prefixes are compared (and the longest one that the
-deadline cap lets through). A load lasts what is predicted, plus twice the error that predictions
-have had lately (``spread``), plus the deadline times the share of loads that failed; loads larger
-than any seen are taken to last in proportion to the largest. The wait must be 5 % shorter than the
-compute it saves. Compute is taken from all who wait for their first token: the more there are, the
-less the steps count that a load costs, and the loads ahead of it, down to the load alone.
+deadline cap lets through). A load lasts 1.3 times what is predicted, plus the deadline times the
+share of loads that failed. The wait must be 5 % shorter than the compute it saves. Compute is taken
+from all who wait for their first token: the more there are, the less the steps count that a load
+costs, and the loads ahead of it, down to the load alone.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that brings nothing until ``S``

@@ -108,9 +108,9 @@ class LoadDecision:
 _MAX_BORDERS, _MAX_ENDS = 8, 16
 """Of a hit with many of them, the first borders between tiers and the last ends are compared only:
 it bounds the time."""
-_CAUTION = 2.0
-"""A load counts as slower than predicted by this many times the usual error: a lost bet costs the
-user more than a bet not made."""
+_CAUTION = 1.3
+"""A load counts as slower than predicted by this factor: a lost bet costs the user more than a bet
+not made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,8 @@ class LoadPrefixes:
             speed = self.tiers[tier]
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
             load_seconds += queue_seconds + speed.seconds(num_bytes)
-            caution, worst_seconds = 1 + _CAUTION * speed.spread, speed.seconds_at_worst(num_bytes)
-            risky_seconds += (queue_seconds + worst_seconds) * caution
-            own_seconds += worst_seconds * caution
+            risky_seconds += (queue_seconds + speed.seconds(num_bytes)) * _CAUTION
+            own_seconds += speed.seconds(num_bytes) * _CAUTION
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
         return Prefix(
