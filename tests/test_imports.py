@@ -30,7 +30,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"config": 800, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 360,
-        "cost_model": 1440,
+        "cost_model": 1385,
         "kv_events": 350,
         "kv_layout": 650,
         "metrics": 600,
