@@ -171,7 +171,7 @@ METRICS = table(
         counter(
             "written_chunks",
             ("result",),
-            "Writes to Redis by result: written, already_there, claimed_elsewhere.",
+            "Writes to Redis by result: written, already_there.",
         ),
         counter(
             "dropped_writes",

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import WireError, WireFault
-from lmcache_connector.storage.redis.burst import Burst, WriteRefusedError, WriterNotes
+from lmcache_connector.storage.redis.burst import Burst, SpoiledChunks, WriteRefusedError
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
-from lmcache_connector.storage.redis.healer import Healer
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.redis.write_queue import MAX_LANES, NO_LANE, PendingWrite, WriteQueue
@@ -33,11 +32,9 @@ _IDLE_SECONDS = 0.25
 # Added to a writer's niceness: writes can wait and vLLM cannot. On a CPU that both want, a writer
 # gets about a tenth.
 _NICENESS = 10
-# Taken at once: their presence is asked in one round trip, during which nothing is written. More
-# where the last ones took next to no time, but then for no longer: others' claims shall not expire
-# meanwhile, nor forward passes share their cores. Less where they took long.
-_QUICK_BYTES, _MAX_TAKE_BYTES = 32 << 20, 256 << 20
-_QUICK_SECONDS, _TAKE_SECONDS = 0.05, 0.5
+# Taken at once: their presence is asked in one round trip, during which nothing is written. Less
+# where the last ones took long.
+_MAX_TAKE_BYTES, _TAKE_SECONDS = 32 << 20, 0.5
 # Of a node to which nothing has been written yet.
 _ASSUMED_BYTES_PER_SECOND = 8 << 20
 # A burst may take so many write time-outs, and as long as its bytes take at this speed.
@@ -82,8 +79,7 @@ class WriteContext:
     queue: WriteQueue
     plan: ValuePlan
     counters: Counters
-    notes: WriterNotes
-    healer: Healer
+    spoiled: SpoiledChunks
     lanes: Lanes
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
 
@@ -151,8 +147,7 @@ class Writers(threading.Thread):
 
 
 class Writer(threading.Thread):
-    """Drains a lane over connections of its own, and heals suspects there in between, until
-    ``stopping`` is set."""
+    """Drains a lane over connections of its own until ``stopping`` is set."""
 
     def __init__(
         self, number: int, lane: int, context: WriteContext, stopping: threading.Event
@@ -169,7 +164,8 @@ class Writer(threading.Thread):
         _lower_priority()
         context, timeout = self._context, 0.0  # connect before there is anything to write
         while not self._stopping.is_set():
-            taken = context.queue.take(take_bytes(self._bytes_per_second), timeout, self.lane)
+            size = min(int(_TAKE_SECONDS * self._bytes_per_second), _MAX_TAKE_BYTES)
+            taken = context.queue.take(size, timeout, self.lane)
             timeout = _IDLE_SECONDS
             left = {write.key: write for write in taken}
             try:
@@ -177,13 +173,11 @@ class Writer(threading.Thread):
                     self._write(left)
                 else:
                     self._connections.tend(self._is_mine)
-                context.healer.heal(self._is_mine)
             except Exception:  # whatever it is, the next writes may fare better
                 logger.exception("writing to redis failed")
                 self._connections.close()
             for write in left.values():
                 context.finish(write, WriteEnd.FAILED)
-        context.healer.report()
         self._connections.close()
 
     def _is_mine(self, node: Node) -> bool:
@@ -233,11 +227,10 @@ class Writer(threading.Thread):
         is_over = self._stopping.is_set
         until = context.deadline(servers.config.connect_timeout_seconds, is_over)
         wire = self._connections.get(node, until)
-        seconds = burst_seconds(
-            sum(len(write.buffer) for write in writes), servers.config.write_timeout_seconds
-        )
-        deadline = context.deadline(seconds, is_over)
-        burst = Burst(context.plan, wire, deadline, context.counters, context.notes, on_end)
+        num_bytes = sum(len(write.buffer) for write in writes)
+        seconds = _TIMEOUTS_PER_BURST * servers.config.write_timeout_seconds
+        deadline = context.deadline(seconds + num_bytes / _MIN_BYTES_PER_SECOND, is_over)
+        burst = Burst(context.plan, wire, deadline, context.counters, context.spoiled, on_end)
         started = servers.clock()
         burst.run(writes)
         if burst.num_bytes:
@@ -254,17 +247,6 @@ class Writer(threading.Thread):
     def _pause(self, node: Node, why: str, *, at_once: bool) -> None:
         if self._servers.pause(node).failed(at_once=at_once):
             logger.warning("redis %s %s", node, self._servers.redact(why))
-
-
-def take_bytes(bytes_per_second: float) -> int:
-    """How much to take from the queue at once, by the speed of the last burst."""
-    quick = min(_QUICK_SECONDS * bytes_per_second, _MAX_TAKE_BYTES)
-    return max(int(quick), int(min(_TAKE_SECONDS * bytes_per_second, _QUICK_BYTES)))
-
-
-def burst_seconds(num_bytes: int, write_timeout_seconds: float) -> float:
-    """How long a burst of chunks may take."""
-    return _TIMEOUTS_PER_BURST * write_timeout_seconds + num_bytes / _MIN_BYTES_PER_SECOND
 
 
 def _lower_priority() -> None:

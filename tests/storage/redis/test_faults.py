@@ -94,7 +94,7 @@ def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
 def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
     proxy: FaultProxy, valkey: Server, kind: Kind, direction: Direction
 ) -> None:
-    with open_tier(proxy.url, num_connections=1, claim_seconds=0.001, **TIMEOUTS) as tier:
+    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
         wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
         proxy.arm(Fault(kind, 5 if direction is Direction.REPLY else 3000, direction))
         written = put_all(tier, [0, 1])
@@ -272,7 +272,7 @@ def _storm(valkey_path: str, seed: int, steps: int) -> None:
     threads, files = threading.active_count(), open_files()
     with running_server(valkey_path) as server, fault_proxy(server.port) as proxy:
         storm = Storm(server, proxy, seed)
-        settings: dict[str, Any] = {"claim_seconds": 0.01, "read_timeout_seconds": 0.1}
+        settings: dict[str, Any] = {"read_timeout_seconds": 0.1}
         settings |= {"write_timeout_seconds": 0.1, "write_queue_bytes": 1 << 17}
         lookup = RedisLookup(config(proxy.url, **settings), [PARTS])
         with open_tier(proxy.url, **settings) as tier:

@@ -57,7 +57,7 @@ def test_each_value_is_written_once(valkey: Server) -> None:
 
 
 def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
-    with open_tier(valkey.url, claim_seconds=0.001) as tier, valkey.client() as client:
+    with open_tier(valkey.url) as tier, valkey.client() as client:
         put_all(tier, range(1))
         victim = client.keys("lmc:*-*")[0]
         client.setrange(victim, 1000, b"\xff\x00\xff\x00")
@@ -73,7 +73,7 @@ def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: by
     write over it."""
     with open_tier(valkey.url, hash_key=forger) as stranger:
         assert put_all(stranger, range(3)) == [True] * 3
-    with open_tier(valkey.url, hash_key=b"the secret of us all", claim_seconds=0.001) as tier:
+    with open_tier(valkey.url, hash_key=b"the secret of us all") as tier:
         assert get_all(tier, range(3))[0] == [False] * 3
         wait_until(lambda: all(put_all(tier, range(3))), "a forged value stays")
         wait_until(
