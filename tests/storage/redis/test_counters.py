@@ -28,4 +28,4 @@ def test_the_labels_are_those_that_dashboards_know() -> None:
     assert [end.value for end in WriteEnd] == [
         *("written", "already_there", "queue_full", "failed")
     ]
-    assert [end.is_stored for end in WriteEnd] == [True, True, False, False, False]
+    assert [end.is_stored for end in WriteEnd] == [True, True, False, False]
