@@ -177,8 +177,7 @@ class Servers:
                 logger.exception("connecting to redis failed")
             finally:
                 done.set()
-                with self._lock:
-                    self._num_dials -= 1
+                self._task_ended()
 
         if self._num_dials >= _MAX_DIALS:
             return None
@@ -188,6 +187,10 @@ class Servers:
             return None
         self._num_dials += 1
         return done
+
+    def _task_ended(self) -> None:
+        with self._lock:
+            self._num_dials -= 1
 
     def _of(self, breakers: dict[Node, CircuitBreaker], node: Node) -> CircuitBreaker:
         if (known := breakers.get(node)) is not None:
