@@ -57,11 +57,14 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Each page has one title, and needs nothing from elsewhere to be shown."""
     done = build(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     for page in DOCS.glob("*.md"):
         built = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
-        assert built.is_file(), page.name
+        html = built.read_text()
+        assert html.count("<h1") == 1, page.name
+        assert not re.search(r'(src|href)="https?://[^"]+\.(js|css|png|svg|woff2?)"', html)
     for name in ("CHANGELOG", "benchmarks/RESULTS", "benchmarks/results/ttft"):
         assert (tmp_path / "site" / name / "index.html").is_file()
 

@@ -10,17 +10,24 @@ squares counts bytes, and the share of bytes that differ takes the place of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lmcache_connector.plans import LayerDifference
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 OPAQUE = "opaque"
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 
@@ -35,7 +42,7 @@ def compare_chunks(
 ) -> tuple[LayerDifference, ...]:
     """Differences of both halves (K and V) of every layer, over this rank's heads.
 
-    ``formats`` names how each layer's elements are stored: a key of ``DECODERS`` or ``OPAQUE``.
+    ``formats`` names how each layer's elements are stored: a key of ``DTYPES`` or ``OPAQUE``.
     ``planar``: a layer holds all K before all V; else each token's K precedes its V. K and V are
     told apart because K may be many times larger. Where a layer's halves are something else, as
     with latents, they are measured apart all the same.
@@ -63,7 +70,7 @@ def _halves(layer: Bytes, geometry: ChunkGeometry, planar: bool) -> list[Bytes]:
     if not planar:
         layer = layer.reshape(len(layer) * geometry.num_tokens, -1)
     middle = layer.shape[1] // 2
-    return [np.ascontiguousarray(layer[:, :middle]), np.ascontiguousarray(layer[:, middle:])]
+    return [np.array(layer[:, :middle], order="C"), np.array(layer[:, middle:], order="C")]
 
 
 def _sums(computed: Bytes, stored: Bytes, name: str) -> tuple[float, float, float]:
@@ -71,7 +78,7 @@ def _sums(computed: Bytes, stored: Bytes, name: str) -> tuple[float, float, floa
     if name == OPAQUE:
         size = float(computed.size)
         return float(np.count_nonzero(computed != stored)), size, size
-    ours, theirs = DECODERS[name](computed), DECODERS[name](stored)
+    ours, theirs = _numbers(computed, name), _numbers(stored, name)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = ours - theirs
     # Two infinities or two NaNs of the same bits are no difference; one alone is an infinite one.
@@ -91,46 +98,6 @@ def _squares(values: Numbers) -> float:
     return float(np.dot(flat.astype(np.float64), flat))
 
 
-def _decoder(dtype: Any) -> Callable[[Bytes], Numbers]:
-    def decode(data: Bytes) -> Numbers:
-        numbers: Numbers = data.view(dtype).astype(np.float32)
-        return numbers
-
-    return decode
-
-
-def _bfloat16(data: Bytes) -> Numbers:
-    return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-@lru_cache(maxsize=2)
-def _float8_values(mantissa_bits: int) -> Numbers:
-    """The number each byte stands for: e4m3 (no infinities, one NaN) or e5m2 (IEEE)."""
-    exponent_bits = 7 - mantissa_bits
-    code = np.arange(256)
-    exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    bias = (1 << (exponent_bits - 1)) - 1
-    value = np.where(
-        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
-    )
-    top = exponent == (1 << exponent_bits) - 1
-    if mantissa_bits == 2:
-        value = np.where(top, np.where(fraction == 0, np.inf, np.nan), value)
-    else:
-        value = np.where(top & (fraction == 7 / 8), np.nan, value)
-    return np.where(code < 128, value, -value).astype(np.float32)
-
-
-def _float8(mantissa_bits: int) -> Callable[[Bytes], Numbers]:
-    return lambda data: _float8_values(mantissa_bits)[data]
-
-
-DECODERS: dict[str, Callable[[Bytes], Numbers]] = {
-    "float32": _decoder("<f4"),
-    "float16": _decoder("<f2"),
-    "bfloat16": _bfloat16,
-    "float8_e4m3fn": _float8(3),
-    "float8_e5m2": _float8(2),
-    "int8": _decoder(np.int8),
-}
+def _numbers(data: Bytes, name: str) -> Numbers:
+    numbers: Numbers = torch.from_numpy(data).view(DTYPES[name]).float().numpy()
+    return numbers

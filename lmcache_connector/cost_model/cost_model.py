@@ -2,22 +2,17 @@
 
 The choice. Loads are asynchronous and a request waits for its own, so loading the first ``k`` hit
 chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)``. ``wait`` counts
-in steps: see :mod:`lmcache_connector.cost_model.steps`. ``load`` is a latency per tier and a
-line in bytes, after what is queued and the stores it relies on; ``compute`` of the rest is concave
-in ``k``, because the last tokens attend to the most. Their sum is about concave wherever the tier
-does not change, so its minimum lies where a run of chunks from one tier ends: only those prefixes
-are compared (and the longest one the deadline cap lets through). A load lasts what is predicted,
-plus twice the error predictions have had lately (``spread``), plus the deadline times the share of
-loads that failed; loads larger than any seen are taken to last in proportion to the largest. The
-wait must be 5 % shorter than the compute it saves. Compute is taken from all who wait for their
-first token, so the more others do, the less the steps count which a load costs, and the loads ahead
-of it, down to the load alone: where a load beats compute, a crowd that loads beats one that
-computes. A crowd whose prompts fill several steps is spared those too: see
-:mod:`lmcache_connector.cost_model.steps`.
+in steps: see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in ``k``,
+because the last tokens attend to the most, and a load is a line in bytes. So the minimum lies where
+a run of chunks from one tier ends: only those prefixes are compared (and the longest one that the
+deadline cap lets through). A load lasts 1.3 times what is predicted, plus the deadline times the
+share of loads that failed. The wait must be 5 % shorter than the compute it saves. Compute is taken
+from all who wait for their first token: the more there are, the less the steps count that a load
+costs, and the loads ahead of it, down to the load alone.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
-the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
-deadline of ``S`` leaves the request within 1.05 of recompute, however slow the tier is. So:
+the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that brings nothing until ``S``
+leaves the request within 1.05 of recompute, however slow the tier is.
 
 - A tier nothing is known about gets ``S``: what arrives by then is used and measures the tier.
 - A tier known to be slow (or stalled) is not loaded from.
@@ -26,20 +21,16 @@ deadline of ``S`` leaves the request within 1.05 of recompute, however slow the 
   who waits. If such a tier stalls out of the blue, the loads under way lose up to that; from the
   first of them reported on, nothing loads from it.
 
-All deadlines lie between a floor of 10 ms (below it, thread wake-ups decide, not the tier) and
-``max_deadline_seconds``. Before any prefill was measured ``C`` is unknown: as much as is predicted
-to load within 250 ms is, with ``3*p`` but at least 250 ms to wait.
+Before any prefill was measured ``C`` is unknown: as much as is predicted to load within 250 ms is.
 
-The way back. A tier that is left out because it looked slow is measured no more, and would never be
-used again. Once nothing has been heard of it for a minute, its last calibration counts again. Where
-the calibration says that a load pays, one request loads one chunk on trial, if that keeps it within
-``1.05*C``. If that takes more than twice as long as the calibration says, or is never heard of, the
-tier is left out for another minute; else it is back in use. So a slow tier costs the difference of
-one chunk a minute, and a tier that was slow to begin with costs nothing. A calibration is what was
-measured at start, or by a later probe: Redis is probed while requests would use it, so it comes
-back by its probe, and only so if it has stalled. Nobody probes peers: after a stall they are on
-trial as any tier that nothing was heard of. A tier that was never calibrated is unknown again
-then, and some seconds after its first loads already: those may have met a hiccup.
+The way back. A tier that is left out because it looked slow is measured no more. Once nothing has
+been heard of it for a minute, its last calibration counts again: where it says that a load pays,
+one request loads one chunk on trial, if that keeps it within ``1.05*C``. If that takes more than
+twice as long as the calibration says, or is never heard of, the tier is left out for another
+minute. A calibration is what was measured at start, or by a later probe: Redis is probed while
+requests would use it, so after a stall it comes back by its probe alone. Nobody probes peers: after
+a stall they are on trial as any tier that nothing was heard of. A tier that was never calibrated is
+unknown again then, and some seconds after its first loads already: those may have met a hiccup.
 """
 
 from __future__ import annotations
@@ -83,7 +74,6 @@ class CostModel:
 
     Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Up to
     ``num_batches`` steps are under way at once, and each computes ``max_step_tokens`` at most.
-    Raises ``ValueError`` if ``max_deadline_seconds`` is not positive.
     """
 
     def __init__(
@@ -94,8 +84,6 @@ class CostModel:
         num_batches: int = 1,
         max_step_tokens: int = 1 << 30,
     ) -> None:
-        if max_deadline_seconds <= 0:
-            raise ValueError(f"max_deadline_seconds must be positive, not {max_deadline_seconds}")
         self._clock = clock
         self._max_deadline_seconds = max_deadline_seconds
         self.mode = mode
@@ -108,7 +96,7 @@ class CostModel:
 
     def calibrate(self, tier: Tier, bytes_per_second: float, latency_seconds: float) -> None:
         """Take over a measurement made for its own sake, as by the self-test; what was learned from
-        loads is dropped. Raises ``ValueError`` if it cannot be one."""
+        loads is dropped. ``bytes_per_second`` is positive."""
         self._tiers[tier].calibrate(self._clock(), bytes_per_second, latency_seconds)
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
@@ -164,10 +152,8 @@ class CostModel:
         return self.steps.decode_seconds + self._prefill.seconds(0, num_tokens)
 
     def bytes_per_second(self, tier: Tier) -> float:
-        """Bandwidth of a tier after its latency; infinite when nothing is known. After a minute
-        without a load that is the calibration's: one slow load shall not count for ever."""
-        now, speed = self._clock(), self._tiers[tier]
-        return (speed.calibrated_only(now) if speed.is_outdated(now) else speed).bytes_per_second
+        """Bandwidth of a tier after its latency; infinite when nothing is known."""
+        return self._current(tier).bytes_per_second
 
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:
         """Predicted, with nothing ahead of it; infinite where nothing is known."""
@@ -176,8 +162,7 @@ class CostModel:
 
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""
-        speed = self._tiers[tier]
-        return speed.stalled and not speed.is_outdated(self._clock())
+        return self._current(tier).stalled
 
     def gain_seconds(
         self,
@@ -193,9 +178,7 @@ class CostModel:
         compute of tokens ``[start, end)``, as far as predictions can tell; the others as in
         :class:`LoadOffer`. Negative if compute is quicker; infinite where nothing is known, or
         every hit is loaded."""
-        now, speed = self._clock(), self._tiers[tier]
-        if speed.is_outdated(now):
-            speed = speed.calibrated_only(now)
+        speed = self._current(tier)
         compute_seconds = self.compute_seconds(start, end, running_requests)
         if self.mode == "always" or compute_seconds is None or not speed.known:
             return inf
@@ -209,11 +192,13 @@ class CostModel:
         compute_seconds = self._rest_seconds(offer, 0)
         if not offer.tiers:
             return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
-        if self.mode == "always":
-            return self._everything(offer, compute_seconds)
-        if not self._prefill.known:
+        if self.mode == "always" or not self._prefill.known:
             *_, longest = (Prefix(), *self._prefixes(offer).to_compare())
-            return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
+            if self.mode != "always":
+                return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
+            answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
+            whole, seconds = len(offer.tiers), self._max_deadline_seconds
+            return replace(answer, num_chunks=whole, deadline_seconds=seconds)
         best = self._best_with_trial(offer, compute_seconds)
         if best.num_chunks:
             reason = Reason.LOAD_FASTER if best.all_known else Reason.UNMEASURED
@@ -271,10 +256,10 @@ class CostModel:
         """What a load costs, as it is judged."""
         load_seconds = prefix.risky_seconds + stall_seconds
         own_seconds = prefix.own_seconds + stall_seconds
-        num_bytes = offer.num_bytes(Tier.CPU, prefix.num_chunks)
-        fits_in_step = self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds
-        if fits_in_step and prefix.num_chunks <= offer.num_firm:
-            return own_seconds
+        if prefix.num_chunks <= offer.num_firm:
+            num_bytes = offer.bytes_of(prefix.num_chunks)[Tier.CPU]
+            if self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds:
+                return own_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
@@ -311,13 +296,11 @@ class CostModel:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
         return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
 
-    def _everything(self, offer: LoadOffer, compute_seconds: float) -> LoadDecision:
-        """The whole hit, for as long as a load may take at all."""
-        *_, longest = (Prefix(), *self._prefixes(offer).to_compare())
-        answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
-        return replace(
-            answer, num_chunks=len(offer.tiers), deadline_seconds=self._max_deadline_seconds
-        )
+    def _current(self, tier: Tier) -> TierSpeed:
+        """What counts of a tier now. After a minute without a load that is the calibration alone:
+        one slow load shall not count for ever."""
+        now, speed = self._clock(), self._tiers[tier]
+        return speed.calibrated_only(now) if speed.is_outdated(now) else speed
 
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason

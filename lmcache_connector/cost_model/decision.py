@@ -25,7 +25,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on. Raises ``ValueError`` for one that cannot be.
+    """A hit to decide on.
 
     ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
     where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
@@ -57,12 +57,6 @@ class LoadOffer:
     num_firm: int = 0
     in_step_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.chunk_tokens <= 0 or self.chunk_bytes < (self.other_bytes is None):
-            raise ValueError("chunks have tokens and bytes")
-        if not 0 <= self.context_tokens < self.prompt_tokens:
-            raise ValueError("at least one token of the prompt must be left to compute")
-
     def end_up_to(self, num_chunks: int) -> int:
         """The largest number of chunks a load may end after, of those up to ``num_chunks``; 0 if
         there is none."""
@@ -75,11 +69,11 @@ class LoadOffer:
         """The next such number after ``num_chunks``."""
         return self.ends[bisect_right(self.ends, num_chunks)] if self.ends else num_chunks + 1
 
-    def num_bytes(self, tier: Tier, num_chunks: int) -> int:
-        """What a load of so many chunks takes from a tier."""
+    def bytes_of(self, num_chunks: int) -> dict[Tier, int]:
+        """What a load of so many chunks takes from each tier."""
         others = self.other_bytes(num_chunks) if self.other_bytes and num_chunks else {}
-        own = self.tiers[:num_chunks].count(tier) * self.chunk_bytes
-        return own + others.get(tier, 0)
+        chunks = self.tiers[:num_chunks]
+        return {t: chunks.count(t) * self.chunk_bytes + others.get(t, 0) for t in Tier}
 
     def tokens_after(self, num_chunks: int) -> int:
         """Tokens computed or loaded after that many chunks; the last one is always computed."""
@@ -111,13 +105,12 @@ class LoadDecision:
         )
 
 
-_MAX_BORDERS = 8
-"""Scattered hits are compared at their first borders and their end only: it bounds the time."""
-_MAX_ENDS = 16
-"""Of those a hit may have, so many are looked at before one is given up."""
-_CAUTION = 2.0
-"""A load counts as slower than predicted by this many times the usual error: a lost bet costs the
-user more than a bet not made."""
+_MAX_BORDERS, _MAX_ENDS = 8, 16
+"""Of a hit with many of them, the first borders between tiers and the last ends are compared only:
+it bounds the time."""
+_CAUTION = 1.3
+"""A load counts as slower than predicted by this factor: a lost bet costs the user more than a bet
+not made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,24 +143,20 @@ class LoadPrefixes:
 
         The last one is cut where its load would take too long.
         """
-        start = last_end = 0
-        for border in self._borders():
-            speed = self.tiers[self.offer.tiers[start]]
-            if speed.on_trial:
+        last_end = 0
+        for end in self._ends():
+            prefix = self.of(end)
+            excess_seconds = prefix.load_seconds - self.longest_seconds
+            if excess_seconds > 0:
+                speed = self.tiers[self.offer.tiers[end - 1]]
+                chunk_seconds = self.offer.chunk_bytes * speed.seconds_per_byte
+                if chunk_seconds and self.offer.other_bytes is None:
+                    cut = self.offer.end_up_to(end - ceil(excess_seconds / chunk_seconds))
+                    if cut > last_end:
+                        yield self.of(cut)
                 return
-            start = border
-            for end in self._ends_up_to(border):
-                if end <= last_end:
-                    continue
-                prefix = self.of(end)
-                excess_seconds = prefix.load_seconds - self.longest_seconds
-                if excess_seconds > 0:
-                    chunk_seconds = self.offer.chunk_bytes * speed.seconds_per_byte
-                    cut = ceil(excess_seconds / chunk_seconds) if chunk_seconds else end
-                    yield from self._longest(last_end, end - cut)
-                    return
-                yield prefix
-                last_end = end
+            yield prefix
+            last_end = end
 
     def of(self, num_chunks: int) -> Prefix:
         """Tiers are taken to load one after the other."""
@@ -175,15 +164,14 @@ class LoadPrefixes:
         load_seconds = risky_seconds = offer.wait_seconds
         own_seconds = 0.0
         failure_rate, all_known = 0.0, True
-        for tier, speed in self.tiers.items():
-            num_bytes = offer.num_bytes(tier, num_chunks)
+        for tier, num_bytes in offer.bytes_of(num_chunks).items():
             if num_bytes == 0:
                 continue
+            speed = self.tiers[tier]
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
             load_seconds += queue_seconds + speed.seconds(num_bytes)
-            caution, worst_seconds = 1 + _CAUTION * speed.spread, speed.seconds_at_worst(num_bytes)
-            risky_seconds += (queue_seconds + worst_seconds) * caution
-            own_seconds += worst_seconds * caution
+            risky_seconds += (queue_seconds + speed.seconds(num_bytes)) * _CAUTION
+            own_seconds += speed.seconds(num_bytes) * _CAUTION
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
         return Prefix(
@@ -196,47 +184,16 @@ class LoadPrefixes:
             all_known,
         )
 
-    def _borders(self) -> Iterator[int]:
-        """Ends of runs of one tier, up to the first tier that does not load."""
-        tiers, start = self.offer.tiers, 0
-        for count in range(len(tiers)):
-            if start == len(tiers) or not self._loads(tiers[start]):
-                return
-            if count == _MAX_BORDERS:
-                yield next((i for i, t in enumerate(tiers) if not self._loads(t)), len(tiers))
-                return
-            tier = tiers[start]
-            while start < len(tiers) and tiers[start] is tier:
-                start += 1
-            yield start
-
-    def _loads(self, tier: Tier) -> bool:
-        return not self.tiers[tier].stalled
-
-    def _longest(self, after: int, num_chunks: int) -> Iterator[Prefix]:
-        """The prefix that ends last, after one and before the other, if there is one."""
-        end = self._ends_up_to(num_chunks)[-1]
-        if end > after:
-            yield self.of(end)
-
-    def _ends_up_to(self, num_chunks: int) -> list[int]:
-        """The largest end up to there; where more is needed than the chunks before, the largest for
-        which memory has it, peers have it too, or any tier that loads. 0 for none."""
-        offer = self.offer
-        if offer.other_bytes is None:
-            return [offer.end_up_to(num_chunks)]
-        usable = {t for t in Tier if self._loads(t) and not self.tiers[t].on_trial}
-        found = {0}
-        for tiers in (usable & {Tier.CPU}, usable - {Tier.REDIS}, usable):
-            end = offer.end_up_to(num_chunks)
-            for _ in range(_MAX_ENDS):
-                if end == 0:
-                    break
-                needed = {tier for tier, count in offer.other_bytes(end).items() if count}
-                if needed <= tiers:
-                    break
-                end = offer.end_up_to(end - 1)
-            else:
-                end = 0
-            found.add(end)
+    def _ends(self) -> list[int]:
+        """Ends of runs of one tier, up to the first tier that does not load; where more is needed
+        than the chunks before, the last ends at which it can be had."""
+        offer, tiers = self.offer, self.offer.tiers
+        usable = {t for t, speed in self.tiers.items() if not (speed.stalled or speed.on_trial)}
+        last = next((i for i, tier in enumerate(tiers) if tier not in usable), len(tiers))
+        borders = [i for i in range(1, last) if tiers[i] is not tiers[i - 1]]
+        found = {offer.end_up_to(border) for border in (*borders[:_MAX_BORDERS], last)} - {0}
+        if offer.other_bytes is not None:
+            found |= {*[end for end in offer.ends if end <= last][-_MAX_ENDS:]}
+            needed = {end: offer.other_bytes(end).items() for end in found}
+            found = {end for end in found if {t for t, count in needed[end] if count} <= usable}
         return sorted(found)

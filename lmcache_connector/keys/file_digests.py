@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lmcache_connector.keys.kept_digests import KeptDigests, Signature
@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SHA256 = 64  # hexadecimal digits
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_READ_BYTES = 4 << 20
 _MAX_THREADS = 8
-_PROGRESS_SECONDS = 5.0
+_LARGE_BYTES = 4 << 30
 _LOCK_SECONDS = 1800.0
 # The clock of a file system ticks in milliseconds. A change so soon after the last one might leave
 # the signature as it is.
@@ -81,59 +80,24 @@ def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
 
 
 def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
-    """Reads all files, and says every few seconds how far it is.
-
-    ``found`` takes what may be kept, by signature.
-    """
-    if not files:
-        return []
-    progress = _Progress(sum(file.stat().st_size for file in files), files[0].parent)
+    """Reads all files. ``found`` takes what may be kept, by signature."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if num_bytes > _LARGE_BYTES:
+        folder = files[0].parent
+        logger.info("Hashing %.1f GB of weights in %s, once", num_bytes / 1e9, folder)
     threads = min(len(files), os.cpu_count() or 1, _MAX_THREADS)
-    with ThreadPoolExecutor(threads, thread_name_prefix="lmc-digest") as pool:
-        jobs = [pool.submit(_sha256, file, progress.advance) for file in files]
-        pending = set(jobs)
-        while pending:
-            _, pending = wait(pending, _PROGRESS_SECONDS, FIRST_COMPLETED)
-            progress.log()
-    results = [job.result() for job in jobs]
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="lmc-digest") as pool:
+        results = list(pool.map(_sha256, files))
     found |= {str(signature): digest.hex() for digest, signature in results if signature}
     return [digest for digest, _ in results]
 
 
-def _sha256(file: Path, advance: Callable[[int], None]) -> tuple[bytes, Signature | None]:
+def _sha256(file: Path) -> tuple[bytes, Signature | None]:
     """The digest, and the signature it may be kept by: none if the file is being written."""
     started = time.time_ns()
-    hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(_READ_BYTES))
     with file.open("rb", buffering=0) as handle:
         before = Signature.of(os.fstat(handle.fileno()))
-        while length := handle.readinto(buffer):
-            hasher.update(buffer[:length])
-            advance(length)
+        digest = hashlib.file_digest(handle, "sha256").digest()
         after = Signature.of(os.fstat(handle.fileno()))
     settled = max(before.ctime_ns, before.mtime_ns) < started - _SETTLED_NS
-    return hasher.digest(), before if before == after and settled else None
-
-
-class _Progress:
-    """Bytes read of all. A count that another thread's update makes late is no harm."""
-
-    def __init__(self, num_bytes: int, folder: Path) -> None:
-        self._num_bytes = num_bytes
-        self._folder = folder
-        self._num_read = 0
-        self._logged_at = time.monotonic()
-
-    def advance(self, num_bytes: int) -> None:
-        self._num_read += num_bytes
-
-    def log(self) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= _PROGRESS_SECONDS:
-            self._logged_at = now
-            logger.info(
-                "Hashing the weights in %s: %.1f of %.1f GB",
-                self._folder,
-                self._num_read / 1e9,
-                self._num_bytes / 1e9,
-            )
+    return digest, before if before == after and settled else None

@@ -96,38 +96,37 @@ class KeptDigests:
 
         After ``wait_seconds``, or where nothing can be locked, the caller is not alone.
         """
-        lock = self._lock(subject, wait_seconds, sleep)
-        try:
-            yield
-        finally:
-            if lock is not None:
-                os.close(lock)  # which lets go of the lock
-
-    def _lock(
-        self, subject: str, wait_seconds: float, sleep: Callable[[float], None]
-    ) -> int | None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(
-                self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = os.open(self._folder / "lock", flags, 0o600)
         except OSError:
-            return None
-        place = _place(subject)
+            yield
+            return
+        try:
+            self._lock(descriptor, subject, wait_seconds, sleep)
+            yield
+        finally:
+            os.close(descriptor)  # which lets go of the lock
+
+    def _lock(
+        self, descriptor: int, subject: str, wait_seconds: float, sleep: Callable[[float], None]
+    ) -> None:
+        # The byte of the file that stands for the subject.
+        digest = hashlib.sha256(subject.encode()).digest()
+        place = int.from_bytes(digest[:8], "little") % _LOCKS
         polls = int(wait_seconds / _POLL_SECONDS)
         for poll in range(polls + 1):
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-                return descriptor
+                return
             except (BlockingIOError, PermissionError):
                 if poll == 0:
                     logger.info("Waiting for another process that reads the weights of %s", subject)
                 if poll < polls:
                     sleep(_POLL_SECONDS)
             except OSError:
-                break
-        os.close(descriptor)
-        return None
+                return
 
 
 def _is_ours(found: os.stat_result) -> bool:
@@ -149,8 +148,3 @@ def _parse(data: bytes) -> dict[str, str]:
         for key, value in found.items()
         if _KEY.fullmatch(key) and isinstance(value, str) and _DIGEST.fullmatch(value)
     }
-
-
-def _place(subject: str) -> int:
-    """The byte of the lock file that stands for a subject."""
-    return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:8], "little") % _LOCKS

@@ -2,7 +2,7 @@
 
 The same model folder under another path, served name or host gets the same digest; a changed byte,
 or a file of another name, makes another. Loaders choose files by their names, and an index refers
-to them by name, so names count. What of a folder no loader computes with is excused.
+to them by name, so names count. Files that no loader computes with are ignored.
 """
 
 from __future__ import annotations
@@ -10,42 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from blake3 import blake3
 
 from lmcache_connector.keys.file_digests import file_digests
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.keys.reasons import by_field
 
-_TOKENS = "turns text into token ids, which are in the keys"
-_TRAINING = "what training left behind; vLLM reads none of it"
-_POOLING = "concerns what is done with the model's output"
-
-EXCUSED_FILES: MappingProxyType[str, str] = MappingProxyType(
+IGNORED_FILES = by_field(
     {
-        "config.json": "what vLLM resolves from it is in the keys",
-        "params.json": "what vLLM resolves from it is in the keys",
-        "generation_config.json": "sampling",
-        "tokenizer.json": _TOKENS,
-        "tokenizer_config.json": _TOKENS,
-        "special_tokens_map.json": _TOKENS,
-        "added_tokens.json": _TOKENS,
-        "vocab.json": _TOKENS,
-        "tekken.json": _TOKENS,
-        "chat_template.json": _TOKENS,
-        "modules.json": _POOLING,
-        "sentence_bert_config.json": _POOLING,
-        "config_sentence_transformers.json": _POOLING,
-        "trainer_state.json": _TRAINING,
-        "all_results.json": _TRAINING,
-        "train_results.json": _TRAINING,
-        "eval_results.json": _TRAINING,
-        "training_args.bin": _TRAINING,
-        "optimizer.bin": _TRAINING,
-        "optimizer.pt": _TRAINING,
-        "scheduler.pt": _TRAINING,
-        "scaler.pt": _TRAINING,
+        "what vLLM resolves from it is in the keys": "config.json params.json",
+        "sampling": "generation_config.json",
+        "turns text into token ids, which are in the keys": (
+            "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+            "vocab.json tekken.json chat_template.json"
+        ),
+        "concerns what is done with the model's output": (
+            "modules.json sentence_bert_config.json config_sentence_transformers.json"
+        ),
+        "what training left behind; vLLM reads none of it": (
+            "trainer_state.json all_results.json train_results.json eval_results.json "
+            "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt"
+        ),
     }
 )
 """JSON and weight files in a model folder that are no part of its identity, each with its reason.
@@ -95,7 +82,7 @@ def _named(files: Iterable[Path], suffix: str, folder: Path) -> dict[str, Path]:
     return {
         str(file.relative_to(folder)): file
         for file in files
-        if file.suffix == suffix and file.name not in EXCUSED_FILES and file.is_file()
+        if file.suffix == suffix and file.name not in IGNORED_FILES and file.is_file()
     }
 
 

@@ -12,12 +12,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from lmcache_connector.keys.kept_digests import Signature
 from lmcache_connector.plans import AdapterRef, LoadedAdapterList
 from lmcache_connector.threads import Background, Task
 
@@ -37,29 +38,8 @@ _STALE_SECONDS = 5.0
 
 # -- on the disk -----------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class FileStamp:
-    """Tells a file from what it was before: writing to it, or replacing it, changes the stamp.
-
-    Nobody can set ``changed_ns``, the time of the last change as the file system keeps it.
-    """
-
-    path: str
-    device: int
-    inode: int
-    num_bytes: int
-    modified_ns: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, file: Path) -> FileStamp:
-        stat = file.stat()
-        times = stat.st_mtime_ns, stat.st_ctime_ns
-        return cls(str(file), stat.st_dev, stat.st_ino, stat.st_size, *times)
-
-
-AdapterStamp = tuple[FileStamp, ...]
+AdapterStamp = tuple[tuple[Path, Signature], ...]
+"""The files of an adapter with their signatures: writing to one, or replacing it, changes these."""
 
 
 def adapter_stamp(folder: Path) -> AdapterStamp:
@@ -67,7 +47,7 @@ def adapter_stamp(folder: Path) -> AdapterStamp:
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise FileNotFoundError(f"{folder} holds no adapter weights")
-    return FileStamp.of(folder / _CONFIG), FileStamp.of(weights)
+    return tuple((file, Signature.of(file.stat())) for file in (folder / _CONFIG, weights))
 
 
 class AdapterDigests:
@@ -85,25 +65,28 @@ class AdapterDigests:
         Raises ``OSError`` if they cannot be read, or change meanwhile, or have changed since.
         """
         stamp = stamp or adapter_stamp(folder)
-        digest = self._known.get(stamp)
-        if digest is None:
-            digest = _digest_files(stamp)
+        digest = self._known.get(stamp) or _digest_files(stamp)
         if adapter_stamp(folder) != stamp:
             raise OSError(f"the adapter in {folder} is being changed")
-        self._known[stamp] = digest
-        self._known.move_to_end(stamp)
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        _remember(self._known, stamp, digest, _MAX_KNOWN)
         return digest
 
 
 def _digest_files(stamp: AdapterStamp) -> str:
     hasher = blake3()
-    for file in (Path(each.path) for each in stamp):
+    for file, _ in stamp:
         # Its ending says how it is read. Both parts have a fixed length.
         hasher.update(blake3(file.suffix.encode()).digest())
         hasher.update(blake3().update_mmap(file).digest())
     return str(hasher.hexdigest())
+
+
+def _remember(known: OrderedDict[Any, Any], key: object, value: object, most: int) -> None:
+    """As the newest of ``most`` entries."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
 
 
 def adapter_name(digest: str, is_3d: bool) -> str:
@@ -125,7 +108,6 @@ class LoadedAdapters:
         self.heard = (0,) * world_size
         self.question = 0
         self._lists: dict[int, LoadedAdapterList] = {}
-        self._world_size = world_size
         self._expected: OrderedDict[int, AdapterRef] = OrderedDict()  # by number
         self._last_question = 0
 
@@ -149,10 +131,7 @@ class LoadedAdapters:
 
     def expect(self, adapter: AdapterRef) -> None:
         """A request is taken to be computed with it."""
-        self._expected[adapter.number] = adapter
-        self._expected.move_to_end(adapter.number)
-        if len(self._expected) > _MAX_EXPECTED:
-            self._expected.popitem(last=False)
+        _remember(self._expected, adapter.number, adapter, _MAX_EXPECTED)
 
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
         """Returns the adapters that were taken for what is loaded while another was: what has been
@@ -180,21 +159,15 @@ class LoadedAdapters:
 
     def have_answered(self, question: int) -> bool:
         """Whether every rank has listed its adapters after it was asked."""
-        return len(self._lists) == self._world_size and all(
-            listed.question >= question for listed in self._lists.values()
-        )
+        return self._all(lambda listed: listed.question >= question)
 
     def are(self, adapter: AdapterRef) -> bool:
         """Whether every rank has told that it has loaded this very adapter."""
-        return len(self._lists) == self._world_size and all(
-            listed.digest_of(adapter.number) == adapter.digest for listed in self._lists.values()
-        )
+        return self._all(lambda listed: listed.digest_of(adapter.number) == adapter.digest)
 
     def have_loaded(self, number: int) -> bool:
         """Whether every rank has told that it has an adapter of that number."""
-        return len(self._lists) == self._world_size and all(
-            any(each == number for each, _ in listed.digests) for listed in self._lists.values()
-        )
+        return self._all(lambda listed: any(each == number for each, _ in listed.digests))
 
     def may_be(self, adapter: AdapterRef) -> bool:
         """Whether each rank has loaded this very adapter, or is yet to load one of its number."""
@@ -203,16 +176,14 @@ class LoadedAdapters:
             for listed in self._lists.values()
         )
 
+    def _all(self, holds: Callable[[LoadedAdapterList], bool]) -> bool:
+        return len(self._lists) == len(self.heard) and all(map(holds, self._lists.values()))
+
 
 def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
-    """Whether it is what is in memory now, and nothing else was after it had come.
-
-    ``in_memory``: names of what was, one after the other. If so, what was computed under its name
-    is its own.
-    """
-    return digest in in_memory and all(
-        each == digest for each in in_memory[in_memory.index(digest) :]
-    )
+    """Whether what was computed under the digest's name is its own: it is in memory now, and
+    nothing else was since it came. ``in_memory``: what was, one after the other."""
+    return digest in in_memory and set(in_memory[in_memory.index(digest) :]) == {digest}
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -223,8 +194,8 @@ class _Look:
     """The last look at an adapter that ``num_queued`` requests in vLLM's queue have."""
 
     adapter: Any
-    reading: Task[str]
-    since: float
+    reading: Task[str] = field(default_factory=Task)
+    since: float = 0.0
     num_queued: int = 0
 
 
@@ -232,14 +203,14 @@ class AdapterReader:
     """Reads adapters in the background. Runs on the scheduler's thread.
 
     ``find_folder`` turns the path a request has into the folder vLLM reads, ``None`` if there is
-    none yet. ``loaded`` knows what vLLM has loaded; without it, that is taken to be what lies on
-    the disk. ``looks``: at the adapters of requests in vLLM's queue.
+    none yet. ``loaded``: what vLLM has loaded. ``looks``: at the adapters of requests in vLLM's
+    queue, by what is read of them.
     """
 
     def __init__(
         self,
-        find_folder: Callable[[str], Path | None] = Path,
-        loaded: LoadedAdapters | None = None,
+        find_folder: Callable[[str], Path | None],
+        loaded: LoadedAdapters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find_folder = find_folder
@@ -256,10 +227,8 @@ class AdapterReader:
         need not wait for that, however long the step before it took."""
         look = self.looks.get(_files_of(adapter))
         if look is None:
-            look = _Look(adapter, self._submit(adapter), self._clock())
-            self.looks[_files_of(adapter)] = look
-        else:
-            self._look(look)
+            look = self.looks[_files_of(adapter)] = _Look(adapter)
+        self._look(look)
         look.num_queued += 1
         return look.reading
 
@@ -271,42 +240,34 @@ class AdapterReader:
 
     def next_step(self) -> None:
         for look in self.looks.values():
-            if look.reading.is_done and self._clock() - look.since >= _LOOK_SECONDS:
-                self._look(look)
+            self._look_if_older(look, _LOOK_SECONDS)
 
     def last_look(self, adapter: Any) -> Task[str]:
         """The name of what the files held by the last step. The request is in vLLM's queue."""
         look = self.looks[_files_of(adapter)]
-        if look.reading.is_done and self._clock() - look.since >= _STALE_SECONDS:
-            self._look(look)
+        self._look_if_older(look, _STALE_SECONDS)
         return look.reading
 
     def ask(self, adapter: Any) -> int:
         """Ask the ranks what they have loaded, ahead of need: unless all have told already that
         they have that adapter. Returns the question's number; 0: none."""
-        if self.loaded is None or self.loaded.have_loaded(adapter.lora_int_id):
-            return 0
-        return self.loaded.ask()
+        return 0 if self.loaded.have_loaded(adapter.lora_int_id) else self.loaded.ask()
 
     def is_known(self, adapter: Any, name: str, question: int) -> bool:
         """Whether enough is known of what the ranks have loaded to say what they compute with.
 
         That the files are those it was loaded from, and still are, needs no further question.
         """
-        return (
-            self.loaded is None
-            or self.loaded.are(AdapterRef(adapter.lora_int_id, name))
-            or (question > 0 and self.loaded.have_answered(question))
+        return self.loaded.are(AdapterRef(adapter.lora_int_id, name)) or (
+            question > 0 and self.loaded.have_answered(question)
         )
 
     def will_compute(self, request: Request, name: str) -> bool:
         """Whether a request that arrives is computed with the adapter of that name."""
-        adapter, loaded = request.lora_request, self.loaded
-        if loaded is None:
-            return True
+        adapter = request.lora_request
         ref = AdapterRef(adapter.lora_int_id, name)
         if self.may_compute(request, name):
-            loaded.expect(ref)
+            self.loaded.expect(ref)
             return True
         self._warn(
             f"{ref}",
@@ -321,7 +282,7 @@ class AdapterReader:
 
         With ``load_inplace`` vLLM reads the files again before it begins. The ranks know best.
         """
-        if name is None or self.loaded is None:
+        if name is None:
             return True
         adapter = request.lora_request
         if adapter.load_inplace and request.num_computed_tokens == 0:
@@ -331,11 +292,13 @@ class AdapterReader:
     def close(self) -> None:
         self._reads.close()
 
-    def _look(self, look: _Look) -> None:
-        look.reading, look.since = self._submit(look.adapter), self._clock()
+    def _look_if_older(self, look: _Look, seconds: float) -> None:
+        if look.reading.is_done and self._clock() - look.since >= seconds:
+            self._look(look)
 
-    def _submit(self, adapter: Any) -> Task[str]:
-        return self._reads.submit(lambda: self._read(adapter))
+    def _look(self, look: _Look) -> None:
+        look.reading = self._reads.submit(lambda: self._read(look.adapter))
+        look.since = self._clock()
 
     def _read(self, adapter: Any) -> str | None:
         """On a thread of its own."""

@@ -8,13 +8,13 @@ process's memory, a tensor on a device) has no digest.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.requests.excuses import known_fields
+from lmcache_connector.requests.request_fields import known_fields
 
 _ELEM_FIELDS = known_fields("MultiModalFieldElem")
 
@@ -31,27 +31,17 @@ class ItemDigests:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._known: dict[int, str] = {}
 
     def digest(self, item: Any) -> str:
         """Of a ``MultiModalKwargsItem``. Raises :class:`NoContentError`."""
-        known = self._known.get(id(item))
-        if known is not None and known[0]() is item:
-            return known[1]
-        digest = item_digest(item)
-        self._known[id(item)] = weakref.ref(item, self._forgetter(id(item))), digest
-        return digest
+        if id(item) not in self._known:
+            self._known[id(item)] = item_digest(item)
+            weakref.finalize(item, self._known.pop, id(item)).atexit = False
+        return self._known[id(item)]
 
     def __len__(self) -> int:
         return len(self._known)
-
-    def _forgetter(self, key: int) -> Callable[[weakref.ref[Any]], None]:
-        def forget(reference: weakref.ref[Any]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-
-        return forget
 
 
 def item_digest(item: Any) -> str:

@@ -21,17 +21,17 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
+from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.vllm_compat.canonical import canonical
 from lmcache_connector.vllm_compat.identity_tables import NOT_PART_OF_IDENTITY
+from lmcache_connector.vllm_compat.tensor_digest import model_digest, tensor_digest
 
 _ADAPTERS = "peft"
 _RELEASED = ("torch", "transformers", "builtins")
@@ -149,29 +149,15 @@ class TensorState:
 def weights_in_memory(module: torch.nn.Module) -> str:
     """Hexadecimal digest of all parameters and buffers by their names, types and bytes. Raises
     :class:`UnsupportedError` for those whose bytes are not here."""
-    seen: dict[tuple[object, ...], str] = {}
-    found = []
-    state = module.state_dict(keep_vars=True)
-    others = {name: each for name, each in state.items() if not isinstance(each, torch.Tensor)}
-    for name, tensor in (*_all_tensors(module), *others.items()):
-        if not isinstance(tensor, torch.Tensor) or not _is_readable(tensor):
-            raise _unreadable(name)
-        shape = list(tensor.shape)
-        place = (tensor.data_ptr(), str(tensor.dtype), *shape, *tensor.stride())
-        if place not in seen:
-            try:
-                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                raise _unreadable(name) from error
-            seen[place] = str(blake3(raw, max_threads=blake3.AUTO).hexdigest())
-        found.append([name, str(tensor.dtype), shape, seen[place]])
-    return str(blake3(canonical_bytes(sorted(found))).hexdigest())
-
-
-def _unreadable(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The bytes of the weight {name} cannot be read: set model_digest to a name of your own."
-    )
+    for name, each in (*_all_tensors(module), *module.state_dict(keep_vars=True).items()):
+        if not isinstance(each, torch.Tensor) or not _is_readable(each):
+            raise UnsupportedError(
+                f"The bytes of the weight {name} cannot be read: set model_digest to a name of "
+                "your own."
+            )
+    # Which vLLM makes anew, and its digest leaves out; here they may have been rounded by a cast.
+    rotary = (tensor_digest(each) for name, each in module.named_buffers() if "cos_sin" in name)
+    return str(model_digest({"model": module}, packed=rotary))
 
 
 def _modules(module: torch.nn.Module) -> dict[str, tuple[type, Mapping[str, object]]]:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from lmcache_connector.requests.excuses import by_class, by_field, words
+from lmcache_connector.keys.reasons import by_class, by_field, words
 
 _SUMS = "chooses a kernel: the same arithmetic, its sums in another order"
 _PLACE = "says where, or how fast, not what"

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from lmcache_connector.audit.compare import DECODERS, OPAQUE
+from lmcache_connector.audit.compare import DTYPES, OPAQUE
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.topology import (
     GroupLayers,
@@ -184,7 +184,7 @@ def _element_format(spec: Any, cache_dtype: str) -> str:
         cache_dtype = spec.cache_dtype_str or OPAQUE
     if name in ("uint8", "int8"):
         return _BYTES.get(cache_dtype, OPAQUE)
-    return name if name in DECODERS else OPAQUE
+    return name if name in DTYPES else OPAQUE
 
 
 # -- ranks ---------------------------------------------------------------------------------------

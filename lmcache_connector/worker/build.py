@@ -94,7 +94,7 @@ def build_worker(
         settings,
         kv_caches,
         _redis_tier_maker(config, model),
-        lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
+        lora_loads=LoraLoads(lora_config),
         weights=LoadedWeights(worker_on_stack()),
         make_peers=_peer_tier_maker(config, model, vllm_config),
         make_peer_server=_peer_server_maker(config, model, vllm_config),

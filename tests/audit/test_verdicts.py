@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.audit.compare import DECODERS, OPAQUE
+from lmcache_connector.audit.compare import DTYPES, OPAQUE
 from lmcache_connector.audit.verdicts import (
     KEPT_SAMPLES,
     MAX_FIRST_TRIES,
@@ -23,7 +23,7 @@ from lmcache_connector.audit.verdicts import (
     combine,
 )
 
-FORMATS = [*DECODERS, OPAQUE]
+FORMATS = [*DTYPES, OPAQUE]
 
 
 def uniform(error: float) -> ChunkError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -22,19 +22,12 @@ from lmcache_connector.plans import (
     TransferTime,
 )
 from tests.support import jobs
+from tests.support.clock import Clock
 
 CHUNK_TOKENS, CHUNK_BYTES = 256, 1 << 20
 PROMPT = 32 * CHUNK_TOKENS
 RECOMPUTE = 0.8192  # seconds of PROMPT
 KEYS = [bytes([i]) * 32 for i in range(32)]
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

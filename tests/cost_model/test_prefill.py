@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.prefill import Matrix, PrefillSpeed, non_negative_solution
+from lmcache_connector.cost_model.fit import Matrix, non_negative_solution
+from lmcache_connector.cost_model.prefill import PrefillSpeed
 
 A, B, D = 1e-4, 3e-9, 2e-6
 
@@ -107,11 +108,3 @@ def test_the_non_negative_solution_is_no_worse_than_nothing(
     beta = non_negative_solution(xx, x.T @ y, ridge)
     assert beta.min() >= 0
     assert loss(beta) <= loss(np.zeros(3)) * (1 + 1e-6) + 1e-6
-
-
-@pytest.mark.parametrize(
-    "prefill", [(-1, 0, 1.0, 0), (1, -1, 1.0, 0), (1, 0, -1.0, 0), (1, 0, 1.0, -1)]
-)
-def test_impossible_prefills_are_the_callers_bug(prefill: tuple[int, int, float, int]) -> None:
-    with pytest.raises(ValueError, match="no negative"):
-        PrefillSpeed().observe(0.0, *prefill)

@@ -1,7 +1,7 @@
 """Audits on real engines: what is right passes, what is wrong is found.
 
-Each case of wrong identity is made by taking the identity away: two models under one given name,
-images under a counter, adapters under their path.
+Wrong identity is made by taking the identity away: two models under one given name. Requests with
+adapters and images are tests/scheduler/test_auditor.py's.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, ask_all
 from tests.support.engines.audits import (
     ROWS,
     UNUSED_ROWS,
     audits,
     build_retrained_model,
-    name_adapters_alike,
-    name_images_by_counter,
     retrain_rows,
 )
 from tests.support.engines.calls import (
@@ -31,7 +28,6 @@ from tests.support.engines.calls import (
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
 from tests.support.engines.updates import live_on_another_host
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
@@ -136,48 +132,6 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert again.block_digests == right.block_digests
     assert retrained.call(audits)["mismatch"] == 1
     retrained.call(share_again)
-
-
-def test_an_adapter_retrained_under_its_path_is_found(
-    one: VllmInstance, prompt: list[int], tmp_path: Path
-) -> None:
-    one.call(name_adapters_alike)
-    before = one.call(audits)
-    asks = [
-        Ask(prompt, lora=(f"adapter {n}", 100 + n, str(build_adapter(tmp_path / str(n), n))))
-        for n in range(2)
-    ]
-    one.call(ask_all, asks[:1])
-    one.reset_prefix_cache()
-    assert one.call(ask_all, asks[1:]).loaded_tokens == 2 * CHUNK_SIZE
-    assert_found(one, before, "LoRA")
-    one.reset_prefix_cache()
-    assert one.call(ask_all, asks[1:]).loaded_tokens == 0
-    # The model without an adapter is another root.
-    one.call(ask_all, [Ask(prompt)])
-    one.reset_prefix_cache()
-    assert one.call(ask_all, [Ask(prompt)]).loaded_tokens > 0
-    one.call(share_again)
-
-
-def test_an_image_under_a_counter_is_found(start: StartInstance, tmp_path: Path) -> None:
-    """The text after the image fits what was stored: only the image's own chunks tell."""
-    folder = build_seeing_model(tmp_path / "model")
-    with start(kv_transfer(audit_share=1.0), folder, max_model_len=2048) as seeing:
-        words = [max(3, token) for token in random_prompt(5, NUM_TOKENS)]
-        seeing.call(name_images_by_counter)
-        seeing.call(ask_all, [Ask(words, image=1)])
-        seeing.reset_prefix_cache()
-        before = seeing.call(audits)
-        same = seeing.call(ask_all, [Ask(words, image=1)])
-        assert same.loaded_tokens == CHUNK_SIZE  # 320 tokens of image end in the second chunk
-        assert changes(seeing, before) == {"match": 1}
-        seeing.reset_prefix_cache()
-        before = seeing.call(audits)
-        assert seeing.call(ask_all, [Ask(words, image=2)]).loaded_tokens == CHUNK_SIZE
-        assert_found(seeing, before, "image")
-        seeing.reset_prefix_cache()
-        assert seeing.call(ask_all, [Ask(words, image=2)]).loaded_tokens == 0
 
 
 def apart(transfer: dict[str, Any], namespace: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ The bytes of every layer are compared, the drafter's among them, and how many dr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.engines.asks import Ask, kv_at_first_token
 from tests.support.engines.calls import (
     check_integrity,
     draft_counts,
-    forget_unseen,
+    forget,
     wait_for_writes,
 )
 from tests.support.engines.instance import StartInstance, VllmInstance
@@ -21,6 +22,7 @@ from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
+from tests.support.engines.transfers import assert_handed_over
 from tests.support.engines.updates import flip_one_bit_of_the_drafter, weights_name
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
@@ -34,12 +36,13 @@ SHARP = {"draft_model": 1.0}
 """Of these drafters at least such a share is accepted: it is the model itself."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(kind, marks=() if kind in EVERY_TIME else pytest.mark.soak) for kind in KINDS
-    ],
-)
+def params(kinds: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(kind, marks=() if kind in EVERY_TIME else pytest.mark.soak) for kind in kinds
+    ]
+
+
+@pytest.fixture(scope="module", params=params(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -106,8 +109,7 @@ def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
         for only_redis in (False, True):
             engine.reset_prefix_cache()
             if only_redis:
-                engine.call(forget_unseen)
-                engine.serve([3, 4, 5])  # tells the scheduler's side
+                engine.call(forget)
             hit, share_of_hit = serve(engine, prompt)
             assert hit.external_hit_tokens == hit.cached_tokens == 640
             assert_equal(hit, computed, 640)
@@ -162,6 +164,12 @@ def test_the_next_turn_of_a_conversation(engine: VllmInstance, kind: str) -> Non
     assert hit.external_hit_tokens == hit.cached_tokens == 640
     assert share >= SHARP.get(kind, 0.0)
     assert_equal(hit, cold(engine, turn), 384)  # what is decoded differs in the last bits
+
+
+@pytest.mark.parametrize("kind", params(["eagle", "draft_model"]), indirect=True)
+def test_all_but_the_last_token_is_handed_over(engine: VllmInstance) -> None:
+    for length in (2, 127, 129, 300, 3001):
+        assert_handed_over(engine, length, length)
 
 
 def test_an_update_of_the_drafter_alone_is_one(engine: VllmInstance, kind: str) -> None:

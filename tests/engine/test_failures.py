@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.lookup.background_lookup import PENDING
 from tests.support.engines.calls import check_integrity, wait_for_writes, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
@@ -19,176 +17,39 @@ from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.planted import PlantedError, Planter
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
-from tests.support.redis.values import value_names, wait_for_values
+from tests.support.redis.values import value_names
 
-NUM_TOKENS = 2100
 FULL = 2048
-NUM_HEADS = 4  # each chunk has a value per KV head
+PROMPTS = [random_prompt(seed, FULL + 52) for seed in range(4, 8)]
 
 
 @pytest.fixture(scope="module")
-def written(start: StartInstance, valkey: Server) -> dict[int, Served]:
-    """Cold runs by seed, stored in Redis by an instance that has left since."""
-    with start(kv_transfer(redis_url=valkey.url)) as writer:
-        cold = {seed: writer.serve(random_prompt(seed, NUM_TOKENS)) for seed in range(14)}
-    wait_for_values(valkey, 14 * FULL // 256 * NUM_HEADS)
-    return cold
-
-
-@pytest.fixture(scope="module")
-def reader(
-    start: StartInstance, valkey: Server, written: dict[int, Served]
-) -> Iterator[VllmInstance]:
-    with start(kv_transfer(redis_url=valkey.url, cpu_gib=0.1)) as instance:
-        yield instance
-        instance.call(check_integrity)
-
-
-@pytest.fixture(scope="module")
-def impatient(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    with start(kv_transfer(redis_url=valkey.url, load_deadline_seconds=1.0)) as instance:
+def engine(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
+    with start(kv_transfer(redis_url=valkey.url)) as instance:
         instance.serve(random_prompt(61, 300))
         yield instance
         instance.call(check_integrity)
 
 
-def failed_loads(instance: VllmInstance) -> int:
-    return int(instance.counts().total("failed_loads"))
+@pytest.fixture(scope="module")
+def cold(engine: VllmInstance) -> list[Served]:
+    return [engine.serve(prompt) for prompt in PROMPTS]
 
 
-def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
-    """The blocks that came from the cache are right, and so is the answer."""
-    hit = reader.serve(random_prompt(seed, NUM_TOKENS))
-    assert len(hit.token_ids) == 2
-    assert hit.token_ids[0] == cold.token_ids[0]
-    return hit
-
-
-@pytest.mark.parametrize(
-    ("seed", "damage"),
-    enumerate(("flip", "truncate", "lengthen", "swap", "garbage", "wrong type"), start=8),
-)
-def test_damaged_values_are_recomputed(
-    reader: VllmInstance, valkey: Server, written: dict[int, Served], seed: int, damage: str
-) -> None:
-    """Every stored value is damaged: whatever is planned as a hit fails, and is computed. Each
-    damage has a prompt of its own: what was found to be wrong is made good in the background."""
-    before = failed_loads(reader)
-    with valkey.client() as client:
-        found = {key: client.get(key) for key in value_names(valkey)}
-        kept = {key: value for key, value in found.items() if value is not None}
-        keys = list(kept)
-        rng = random.Random(damage)
-        for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
-            damage_value(client, key, kept[key], kept[other], damage, rng)
-    try:
-        hit = serve_and_compare(reader, written[seed], seed)
-        assert failed_loads(reader) == before + 1
-        assert hit.block_digests[0] == written[seed].block_digests[0]
-    finally:
-        with valkey.client() as client:
-            for key, value in kept.items():
-                client.delete(key)
-                client.set(key, value)
-
-
-def damage_value(client, key, value, other, damage, rng) -> None:  # type: ignore[no-untyped-def]
-    if damage == "wrong type":
-        client.delete(key)
-        client.rpush(key, b"x")
-        return
-    position = rng.randrange(len(value))
-    damaged = {
-        "flip": value[:position] + bytes([value[position] ^ 1]) + value[position + 1 :],
-        "truncate": value[:position],
-        "lengthen": value + b"x",
-        "swap": other,
-        "garbage": rng.randbytes(len(value)),
-    }[damage]
-    client.set(key, damaged)
-
-
-def test_values_that_vanish_after_the_lookup_are_recomputed(
-    reader: VllmInstance, valkey: Server, written: dict[int, Served]
-) -> None:
-    before = failed_loads(reader)
-    tokens = reader.call(serve_while_keys_vanish, random_prompt(3, NUM_TOKENS), valkey.port)
-    assert tokens[0] == written[3].token_ids[0]
-    assert failed_loads(reader) == before + 1
-
-
-def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) -> tuple[int, ...]:
-    """Delete everything between the scheduler's lookup and the load."""
-    import redis
-
-    probe.reset_prefix_cache()
-    hits = probe.connector._scheduler.hits
-    find = hits.find
-
-    def vanish(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
-        hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.places:
-            redis.Redis(port=port).flushall()
-        return hit
-
-    hits.find = vanish
-    try:
-        return probe.serve(prompt).token_ids
-    finally:
-        hits.find = find
-
-
-def test_a_server_that_stalls_costs_no_more_than_the_deadline(
-    reader: VllmInstance, impatient: VllmInstance, valkey: Server
-) -> None:
-    prompt = random_prompt(60, 1300)
-    present = len(value_names(valkey))
-    cold = reader.serve(prompt)
-    wait_for_values(valkey, present + 5 * NUM_HEADS)
-    before = failed_loads(impatient)
-    assert valkey.process is not None
-    tokens = impatient.call(serve_while_stalled, prompt, valkey.process.pid)
-    assert tokens[0] == cold.token_ids[0]
-    assert failed_loads(impatient) == before + 1
-    impatient.call(check_integrity)
-
-
-def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tuple[int, ...]:
-    """The server stops answering after the lookup, until the request has its answer."""
-    import os
-    import signal
-
-    hits = probe.connector._scheduler.hits
-    find = hits.find
-
-    def stall(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
-        hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.places:
-            os.kill(pid, signal.SIGSTOP)
-        return hit
-
-    hits.find = stall
-    try:
-        return probe.serve(prompt).token_ids
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        hits.find = find
-
-
-def test_redis_that_stops_and_comes_back(impatient: VllmInstance, valkey: Server) -> None:
+def test_redis_that_stops_and_comes_back(engine: VllmInstance, valkey: Server) -> None:
     prompt = random_prompt(50, 1300)
-    cold = impatient.serve(prompt)
+    cold = engine.serve(prompt)
     valkey.kill()
     try:
         for seed in range(51, 54):
-            assert len(impatient.serve(random_prompt(seed, 1300)).token_ids) == 2
-        impatient.reset_prefix_cache()
-        hit = impatient.serve(prompt)  # the CPU tier goes on
+            assert len(engine.serve(random_prompt(seed, 1300)).token_ids) == 2
+        engine.reset_prefix_cache()
+        hit = engine.serve(prompt)  # the CPU tier goes on
         assert hit.external_hit_tokens == 1280
         assert hit.block_digests[:10] == cold.block_digests[:10]
     finally:
         valkey.start()
-    impatient.call(check_integrity)
+    engine.call(check_integrity)
 
 
 def test_no_redis_at_start(start: StartInstance) -> None:
@@ -224,25 +85,19 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
     ],
 )
 def test_a_side_that_raises_under_load_costs_hits_alone(
-    reader: VllmInstance, written: dict[int, Served], side: str, call: str
+    engine: VllmInstance, cold: list[Served], side: str, call: str
 ) -> None:
-    seeds = range(4, 8)
-    prompts = [random_prompt(seed, NUM_TOKENS) for seed in seeds]
-    for seed in seeds:
-        serve_and_compare(reader, written[seed], seed)
-    for served, seed in zip(
-        reader.call(serve_with_an_error, prompts, side, call), seeds, strict=True
+    for served, computed in zip(
+        engine.call(serve_with_an_error, PROMPTS, side, call), cold, strict=True
     ):
-        assert served.token_ids[0] == written[seed].token_ids[0]
-    reader.call(check_integrity)
-    for seed in seeds:
-        reader.call(EngineProbe.reset_prefix_cache)
-        hit = serve_and_compare(reader, written[seed], seed)
+        assert served.token_ids[0] == computed.token_ids[0]
+    engine.call(check_integrity)
+    blocks = FULL // BLOCK_SIZE
+    for prompt, computed in zip(PROMPTS, cold, strict=True):
+        engine.reset_prefix_cache()
+        hit = engine.serve(prompt)
         assert hit.external_hit_tokens == FULL
-        assert (
-            hit.block_digests[: FULL // BLOCK_SIZE]
-            == (written[seed].block_digests[: FULL // BLOCK_SIZE])
-        )
+        assert hit.block_digests[:blocks] == computed.block_digests[:blocks]
 
 
 def serve_with_an_error(

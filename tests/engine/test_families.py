@@ -6,18 +6,19 @@ are computed in several steps, so that windows let go of blocks before they end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, tiered_of, wait_for_writes
-from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.calls import check_integrity, forget, tiered_of, wait_for_writes
+from tests.support.engines.instance import InstanceError, StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.transfers import assert_handed_over
 from tests.support.engines.updates import weights_name
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
@@ -28,46 +29,32 @@ LIMITS = PATIENT
 BLOCK_SIZE = 128
 LEAST = 1100  # tokens of most prompts: past the window, and not at its border
 EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")  # an engine takes 15 seconds to start
+HANDED_OVER = ("gemma3 5:1", "gemma4", "gpt-oss", "llama4")
 
 
-def transfer(valkey: Server) -> dict[str, Any]:
-    return tiered_transfer(
-        cpu_gib=0.25,
-        compute_or_load="always",
-        audit_share=0.0,
-        redis_url=valkey.url,
-    )
+def params(names: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak) for name in names
+    ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak)
-        for name in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=params(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_family(family, tmp_path_factory.mktemp("family"))
-
-
-@pytest.fixture(scope="module")
-def one(start: StartInstance, folder: Path, family: str, valkey: Server) -> Iterator[VllmInstance]:
+def one(
+    start: StartInstance, family: str, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmInstance]:
+    folder = build_family(family, tmp_path_factory.mktemp("family"))
     args = {"max_num_batched_tokens": 512} | FAMILIES[family].engine_args
-    with start(transfer(valkey), folder, **args) as instance:
+    transfer = tiered_transfer(
+        cpu_gib=0.25, compute_or_load="always", audit_share=0.0, redis_url=valkey.url
+    )
+    with start(transfer, folder, **args) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-@pytest.fixture(scope="module")
-def two(start: StartInstance, folder: Path, family: str, valkey: Server) -> Iterator[VllmInstance]:
-    """Another process, which has only what the first has written to Valkey."""
-    with start(transfer(valkey), folder, **FAMILIES[family].engine_args) as instance:
-        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -151,22 +138,43 @@ def test_the_next_turn_of_a_conversation(
 
 
 @pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
-def test_another_process_reads_it_from_valkey(
-    one: VllmInstance, two: VllmInstance, end: int, beyond: int
-) -> None:
+def test_it_comes_back_from_valkey(one: VllmInstance, end: int, beyond: int) -> None:
+    """Another process finds it there as well: `test_tiers` has one."""
     prompt = random_prompt(50 + beyond, end + beyond)
     cold = one.serve(prompt, 3)
     one.call(wait_for_writes)
-    hit = two.serve(prompt, 3)
+    one.call(forget)
+    before = one.counts().total("loaded_bytes", "redis")
+    hit = one.serve(prompt, 3)
+    assert one.counts().total("loaded_bytes", "redis") > before
     assert_loaded(hit, cold, end)
     assert hit.token_ids[0] == cold.token_ids[0]
-    two.call(check_integrity)
+    one.call(check_integrity)
 
 
-def test_the_weights_keep_the_name_of_their_files(one: VllmInstance, two: VllmInstance) -> None:
-    """After all that was computed, and in two starts: a name that changed would find nothing."""
-    for instance in (one, two):
-        instance.reset_prefix_cache()
-    name = one.call(weights_name)
-    assert name == two.call(weights_name)
-    assert name.startswith("sha256:")
+@pytest.mark.parametrize("family", params(HANDED_OVER), indirect=True)
+def test_all_but_the_last_token_is_handed_over(one: VllmInstance) -> None:
+    for length in (2, 127, 129, 300, 3001):
+        assert_handed_over(one, length, length)
+
+
+def test_the_weights_keep_the_name_of_their_files(one: VllmInstance) -> None:
+    """After all that was computed: a name that changed would find nothing."""
+    one.reset_prefix_cache()
+    assert one.call(weights_name).startswith("sha256:")
+
+
+@pytest.mark.soak  # it looks at vLLM alone
+def test_recurrent_states_with_drafts_still_end_vllms_own_engine(tmp_path: Path) -> None:
+    """vLLM 0.32 copies the states of accepted tokens by a Triton kernel that its CPU build lacks,
+    so what the connector refuses cannot be tried here. When this fails, try it."""
+    folder = build_family("qwen3-next", tmp_path / "states")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
+    log = tmp_path / "log"
+    with (
+        VllmInstance(folder, None, log, speculative_config=drafts, **sizes) as instance,
+        pytest.raises(InstanceError, match=r"^TypeError: 'function' object is not subscri"),
+    ):
+        instance.serve([5, 6, 7, 8] * 80, 12)
+    assert "in run_fused_precopy" in instance.log

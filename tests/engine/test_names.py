@@ -1,4 +1,5 @@
-"""Names that say nothing of what they name, on real engines: counters, clients' words, numbers.
+"""What makes KV unique, on real engines: salts, adapters, embeddings and pictures, and names that
+say nothing of what they name: counters, clients' words, numbers.
 
 vLLM itself answers wrongly where a client gives two pictures one name, and where an adapter is
 trained again under its path. That is between the client and that instance. What must not happen is
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 
 from lmcache_connector.requests.adapters import AdapterDigests
-from tests.support.engines.asks import Ask, Round, add, ask_all
-from tests.support.engines.calls import check_integrity
+from tests.support.engines.asks import Ask, Round, add, ask_again, ask_all
+from tests.support.engines.calls import check_integrity, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
+from tests.support.engines.updates import move_weights
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
@@ -57,29 +59,9 @@ def words(seed: int) -> list[int]:
     return [max(3, token) for token in random_prompt(seed, 300)]
 
 
-def flush(probe: EngineProbe) -> None:
-    """Wait until everything stored is in Redis."""
-    assert probe.connector._config.redis_url is not None
-    for rank in probe.on_ranks(_writes_left):
-        assert rank == 0
-
-
-def _writes_left(worker: Any) -> int:
-    import time
-
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    tier = get_kv_transfer_group()._worker._tier
-    for _ in range(500):
-        if not (left := tier.stats().queued_bytes):
-            return 0
-        time.sleep(0.02)
-    return int(left)
-
-
 def served(instance: VllmInstance, ask: Ask) -> Round:
     answer: Round = instance.call(ask_all, [ask])
-    instance.call(flush)
+    instance.call(wait_for_writes)
     return answer
 
 
@@ -123,14 +105,35 @@ def test_pictures_that_clients_give_one_name(seeing: tuple[VllmInstance, VllmIns
     assert blocks(hit)[:4] == blocks(first)[:4]
 
 
-# -- adapters --------------------------------------------------------------------------------------
+def test_an_update_of_the_vision_encoder_alone_is_one(
+    seeing: tuple[VllmInstance, VllmInstance],
+) -> None:
+    """The last one with these: nobody shares with it any more."""
+    one, _ = seeing
+    ask = Ask(words(7), image=1)
+    served(one, ask)
+    assert served(one, ask).loaded_tokens == FULL
+    assert one.call(move_weights, 0.02, "vision") > 0
+    for _ in range(2):  # a request with text alone proves nothing of images
+        one.reset_prefix_cache()
+        served(one, Ask(words(8)))
+    one.reset_prefix_cache()
+    assert served(one, ask).loaded_tokens == 0
+
+
+# -- adapters, salts and embeddings ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def adapted(
     start: StartInstance, transfer: dict[str, Any]
 ) -> Iterator[tuple[VllmInstance, VllmInstance]]:
-    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
+    settings: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "enable_prompt_embeds": True,
+    }
+    settings |= {"max_loras": 1, "max_cpu_loras": 1}
     with start(transfer, **settings) as one, start(transfer, **settings) as other:
         yield one, other
         one.call(check_integrity)
@@ -224,7 +227,92 @@ def test_an_adapter_that_is_another_for_some_tokens_between_two_reports(
     number = 50 + len(seeds)
     ask = Ask(random_prompt(number, 220), max_tokens=60, lora=("mine", number, str(path)))
     tokens = one.call(serve_while_replaced, ask, seeds)
-    one.call(flush)
+    one.call(wait_for_writes)
     ask = replace(ask, tokens=tokens, max_tokens=2)
     found = served(two, ask)
     assert found.loaded_tokens == (0 if seeds else CHUNK_SIZE)
+
+
+def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
+    """All of it was loaded, and the bytes are those that were computed."""
+    assert hit.loaded_tokens == num_tokens
+    (loaded,), (computed,) = hit.answers, cold.answers
+    blocks = num_tokens // BLOCK_SIZE
+    assert loaded.blocks[:blocks] == computed.blocks[:blocks] != ()
+    assert loaded.token_ids[0][0] == computed.token_ids[0][0]
+
+
+def test_tenants_are_isolated(adapted: tuple[VllmInstance, VllmInstance]) -> None:
+    engine, _ = adapted
+    ask = Ask(random_prompt(1, 700), salt="one")
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    other = replace(ask, salt="two")
+    for first in engine.call(ask_again, other):
+        assert first.answers[0].blocks == cold.answers[0].blocks  # the same KV, computed ...
+    assert first.loaded_tokens == FULL  # ... and stored again, for the other tenant
+    engine.reset_prefix_cache()
+    assert engine.call(ask_all, [replace(ask, salt="three")]).loaded_tokens == 0
+
+
+def test_adapters_are_known_by_their_weights(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    engine, _ = adapted
+    first, second = (str(build_adapter(tmp_path / str(seed), seed)) for seed in range(2))
+    plain = Ask(random_prompt(3, 700), salt="s")
+    asks = {
+        "plain": plain,
+        "one": replace(plain, lora=("one", 101, first)),
+        "two": replace(plain, lora=("two", 102, second)),
+    }
+    cold = {name: engine.call(ask_all, [ask]) for name, ask in asks.items()}
+    assert [served.loaded_tokens for served in cold.values()] == [0, 0, 0]
+    assert len({served.answers[0].blocks for served in cold.values()}) == 3
+    engine.reset_prefix_cache()
+    for name, ask in asks.items():
+        assert_same_kv(engine.call(ask_all, [ask]), cold[name], FULL)
+    engine.reset_prefix_cache()
+    renamed = replace(plain, lora=("one, said otherwise", 103, first))
+    assert_same_kv(engine.call(ask_all, [renamed]), cold["one"], FULL)
+    engine.reset_prefix_cache()
+    namesake = replace(plain, lora=("one", 104, second))
+    assert_same_kv(engine.call(ask_all, [namesake]), cold["two"], FULL)
+
+
+def test_an_adapter_overwritten_under_a_running_engine_is_left_alone(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    engine, _ = adapted
+    path = build_adapter(tmp_path / "a", 10)
+    ask = Ask(random_prompt(4, 700), salt="s", lora=("mine", 110, str(path)))
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    build_adapter(path, 11)
+    engine.reset_prefix_cache()
+    before = engine.counts().total("store_jobs")
+    # vLLM still computes with the weights it has read: stored under the new files' name, this KV
+    # would be wrong for whoever reads them.
+    still = engine.call(ask_all, [ask])
+    assert still.loaded_tokens == 0
+    assert still.answers[0].blocks == cold.answers[0].blocks
+    assert engine.counts().total("store_jobs") == before
+    engine.reset_prefix_cache()
+    new = replace(ask, lora=("mine", 111, str(path)))
+    changed = engine.call(ask_all, [new])
+    assert changed.loaded_tokens == 0
+    assert changed.answers[0].blocks[0] != cold.answers[0].blocks[0]
+
+
+def test_prompt_embeddings(adapted: tuple[VllmInstance, VllmInstance]) -> None:
+    engine, _ = adapted
+    ask = Ask([0] * 700, salt="s", embeds=1)
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    engine.reset_prefix_cache()
+    other = engine.call(ask_all, [replace(ask, embeds=2)])
+    assert other.loaded_tokens == 0
+    assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
+    # Where embeddings stand, the ids that vLLM shows are zeros.
+    engine.reset_prefix_cache()
+    assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0

@@ -225,14 +225,13 @@ def refusal_of_another(probe: EngineProbe, model: str) -> str:
     return ""
 
 
-def test_two_engines_in_one_process(start: StartInstance, tiny_model: Path) -> None:
+def test_two_engines_in_one_process(instance: VllmInstance, tiny_model: Path) -> None:
     """vLLM would have one connector copy for both. The first goes on, with its own blocks."""
-    with start() as instance:
-        prompt = random_prompt(1, NUM_TOKENS)
-        cold = instance.serve(prompt)
-        instance.reset_prefix_cache()
-        assert "end the other engine first" in instance.call(refusal_of_another, str(tiny_model))
-        hit = instance.serve(prompt)
-        assert hit.external_hit_tokens == FULL
-        assert () != hit.block_digests == cold.block_digests
-        instance.call(at_rest)
+    prompt = random_prompt(4, NUM_TOKENS)
+    cold = instance.serve(prompt)
+    instance.reset_prefix_cache()
+    assert "end the other engine first" in instance.call(refusal_of_another, str(tiny_model))
+    hit = instance.serve(prompt)
+    assert hit.external_hit_tokens == FULL
+    assert () != hit.block_digests == cold.block_digests
+    instance.call(at_rest)

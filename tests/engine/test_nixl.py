@@ -17,7 +17,7 @@ import pytest
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
 from tests.support.engines.handover import Answer, Ask, add, ask, prefill
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.nixl_engines import nixl_transfer, running_nixl
+from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred, running_nixl
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
 from tests.support.nixl import needs_nixl
@@ -101,15 +101,7 @@ def set_lease(probe: EngineProbe, seconds: int) -> None:
 
 def nixl_bytes(probe: EngineProbe) -> float:
     """Fetched by this instance so far."""
-    from prometheus_client import REGISTRY
-
-    probe.serve([1] * 10)  # vLLM counts with the next step
-    return sum(
-        float(sample.value)
-        for family in REGISTRY.collect()
-        for sample in family.samples
-        if sample.name == "vllm:nixl_bytes_transferred_sum"
-    )
+    return nixl_transferred(probe)[0]
 
 
 def stored_tokens(probe: EngineProbe, prompt: list[int]) -> int:

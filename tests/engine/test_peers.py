@@ -21,7 +21,8 @@ LIMITS = PATIENT
 NUM_TOKENS = 5 * CHUNK_SIZE + 40
 
 
-@pytest.fixture(scope="module", params=["addresses", "host"])
+# By addresses: tests/transfers has such engines.
+@pytest.fixture(scope="module", params=[pytest.param("addresses", marks=pytest.mark.soak), "host"])
 def pair(
     request: pytest.FixtureRequest, start: StartInstance, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmInstance]]:

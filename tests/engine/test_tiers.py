@@ -1,4 +1,4 @@
-"""One prompt through all tiers of real engines.
+"""One prompt through all tiers of real engines, and handed over from one request to another.
 
 Bytes are compared, and what the connector says it loaded proves that the cache was used at all.
 """
@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import TINY
-from tests.support.engines.calls import abort_after, check_integrity, reset_everything
+from tests.support.engines.calls import (
+    abort_after,
+    check_integrity,
+    forget,
+    reset_everything,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.engines.transfers import CONSUMED, assert_handed_over, produced, transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import value_names, wait_for_values
@@ -22,7 +30,8 @@ from tests.support.redis.values import value_names, wait_for_values
 
 @pytest.fixture(scope="module")
 def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    with start(kv_transfer(redis_url=valkey.url)) as instance:
+    """It computes long prompts in several steps."""
+    with start(kv_transfer(redis_url=valkey.url), max_num_batched_tokens=512) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
 
@@ -74,22 +83,6 @@ def test_what_the_last_step_computed_is_stored_before_a_reset(writer: VllmInstan
     hit = writer.call(last_step_then_reset, prompt)
     assert_loaded(hit, writer.serve(prompt, skip_reading_prefix_cache=True), 1024)
     writer.call(check_integrity)
-
-
-def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
-    request_id = probe.add(prompt, max_tokens=1)
-    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
-    probe.shutdown()
-
-
-def test_what_the_last_step_computed_is_in_redis_when_the_engine_has_ended(
-    start: StartInstance, valkey: Server
-) -> None:
-    with start(kv_transfer(redis_url=valkey.url)) as instance:
-        instance.serve(random_prompt(6, 100))  # Redis is measured, and the weights have a name
-        before = len(value_names(valkey))
-        instance.call(end_after_the_last_step, random_prompt(5, 1100))
-        assert len(value_names(valkey)) - before >= 1024 // CHUNK_SIZE * TINY.num_kv_heads
 
 
 def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
@@ -151,9 +144,54 @@ def test_a_reset_with_external_caches_keeps_what_the_same_weights_have_computed(
     assert writer.serve(prompt).external_hit_tokens == 512
 
 
+# -- requests that are handed over: stored for another one, forgotten by vLLM, and loaded ----------
+
+
+@pytest.mark.parametrize("length", [2, 127, 128, 129, 300, CHUNK_SIZE, CHUNK_SIZE + 1, 3001])
+def test_all_but_the_last_token_is_handed_over(writer: VllmInstance, length: int) -> None:
+    assert_handed_over(writer, length, length)
+
+
+def test_what_follows_a_tail_is_stored(writer: VllmInstance) -> None:
+    """Whole chunks, the one with the tail among them, as if all had been computed."""
+    length, answer = 2 * CHUNK_SIZE - 1, 2 * CHUNK_SIZE
+    prompt = random_prompt(60, length)
+    produced(writer, prompt)
+    writer.call(transfer, prompt, CONSUMED, answer)
+    writer.reset_prefix_cache()
+    served = writer.serve(prompt, answer, skip_reading_prefix_cache=True)
+    turn = [*prompt, *served.token_ids, 5]
+    writer.reset_prefix_cache()
+    cold = writer.serve(turn, skip_reading_prefix_cache=True)
+    writer.reset_prefix_cache()
+    hit = writer.serve(turn)
+    assert hit.external_hit_tokens == (length + answer - 1) // CHUNK_SIZE * CHUNK_SIZE
+    assert hit.token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize("length", [2, 300, 1000])
+def test_a_tail_is_handed_over_by_redis(writer: VllmInstance, length: int) -> None:
+    prompt = random_prompt(80 + length, length)
+    cold = produced(writer, prompt)
+    writer.call(wait_for_writes)
+    writer.call(forget)
+    loaded, digests = writer.call(transfer, prompt, CONSUMED)
+    assert (loaded, differences(digests, cold)) == (length - 1, [])
+
+
+# -- another process -------------------------------------------------------------------------------
+
+
+def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
+    request_id = probe.add(prompt, max_tokens=1)
+    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    probe.shutdown()
+
+
 def test_another_process_finds_it_in_redis(
     writer: VllmInstance, start: StartInstance, valkey: Server
 ) -> None:
+    """And what its last step computes is there when it has ended."""
     prompt = random_prompt(40, 2000)
     cold = writer.serve(prompt)
     wait_for_values(valkey, len(cold.block_digests))
@@ -170,3 +208,6 @@ def test_another_process_finds_it_in_redis(
         counts = reader.counts()
         assert counts.total("loaded_bytes", "cpu") > counts.total("loaded_bytes", "redis") > 0
         reader.call(check_integrity)
+        before = len(value_names(valkey))
+        reader.call(end_after_the_last_step, random_prompt(5, 1100))
+        assert len(value_names(valkey)) - before >= 1024 // CHUNK_SIZE * TINY.num_kv_heads

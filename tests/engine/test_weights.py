@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, ask_all
 from tests.support.engines.audits import (
     build_int8_model,
     build_other_layers,
     build_retrained_model,
 )
-from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
+from tests.support.engines.calls import check_integrity, forget, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
     accept_updates,
     add_files_after_loading,
@@ -161,8 +159,7 @@ def test_an_update_while_kv_comes_from_redis_leaves_none_of_before(
     prompt = random_prompt(30, NUM_TOKENS)
     engine.serve(prompt)
     engine.call(wait_for_writes)
-    engine.call(forget_unseen)
-    engine.serve([3, 4, 5])  # tells the scheduler's side
+    engine.call(forget)
     assert engine.call(update_during_a_load, prompt, 0.5) == HIT
     assert engine.serve(prompt).external_hit_tokens == 0
     check_hit_of_now(engine, prompt)
@@ -240,29 +237,37 @@ def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None
     assert "Traceback" not in engine.log
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
-def test_a_reload_from_disk_changes_what_only_onednn_has(
-    start: StartInstance, tiny_model: Path, tmp_path: Path, kind: str
-) -> None:
+def check_reload(engine: VllmInstance, model: Path, folder: Path) -> None:
     """vLLM's build for CPUs keeps most weights where no tensor shows them."""
-    model, folder = tiny_model, build_other_layers(tmp_path / "other", tiny_model)
-    if kind == "int8":
-        model = build_int8_model(tmp_path / "int8", model)
-        folder = build_int8_model(tmp_path / "other int8", folder)
     prompt = random_prompt(6, NUM_TOKENS)
+    served, names = [], []
+    for each in (model, folder, model):
+        engine.call(reload_from, each)
+        engine.reset_prefix_cache()
+        served.append(engine.serve(prompt))
+        names.append(engine.call(weights_name))
+    old, new, back = served
+    assert new.external_hit_tokens == 0
+    assert new.block_digests[:4] != old.block_digests[:4]
+    assert back.external_hit_tokens == HIT
+    assert back.block_digests[:4] == old.block_digests[:4]
+    assert names[0] == names[2] != names[1]
+
+
+def test_a_reload_from_disk_changes_what_only_onednn_has(
+    engine: VllmInstance, tiny_model: Path, tmp_path: Path
+) -> None:
+    check_reload(engine, tiny_model, build_other_layers(tmp_path / "other", tiny_model))
+
+
+@pytest.mark.soak  # an engine
+def test_a_reload_of_eight_bits_from_disk(
+    start: StartInstance, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = build_int8_model(tmp_path / "int8", tiny_model)
+    other = build_other_layers(tmp_path / "other", tiny_model)
     with start(kv_transfer(), model) as engine:
-        old, name = engine.serve(prompt), engine.call(weights_name)
-        engine.call(reload_from, folder)
-        engine.reset_prefix_cache()
-        new = engine.serve(prompt)
-        assert new.external_hit_tokens == 0
-        assert new.block_digests[:4] != old.block_digests[:4]
-        engine.call(reload_from, model)
-        engine.reset_prefix_cache()
-        back = engine.serve(prompt)
-        assert back.external_hit_tokens == HIT
-        assert back.block_digests[:4] == old.block_digests[:4]
-        assert engine.call(weights_name) == name
+        check_reload(engine, model, build_int8_model(tmp_path / "other int8", other))
 
 
 @pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
@@ -280,21 +285,6 @@ def test_dummy_weights_are_shared_by_engines_that_have_the_same(
     assert [each.external_hit_tokens for each in served] == [0, 0, HIT]
     assert names[0] != names[1]
     assert names[2] == names[0]
-
-
-def test_an_update_of_the_vision_encoder_alone_is_one(start: StartInstance, tmp_path: Path) -> None:
-    folder = build_seeing_model(tmp_path / "model")
-    with start(kv_transfer(), folder, max_model_len=2048) as seeing:
-        asks = [Ask([max(3, token) for token in random_prompt(7, NUM_TOKENS)], image=1)]
-        seeing.call(ask_all, asks)
-        seeing.reset_prefix_cache()
-        assert seeing.call(ask_all, asks).loaded_tokens > 0
-        assert seeing.call(move_weights, 0.02, "vision") > 0
-        for _ in range(2):  # a request with text alone proves nothing of images
-            seeing.reset_prefix_cache()
-            seeing.call(ask_all, [Ask(random_prompt(8, NUM_TOKENS))])
-        seeing.reset_prefix_cache()
-        assert seeing.call(ask_all, asks).loaded_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -61,3 +61,15 @@ def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_mode
     assert tokens(output, "first") == (0, NUM_WORDS + 4)
     assert tokens(output, "second") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 4)
     assert tokens(output, "elsewhere") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 3)
+
+
+@pytest.mark.soak  # two servers and a proxy
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_prompt_is_handed_over_behind_the_proxy() -> None:
+    command = [sys.executable, "-m", "examples.disaggregated.run"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "handed over" in done.stdout

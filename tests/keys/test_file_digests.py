@@ -27,9 +27,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     plain = module._sha256
 
-    def spied(file: Path, *args: object) -> object:
+    def spied(file: Path) -> object:
         found.append(file)
-        return plain(file, *args)  # type: ignore[arg-type]
+        return plain(file)
 
     monkeypatch.setattr(module, "_sha256", spied)
     return found
@@ -181,11 +181,11 @@ def test_what_is_kept_is_bounded(folder: Path) -> None:
 def _read_in_turn(file: Path, folder: Path, reads: Path, line: object) -> None:
     plain = module._sha256
 
-    def slow(file: Path, *args: object) -> object:
+    def slow(file: Path) -> object:
         with reads.open("a") as handle:
             handle.write("read\n")
         time.sleep(0.3)
-        return plain(file, *args)  # type: ignore[arg-type]
+        return plain(file)
 
     module._sha256 = slow  # type: ignore[assignment]
     module._SETTLED_NS = -(10**12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,9 @@ from lmcache_connector.kv_events.log import (
     BlocksStored,
     KvEventLog,
 )
+from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import CacheEvent, RankReport, Tier
+from tests.support.clock import Clock
 
 
 def blocks(name: bytes) -> BlockRun:
@@ -104,13 +107,6 @@ def test_after_a_reset_everything_is_gone_once() -> None:
         (Tier.CPU, blocks(b"b").hashes),
     }
     assert len(removed) == 3
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def removed_from_redis(log: KvEventLog) -> list[str]:
@@ -263,3 +259,13 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
             name for name in names if name[0] is Tier.CPU
         }
         assert len(names - told) <= 1  # of four in Redis three are remembered
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.REDIS])
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_lies_in_redis_for_one_instance_alone_stays_its_own(tier: Tier, shared: bool) -> None:
+    """Routers credit every instance with what is told to be ``REMOTE``."""
+    run = replace(blocks(b"a"), shared=shared)
+    for event in (BlocksStored(tier, run), BlocksRemoved(tier, run.hashes, shared)):
+        told = to_vllm(event)
+        assert told.locality == ("REMOTE" if shared and tier is Tier.REDIS else "LOCAL")

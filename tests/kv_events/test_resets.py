@@ -9,8 +9,8 @@ import pytest
 from lmcache_connector.audit.verdicts import Verdict
 from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
-from tests.scheduler.test_adapter import prompt
-from tests.scheduler.test_auditor import CHUNK, audits, engine_of, serve
+from tests.scheduler.test_auditor import audits
+from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 
 SHAPE = Shape(audit_share=1e-9, num_blocks=40, tier_chunks=40, kv_events=True)
@@ -37,7 +37,7 @@ class Router:
 
 @pytest.fixture
 def router(model: Path, monkeypatch: pytest.MonkeyPatch) -> Router:
-    return Router(engine_of(model, SHAPE), monkeypatch)
+    return Router(calm(model, SHAPE), monkeypatch)
 
 
 def is_shared(event: KvEvent) -> bool:

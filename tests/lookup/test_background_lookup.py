@@ -16,16 +16,9 @@ from lmcache_connector.lookup.background_lookup import (
     PendingLookup,
 )
 from lmcache_connector.plans import Tier
+from tests.support.clock import Clock
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class GatedLookup:

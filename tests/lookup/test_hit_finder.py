@@ -29,18 +29,11 @@ from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
+from tests.support.clock import Clock
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
 ONE_PART = (Part(Rule.PREFIX, (0,), 16),)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SlowLookup:

@@ -2,15 +2,9 @@ from __future__ import annotations
 
 from lmcache_connector.lookup.chunk_index import INTERVAL_SECONDS, ChunkIndex, WantedChunks
 from lmcache_connector.plans import CacheEvent
+from tests.support.clock import Clock
 
 KEYS = [i.to_bytes(32, "big") for i in range(600)]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def index_of(keys: list[bytes]) -> ChunkIndex:

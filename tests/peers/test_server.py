@@ -18,6 +18,7 @@ from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.value_names import chunk_tag
+from tests.support.clock import Clock
 from tests.support.command_line import call_cli
 from tests.support.engines.strangers import SAYINGS, memory_of, talk
 from tests.support.peers.chunks import SECRET, HeldChunks, serving
@@ -55,15 +56,6 @@ def url(server: PeerServer, secret: str = "") -> str:
 
 def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
     return chunk_tag("default", chunk_key(index)) + f":{layers}:{head}".encode()
-
-
-class Clock:
-    """Of a server: its time passes when a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # -- who reads -----------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
     big = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)
     held = HeldChunks([])
     held.data = {chunk_key(0): chunk_data(0, big)}
-    parts, clock = PartGeometries((big,)), Clock()
+    parts, clock = PartGeometries((big,)), Clock(0.0)
     with serving(held, ranks=[parts], clock=clock) as server, dial(server, 4096) as sock:
         sock.sendall(get(0) * 4)
         assert held.await_leased(lambda count: count > 0)
@@ -291,7 +283,7 @@ def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
 
 
 def test_half_a_command_is_left(chunks: HeldChunks) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     with serving(chunks, clock=clock) as server, dial(server) as sock:
         sock.sendall(get(1) + get(0)[:-5])
         sock.settimeout(0.2)

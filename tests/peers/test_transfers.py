@@ -21,6 +21,7 @@ from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import TransferUpdate
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from tests.support.clock import Clock
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
@@ -31,13 +32,6 @@ CHUNK_BYTES = PARTS.of(KEYS[0]).chunk_bytes
 LEASE_SECONDS = 5.0
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def chunks() -> HeldChunks:
     return HeldChunks(range(NUM_HELD))
@@ -45,7 +39,7 @@ def chunks() -> HeldChunks:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

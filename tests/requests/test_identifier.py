@@ -23,6 +23,7 @@ from lmcache_connector.plans import LoadedAdapterList
 from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
 from lmcache_connector.threads import StepWait
+from tests.support.clock import Clock
 
 
 def request(pooling: bool = False, request_id: str = "r", **more: Any) -> Request:
@@ -35,24 +36,16 @@ def request(pooling: bool = False, request_id: str = "r", **more: Any) -> Reques
     )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Identified:
     """An identifier whose requests come one after the other."""
 
     def __init__(self, require_cache_salt: bool = False, ranks: int = 1) -> None:
         self.loaded = LoadedAdapters(ranks)
         self.counts: Counter[str] = Counter()
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.identifier = RequestIdentifier(
             require_cache_salt,
-            AdapterReader(loaded=self.loaded, clock=self.clock),
+            AdapterReader(Path, self.loaded, self.clock),
             8,
             lambda reason: self.counts.update([reason.value]),
             self.clock,

@@ -10,18 +10,11 @@ from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention import ledger, queues
 from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger
 from lmcache_connector.retention.queues import MAX_USES, Limits
+from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
 SIZE = 10
 A, B = b"tenant a", b"tenant b"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def prompt(name: str, num_chunks: int, first: int = 0) -> list[bytes]:
@@ -32,7 +25,7 @@ class Tier:
     """A tier of ``capacity`` chunks as LMCache would run it: it evicts one by one for room."""
 
     def __init__(self, capacity: int = 100, tenant_share: float = 1.0, pin_share: float = 0.0):
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.capacity = capacity
         self.ledger = Ledger(Limits.of(capacity * SIZE, tenant_share, pin_share), self.clock)
         self.held: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""The scheduler side under vLLM's real scheduler, over long random lives of many requests.
+"""The scheduler side under vLLM's real scheduler: jobs, resets, and what is told to others.
 
 Every block access of every job is checked by :mod:`tests.support.doubles.shadow_worker`.
 """
@@ -12,139 +12,10 @@ import pytest
 
 from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored
 from lmcache_connector.kv_parts.part import part_of
-from lmcache_connector.metrics.samples import split_key
-from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Outcome, WeightsInMemory
+from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults
-
-CHUNK = 2 * BLOCK_SIZE
-SHAPES = {
-    "plain": Shape(),
-    "async": Shape(depth=2),
-    "deep": Shape(depth=3, redis=True),
-    "two ranks": Shape(world_size=2),
-    "two ranks, async, redis": Shape(world_size=2, depth=2, redis=True),
-    "redis": Shape(redis=True),
-    "no prefix caching": Shape(prefix_caching=False, redis=True),
-    "three blocks a chunk": Shape(chunk_size=3 * BLOCK_SIZE, depth=2, redis=True, num_blocks=26),
-    "one block a chunk": Shape(chunk_size=BLOCK_SIZE, num_blocks=16),
-    "what is reused": Shape(redis=True, admission="reused", depth=2),
-    "inside steps": Shape(in_step=True),
-    "inside steps, async": Shape(in_step=True, depth=2, redis=True, tier_chunks=20),
-    "inside steps, two ranks": Shape(in_step=True, depth=2, world_size=2, prefix_caching=False),
-    "inside steps, deep, zeroed": Shape(in_step=True, depth=3, zeroes=True, prefix_caching=False),
-    "consumer": Shape(role="kv_consumer", redis=True),
-    "producer": Shape(role="kv_producer"),
-    # vLLM's own cache may give a head the KV of another prompt's next token.
-    "a drafter's head": Shape(lookahead=1, redis=True, depth=2, prefix_caching=False),
-}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    # 7 stops generation; prompts may hold it.
-    return random.Random(seed).choices(range(VOCABULARY), k=length)
-
-
-class Life:
-    """A random life of an engine."""
-
-    def __init__(self, engine: ShadowEngine, chance: random.Random) -> None:
-        self.engine = engine
-        self.chance = chance
-        self.aborted: set[str] = set()
-
-    def act(self) -> None:
-        act = self.chance.choices(
-            [
-                self.add,
-                self.step,
-                self.abort,
-                self.evict,
-                self.continue_one,
-                self.forget_local,
-                self.reset,
-            ],
-            weights=[14, 60, 5, 4, 8, 4, 1],
-        )[0]
-        act()
-
-    def add(self) -> None:
-        size = self.engine.shape.chunk_size
-        if len(self.engine.live) > 8:
-            return
-        shared = prompt(self.chance.randrange(2), self.chance.choice([0, size + 5, 3 * size]))
-        own = self.chance.choice([1, 5, size - 1, size, size + 1, 2 * size])
-        tokens = shared + prompt(self.chance.randrange(2), own)
-        salt = self.chance.choice([None, None, None, "tenant"])
-        for _ in range(self.chance.choice([1, 1, 3])):
-            self.engine.add(tokens, self.chance.choice([1, 3, 3, 2 * size]), salt)
-
-    def continue_one(self) -> None:
-        """The next turn of a conversation: the whole of an earlier request, and a little more."""
-        done = [r for r in self.engine.requests.values() if r.is_finished()]
-        if done and len(self.engine.live) <= 8:
-            before = self.chance.choice(done[-4:])
-            if before.num_tokens < 200:
-                tokens = [*before.all_token_ids, *prompt(self.chance.randrange(9), 9)]
-                self.engine.add(tokens, 4, before.cache_salt)
-
-    def step(self) -> None:
-        self.engine.step()
-
-    def abort(self) -> None:
-        if self.engine.live:
-            loading = [r for r in self.engine.live if self.engine.is_loading(r)]
-            victim = self.chance.choice(loading or self.engine.live)
-            self.aborted.add(victim)
-            self.engine.abort(victim)
-
-    def evict(self) -> None:
-        for rank in self.engine.ranks:
-            rank.evict(self.chance.randrange(4))
-
-    def forget_local(self) -> None:
-        """vLLM's own prefix cache is emptied, and ours is not."""
-        self.engine.run_until_idle()
-        self.engine.scheduler.reset_prefix_cache()
-
-    def reset(self) -> None:
-        if self.engine.shape.role == "kv_consumer":
-            return  # it would never hit again what others have stored
-        self.engine.reset(preempt=self.chance.random() < 0.5)
-
-    def end(self) -> None:
-        self.engine.run_until_idle()
-        self.engine.check_whole()
-        for request_id in self.engine.requests.keys() - self.aborted:
-            self.engine.check_answer(request_id)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", SHAPES)
-def test_random_lives_never_touch_a_block_that_is_not_theirs(
-    model: Path, name: str, seed: int
-) -> None:
-    faults = Faults(
-        failed_load=[0.0, 0.3, 1.0][seed % 3],
-        no_memory=0.1 * (seed % 2),
-        slow=[0.0, 0.5, 0.9][seed // 2 % 3],
-    )
-    engine = ShadowEngine(model, SHAPES[name], seed, faults)
-    if engine.shape.role == "kv_consumer":
-        engine.share_redis_of(filled_engine(model, seed))
-    life = Life(engine, random.Random(seed))
-    for _ in range(250):
-        life.act()
-    life.end()
-    tally = engine.adapter.tally
-    assert (tally.total("store_jobs") > 0) == (engine.shape.role != "kv_consumer")
-    assert (tally.total("load_jobs") > 0) == (engine.shape.role != "kv_producer")
-    loaded_in_step = tally.total("loads_in_step") > 0
-    assert loaded_in_step == any(r.num_loaded_in_step for r in engine.ranks) == engine.shape.in_step
-    for name, labels in map(split_key, tally.totals.counters):
-        assert len(METRICS[name].labels) == len(labels)
+from tests.support.doubles.shadow_worker import Faults
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
@@ -167,7 +38,7 @@ def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -
 
 
 def test_after_a_reset_a_running_request_stores_nothing_it_computed_before(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    engine = calm(model, Shape())
     request_id = engine.add(prompt(1, 2 * CHUNK), max_tokens=3 * CHUNK)
     engine.step()
     engine.step()
@@ -201,7 +72,7 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
 def test_workers_are_told_which_chunks_in_memory_redis_should_have(model: Path, role: str) -> None:
     """Also where vLLM's own prefix cache has them, or nothing may be loaded: no job says so."""
-    engine = ShadowEngine(model, Shape(redis=True, role=role), 0, Faults(slow=0.0))
+    engine = calm(model, Shape(redis=True, role=role))
     for _ in range(3):
         engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
         engine.run_until_idle()
@@ -219,7 +90,7 @@ def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
 
 
 def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: Path) -> None:
-    one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
+    one, two = (calm(model, Shape()) for _ in range(2))
     as_loaded = stored_keys(one)
     assert stored_keys(two) == as_loaded
     assert one.reset(new_weights=False)
@@ -234,7 +105,7 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
 
 def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
     """With its defaults, as trainers call it: it tells no connector."""
-    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    engine = calm(model, Shape())
     as_loaded = stored_keys(engine)
     engine.version += 1
     assert engine.scheduler.reset_prefix_cache()
@@ -256,7 +127,7 @@ def shown_roots(engine: ShadowEngine) -> dict[str, float]:
 
 
 def test_instances_that_share_show_the_same_root(model: Path) -> None:
-    one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
+    one, two = (calm(model, Shape()) for _ in range(2))
     roots, others = shown_roots(one), shown_roots(two)
     stored_keys(one)
     assert one.reset()
@@ -272,7 +143,7 @@ def test_instances_that_share_show_the_same_root(model: Path) -> None:
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
     """vLLM tells of the end of a request before it hands over what ranks report of that step."""
     for is_updated in (False, True):
-        engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+        engine = calm(model, Shape())
         engine.add(prompt(1, CHUNK - 1), max_tokens=2)
         engine.step()
         if is_updated:
@@ -289,7 +160,7 @@ def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path
 def test_a_reset_takes_back_what_routers_were_told(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ShadowEngine(model, Shape(kv_events=True), 0, Faults(slow=0.0))
+    engine = calm(model, Shape(kv_events=True))
     # Else vLLM's scheduler takes them with every step, for the routers.
     monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
@@ -310,7 +181,7 @@ def test_a_reset_takes_back_what_routers_were_told(
 
 
 def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=0.0))
+    engine = calm(model, Shape(prefix_caching=False))
     tokens = prompt(1, 2 * CHUNK + 1)
     engine.add(tokens, max_tokens=1)
     engine.run_until_idle()
@@ -350,7 +221,7 @@ def test_what_the_index_wrongly_thinks_is_gone_is_found_again(
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_caching: bool) -> None:
     shape = Shape(redis=True, admission="reused", prefix_caching=prefix_caching, num_blocks=40)
-    engine = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    engine = calm(model, shape)
     (rank,) = engine.ranks
     shared = prompt(1, 2 * CHUNK)
     num_written = []
@@ -364,7 +235,7 @@ def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_cach
 
 
 def test_a_preempted_request_is_no_second_request(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(redis=True, admission="reused"), 0, Faults(slow=0.0))
+    engine = calm(model, Shape(redis=True, admission="reused"))
     engine.add(prompt(1, 2 * CHUNK), max_tokens=2 * CHUNK)
     engine.step()
     engine.step()
@@ -378,20 +249,10 @@ def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
     """Eight at once, nothing cached: no more steps than without a connector."""
     steps = {}
     for role in ("kv_both", "kv_producer"):  # a producer never loads
-        engine = ShadowEngine(model, Shape(num_blocks=80, role=role), 0, Faults(slow=0.0))
+        engine = calm(model, Shape(num_blocks=80, role=role))
         for i in range(8):
             engine.add(prompt(1, 3 * CHUNK) + prompt(10 + i, 8), max_tokens=4)
         engine.run_until_idle()
         engine.check_whole()
         steps[role] = sum(not plan.idle for plan in engine.plans)
     assert steps["kv_both"] <= steps["kv_producer"]
-
-
-def filled_engine(model: Path, seed: int) -> ShadowEngine:
-    """Another instance that has put all kinds of chunks into Redis."""
-    engine = ShadowEngine(model, Shape(role="kv_producer"), seed)
-    for shared in range(2):
-        for own in range(2):
-            engine.add(prompt(shared, 3 * CHUNK) + prompt(own, 2 * CHUNK), 1)
-    engine.run_until_idle()
-    return engine

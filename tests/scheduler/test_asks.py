@@ -14,19 +14,12 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.plans import LoadedAdapterList, RankReport
 from lmcache_connector.requests.identifier import UNREAD
+from tests.support.clock import Clock
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
 CHUNK = Shape().chunk_size
 STEP_TOKENS = Shape().max_batched_tokens
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def engine_of(model: Path) -> tuple[ShadowEngine, Clock]:

@@ -5,37 +5,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_connector.plans import AuditJob, Claim
 from lmcache_connector.retention.hints import tenant_of
-from tests.scheduler.test_adapter import Life, filled_engine, prompt
+from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import Faults
+from tests.support.doubles.shadow_worker import Faults, Image
 
-CHUNK = 2 * BLOCK_SIZE
 ALL = Shape(audit_share=1.0, num_blocks=40)
 FIRST = Shape(audit_share=1e-9, num_blocks=40)
-
-
-def engine_of(model: Path, shape: Shape) -> ShadowEngine:
-    return ShadowEngine(model, shape, 0, Faults(slow=0.0))
-
-
-def serve(
-    engine: ShadowEngine, tokens: list[int], salt: str | None = None, adapter: str | None = None
-) -> None:
-    """One request after vLLM has forgotten its own prefix cache."""
-    engine.forget_prefixes()
-    request_id = engine.add(tokens, 1, salt, adapter=adapter)
-    engine.run_until_idle()
-    engine.check_answer(request_id)
-    engine.check_whole()
 
 
 def audits(engine: ShadowEngine) -> Mapping[str, float]:
@@ -51,7 +34,7 @@ def audit_jobs(engine: ShadowEngine) -> list[AuditJob]:
 
 
 def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     serve(engine, tokens)
     assert loaded(engine) == 2
@@ -63,7 +46,7 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -
 
 
 def test_a_hit_of_one_chunk_becomes_none(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, CHUNK + 5)
     serve(engine, tokens)
     serve(engine, tokens)
     assert loaded(engine) == 0
@@ -73,7 +56,7 @@ def test_a_hit_of_one_chunk_becomes_none(model: Path) -> None:
 def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     """A chunk of its own says nothing about others', and is not compared with itself."""
     shape = Shape(audit_share=1e-9, redis=True, num_blocks=40)
-    other, engine = engine_of(model, shape), engine_of(model, shape)
+    other, engine = calm(model, shape), calm(model, shape)
     theirs, own = prompt(1, 3 * CHUNK + 5), prompt(2, 3 * CHUNK + 5)
     serve(other, theirs)
     engine.share_redis_of(other)
@@ -89,26 +72,26 @@ def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
 
 
 def test_salts_share_one_first_audit(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
     for salt in ("one", "two"):
-        serve(engine, tokens, salt)
-        serve(engine, tokens, salt)
+        serve(engine, tokens, salt=salt)
+        serve(engine, tokens, salt=salt)
     assert audits(engine) == {"match": 1}
 
 
 def test_an_audit_is_a_use_by_the_request_that_it_is_made_for(model: Path) -> None:
     """Anybody's would lift the time that was set for the whole prompt, and take a chunk that comes
     from Redis from its tenant."""
-    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
     for _ in range(2):
-        serve(engine, tokens, "mine")
+        serve(engine, tokens, salt="mine")
     (job,) = audit_jobs(engine)
     assert job.claim == Claim(tenant_of("mine"))
 
 
 def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path) -> None:
     """vLLM's prefix cache has it by then: it would be compared with itself."""
-    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     engine.forget_prefixes()
     for _ in range(3):
@@ -122,7 +105,7 @@ def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path)
 def test_a_mismatch_ends_sharing_for_that_root_alone(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
     for adapter in (None, "lora-a"):
         serve(engine, tokens, adapter=adapter)
     (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]
@@ -141,8 +124,30 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
     assert audits(engine) == {"mismatch": 1, "match": 1}
 
 
+@pytest.mark.parametrize(
+    ("kind", "of_request", "chunk"),
+    [
+        ("LoRA", {"adapter": "lora-a"}, 3),
+        ("image", {"images": (Image("a", "cat", 2, 2 + CHUNK),)}, 1),
+    ],
+)
+def test_a_mismatch_says_of_what_request(
+    model: Path, caplog: pytest.LogCaptureFixture, kind: str, of_request: Any, chunk: int
+) -> None:
+    """Text after an image may fit what was stored: of such a hit the image's own end is audited."""
+    engine, tokens = calm(model, FIRST), prompt(1, 4 * CHUNK + 5)
+    serve(engine, tokens, **of_request)
+    keys = [key for plan in engine.plans for job in plan.stores for key in job.keys]
+    tier = engine.ranks[0].tier
+    tier[keys[chunk]] = tuple(cell + 1 for cell in tier[keys[chunk]])
+    assert serve(engine, tokens, **of_request) == chunk * CHUNK
+    assert audits(engine) == {"mismatch": 1}
+    assert f"stored for a {kind} request" in caplog.text
+    assert serve(engine, tokens, **of_request) == 0
+
+
 def test_what_the_tier_has_lost_is_no_answer(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
     serve(engine, tokens)
     engine.ranks[0].tier.popitem()  # without an event: the last chunk
     serve(engine, tokens)
@@ -150,7 +155,7 @@ def test_what_the_tier_has_lost_is_no_answer(model: Path) -> None:
 
 
 def test_no_share_is_no_audit(model: Path) -> None:
-    engine, tokens = engine_of(model, Shape(num_blocks=40)), prompt(1, 2 * CHUNK + 5)
+    engine, tokens = calm(model, Shape(num_blocks=40)), prompt(1, 2 * CHUNK + 5)
     serve(engine, tokens)
     serve(engine, tokens)
     assert loaded(engine) == 2
@@ -161,7 +166,7 @@ def test_no_share_is_no_audit(model: Path) -> None:
 
 
 def test_unchanged_weights_share_at_once(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     assert engine.reset(new_weights=False)
     serve(engine, tokens)  # the first hit is audited
@@ -170,7 +175,7 @@ def test_unchanged_weights_share_at_once(model: Path) -> None:
 
 
 def test_changed_weights_load_nothing_from_before(model: Path) -> None:
-    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     assert engine.reset()
     serve(engine, tokens)
@@ -194,35 +199,3 @@ def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:
     engine.run_until_idle()
     assert audits(engine) == {"inconclusive": 1}
     engine.check_whole()
-
-
-SHAPES = {
-    "plain": ALL,
-    "async, redis": Shape(audit_share=0.5, depth=3, redis=True),
-    "two ranks, async": Shape(audit_share=0.5, world_size=2, depth=2),
-    "no prefix caching": Shape(audit_share=0.5, prefix_caching=False, redis=True),
-    "consumer": Shape(audit_share=0.5, role="kv_consumer", redis=True),
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SHAPES)
-def test_random_lives_with_audits(model: Path, name: str, seed: int) -> None:
-    """No right KV is called wrong; the weights change with about half of the resets."""
-    faults = Faults(failed_load=0.2 * (seed % 2), slow=[0.0, 0.5, 0.9][seed])
-    engine = ShadowEngine(model, SHAPES[name], seed, faults)
-    if engine.shape.role == "kv_consumer":
-        engine.share_redis_of(filled_engine(model, seed))
-    life, chance = Life(engine, random.Random(seed)), random.Random(seed + 1)
-    new_weights = 0
-    for _ in range(250):
-        if chance.random() < 0.02 and engine.shape.role != "kv_consumer":
-            changes = chance.random() < 0.5
-            new_weights += changes
-            engine.reset(preempt=chance.random() < 0.5, new_weights=changes)
-        else:
-            life.act()
-    life.end()
-    found = audits(engine)
-    assert sum(found.values()) > 0
-    assert found.get("mismatch", 0) <= engine.num_resets + new_weights

@@ -11,17 +11,11 @@ import pytest
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Calibration, RankReport, RankStart, TransferTime
 from lmcache_connector.scheduler.engine_start import EngineStart
+from tests.support.clock import Clock
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
 
 CALIBRATIONS = tuple(Calibration(cpu=TransferTime(rank + 1, 1.0)) for rank in range(3))
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(world_size: int, clock: Clock | None = None) -> EngineStart:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from tests.support.doubles.lives import Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults
+from tests.support.doubles.shadow_worker import Faults
 from tests.support.planted import PlantedError, Planter
 
 # All that vLLM calls of a scheduler side once it has started, as of KVConnectorBase_V1.
@@ -63,53 +64,6 @@ SHAPES = {
 }
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCABULARY), k=length)
-
-
-class Life:
-    """Requests that share prefixes come, are aborted, and end; vLLM forgets, and is reset."""
-
-    def __init__(self, engine: ShadowEngine, chance: random.Random) -> None:
-        self.engine = engine
-        self.chance = chance
-        self.aborted: set[str] = set()
-
-    def live(self, num_acts: int) -> None:
-        acts: list[Callable[[], Any]]
-        acts = [self.add, self.engine.step, self.abort, self.forget, self.reset]
-        for _ in range(num_acts):
-            self.chance.choices(acts, [14, 60, 3, 4, 2])[0]()
-        self.rest()
-
-    def add(self) -> None:
-        if len(self.engine.live) < 8:
-            size = self.engine.shape.chunk_size
-            tokens = prompt(self.chance.randrange(3), self.chance.choice([size, 3 * size, 100]))
-            self.engine.add([*tokens, 1], self.chance.choice([1, 3, size]))
-
-    def abort(self) -> None:
-        if self.engine.live:
-            victim = self.chance.choice(self.engine.live)
-            self.aborted.add(victim)
-            self.engine.abort(victim)
-
-    def forget(self) -> None:
-        self.engine.run_until_idle()
-        self.engine.scheduler.reset_prefix_cache()
-
-    def reset(self) -> None:
-        self.engine.reset(preempt=self.chance.random() < 0.5)
-
-    def rest(self) -> None:
-        self.engine.run_until_idle()
-        self.engine.add([1], 1)  # what was cancelled is reported
-        self.engine.run_until_idle()
-        self.engine.check_whole()
-        for name in self.engine.requests.keys() - self.aborted:
-            self.engine.check_answer(name)
-
-
 def test_all_calls_of_vLLM_are_known() -> None:
     scheduler_side = Path(sys.modules[KVConnectorBase_V1.__module__].__file__ or "").read_text()
     after = scheduler_side.partition("# Scheduler-side methods")[2]
@@ -129,10 +83,10 @@ def a_life(model: Path, call: str, shape: Shape, chance: random.Random, at: int)
     engine = ShadowEngine(model, shape, chance.randrange(1 << 32), faults)
     planter = Planter(engine.connector, call, at, chance.choice([1, 1, 2, 3, 5, 8, 13]))
     life = Life(engine, chance)
-    life.live(70)
+    life.live(100)
     loads = engine.adapter.tally.total("load_jobs")
     faults.failed_load = faults.no_memory = 0.0
-    for _ in range(3):
+    for _ in range(5):  # it may be during these that it raises
         engine.add([*prompt(99, 100), 1], 1)
         life.rest()
         assert engine.scheduler.reset_prefix_cache()

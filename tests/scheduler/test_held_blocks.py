@@ -12,6 +12,7 @@ import pytest
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
 from lmcache_connector.scheduler.jobs import PlannedJobs
+from tests.support.clock import Clock
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
@@ -19,13 +20,6 @@ from tests.support.doubles.shadow_worker import VOCABULARY, Faults
 SCARCE = Shape(num_blocks=40, groups=("full", "w32"), tier_chunks=1000, prefix_caching=False)
 SEEDS = 3
 SCARCE_FULL = Shape(num_blocks=24, tier_chunks=1000, prefix_caching=False)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -77,7 +71,7 @@ class Held:
     """What stores of windows hold of a pool of 40 blocks, one block each, outside of any step."""
 
     def __init__(self, model: Path) -> None:
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.engine = ShadowEngine(model, SCARCE, 0)
         adapter = self.engine.adapter
         self.blocks = HeldBlocks(adapter.settings, adapter.witness, self.clock)

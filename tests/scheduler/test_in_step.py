@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 from pathlib import Path
 
 import pytest
 
 from lmcache_connector.change_count import ChangeCount, ReadCount
+from tests.support.doubles.lives import calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults
 from tests.support.planted import PlantedError
 
 CHUNK = 2 * BLOCK_SIZE
@@ -24,13 +23,9 @@ SHAPES = {
 }
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCABULARY), k=length)
-
-
 def engine_with(model: Path, shape: Shape, tokens: list[int]) -> ShadowEngine:
     """Memory holds the prompt, and vLLM does not."""
-    engine = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    engine = calm(model, shape)
     engine.add(tokens, 2)
     engine.run_until_idle()
     engine.forget_prefixes()

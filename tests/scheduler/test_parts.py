@@ -6,7 +6,6 @@ Every pass of a shadow rank reads what its layers attend to, and every job's byt
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,47 +14,13 @@ import pytest
 from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
-from tests.scheduler.test_adapter import Life, prompt
 from tests.scheduler.test_delayed_frees import serve_beside_stuck_stores
+from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
 
-CHUNK = 2 * BLOCK_SIZE
 GEMMA = ("w40", "full", "w40")
-_SHAPES = {
-    "one window": Shape(groups=("w40",)),
-    "one window, async, redis": Shape(groups=("w40",), depth=2, redis=True),
-    "windows": Shape(groups=GEMMA, num_blocks=50),
-    "windows, async": Shape(groups=GEMMA, depth=2, num_blocks=50),
-    "windows, deep, redis": Shape(groups=GEMMA, depth=3, redis=True, num_blocks=50),
-    "windows, two ranks": Shape(groups=GEMMA, world_size=2, redis=True, num_blocks=50),
-    "windows, no prefix caching": Shape(groups=GEMMA, prefix_caching=False, num_blocks=50),
-    "windows, zeroed": Shape(groups=GEMMA, zeroes=True, depth=2, num_blocks=44),
-    "windows of two sizes": Shape(groups=("full", "w24", "w70"), redis=True, num_blocks=50),
-    "windows, reused": Shape(groups=GEMMA, redis=True, admission="reused", num_blocks=50),
-    "windows, audited": Shape(groups=GEMMA, audit_share=1.0, num_blocks=50),
-    "chunked": Shape(groups=("c64", "full"), depth=2, redis=True, num_blocks=40),
-    "chunked alone": Shape(groups=("c64",)),
-    "states": Shape(groups=("s", "full"), chunk_size=BLOCK_SIZE, num_blocks=40),
-    "states, async, redis": Shape(
-        groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, depth=2, redis=True
-    ),
-    "states and windows": Shape(groups=("s", "full", "w40"), chunk_size=BLOCK_SIZE, num_blocks=60),
-    "windows, a drafter's head": Shape(
-        groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
-    ),
-    "a ring": Shape(groups=("full", "r8"), num_blocks=40),
-    "a ring, windows, async, redis": Shape(
-        groups=("r8", "w40", "full"), depth=2, redis=True, num_blocks=50
-    ),
-    "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
-}
-SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
-
-
-def calm(model: Path, shape: Shape) -> ShadowEngine:
-    return ShadowEngine(model, shape, 0, Faults(slow=0.0))
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -82,37 +47,6 @@ def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
     engine.check_whole()
 
 
-def live(model: Path, name: str, seed: int) -> ShadowEngine:
-    faults = Faults(
-        failed_load=[0.0, 0.3, 1.0][seed % 3],
-        no_memory=0.1 * (seed % 2),
-        slow=[0.0, 0.5, 0.9][seed // 2 % 3],
-    )
-    engine = ShadowEngine(model, SHAPES[name], seed, faults)
-    life = Life(engine, random.Random(seed))
-    for _ in range(250):
-        life.act()
-    life.end()
-    return engine
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SHAPES)
-def test_random_lives_never_compute_on_wrong_kv(model: Path, name: str, seed: int) -> None:
-    tally = live(model, name, seed).adapter.tally
-    assert tally.total("store_jobs") > 0
-    assert tally.total("load_jobs") > 0
-
-
-@pytest.mark.soak  # a thousand lives take ten minutes
-@pytest.mark.parametrize("name", SHAPES)
-def test_nor_in_many_lives(model: Path, name: str) -> None:
-    engines = [live(model, name, seed) for seed in range(3, 63)]
-    assert sum(engine.num_preemptions for engine in engines) > 0
-    for count in ("store_jobs", "load_jobs", "recomputed_tokens"):
-        assert sum(engine.adapter.tally.total(count) for engine in engines) > 0, count
-
-
 # -- what is stored --------------------------------------------------------------------------------
 
 WIDE = Shape(groups=GEMMA, num_blocks=200, tier_chunks=200)
@@ -122,17 +56,6 @@ def stored(engine: ShadowEngine, part: int) -> list[int]:
     """The chunks whose values of one part were stored, in order."""
     jobs = [job for plan in engine.plans for job in plan.stores]
     return [i for job in jobs for run in job.runs if run.part == part for i in run.chunks]
-
-
-def serve(engine: ShadowEngine, tokens: list[int], max_tokens: int = 1) -> float:
-    """One request after vLLM has forgotten its own prefix cache: how many tokens are loaded."""
-    engine.forget_prefixes()
-    before = engine.adapter.tally.total("hit_tokens")
-    request_id = engine.add(tokens, max_tokens)
-    engine.run_until_idle()
-    engine.check_answer(request_id)
-    engine.check_whole()
-    return engine.adapter.tally.total("hit_tokens") - before
 
 
 def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
@@ -301,3 +224,24 @@ def test_an_audit_leaves_the_last_chunk_to_compute_where_the_hit_may_end_before(
     assert serve(engine, tokens) == 7 * CHUNK
     assert engine.adapter.tally.totals.by_label("audits") == {"match": 1}
     assert serve(engine, tokens) == 8 * CHUNK
+
+
+# -- what attacks on them found --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [("c64",), ("c64", "c96")])
+def test_where_nothing_is_needed_there_is_no_load(model: Path, groups: tuple[str, ...]) -> None:
+    """After a run of chunked attention: a load without a key would end the engine."""
+    engine = calm(model, replace(WIDE, groups=groups, prefix_caching=False))
+    for _ in range(2):
+        serve(engine, prompt(1, 6 * CHUNK + 3))
+
+
+def test_a_reset_that_preempts_is_not_refused_for_a_pin(model: Path) -> None:
+    """Without the connector vLLM resets at any time with ``reset_running_requests``."""
+    engine = ShadowEngine(model, WIDE, 0, Faults(stuck=True))
+    engine.add(prompt(1, 6 * CHUNK), 3)
+    for _ in range(3):
+        engine.step()
+    assert engine.adapter.held.num_pins
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -21,7 +21,7 @@ from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Fetched, JobResult, Outcome, PrefetchJob, Tier
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from tests.scheduler.test_adapter import CHUNK, prompt
+from tests.support.doubles.lives import CHUNK, Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
@@ -301,33 +301,18 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(model: Path) -> Non
 def test_storms_fetch_ahead_for_all_families_and_ranks(
     model: Path, groups: tuple[str, ...], world_size: int
 ) -> None:
-    """Requests come, queue, are aborted; the cache is reset, memory loses what it likes."""
     num_planned = 0
     for seed in range(3):
-        chance = random.Random(seed)
         shape = Shape(
             redis=True,
             world_size=world_size,
             depth=1 + seed % 2,
             groups=groups,
             num_blocks=24 if len(groups) == 1 else 40,
-            tier_chunks=chance.choice([4, 16, 40]),
+            tier_chunks=(4, 16, 40)[seed],
         )
-        engine = ShadowEngine(model, shape, seed, Faults(slow=chance.choice([0.0, 0.3])))
+        engine = ShadowEngine(model, shape, seed, Faults(slow=(0.0, 0.3)[seed % 2]))
         engine.adapter.policy.pays_from_memory = lambda *_: True  # type: ignore[method-assign]
-        prompts = [prompt(i, 6 * CHUNK) for i in range(4)]
-        for _ in range(150):
-            if chance.random() < 0.5 and len(engine.live) < 10:
-                begun = chance.choice(prompts)[: chance.randrange(1, 6 * CHUNK)]
-                engine.add([*begun, chance.randrange(50)], chance.randrange(1, 30))
-            if chance.random() < 0.1 and engine.live:
-                engine.abort(chance.choice(engine.live))
-            if chance.random() < 0.03:
-                engine.reset(preempt=chance.random() < 0.5, new_weights=chance.random() < 0.5)
-            for rank in engine.ranks if chance.random() < 0.1 else ():
-                rank.evict(chance.randrange(5))
-            engine.step()
-        engine.run_until_idle()
-        engine.check_whole()
+        Life(engine, random.Random(seed)).live(250)
         num_planned += sum(len(plan.prefetches) for plan in engine.plans)
     assert num_planned > 0

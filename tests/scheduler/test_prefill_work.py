@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from lmcache_connector.plans import ForwardTime, PrefillWork, RankReport
 from tests.support.doubles.foreign_connector import Arrival, Offer
+from tests.support.doubles.lives import prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCABULARY), k=length)
 
 
 def works(engine: ShadowEngine) -> list[PrefillWork | None]:

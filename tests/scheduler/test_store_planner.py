@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.scheduler.store_planner import ReuseTracker
-from tests.scheduler.test_tails import CHUNK, calm, long_answered
+from tests.scheduler.test_tails import long_answered, wide
+from tests.support.doubles.lives import CHUNK
 from tests.support.doubles.shadow_engine import Shape
 
 
@@ -29,7 +30,7 @@ def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
 def test_answers_are_stored_if_that_is_wanted(
     model: Path, store_generated: bool, stored: int
 ) -> None:
-    engine = calm(model, Shape(store_generated=store_generated))
+    engine = wide(model, Shape(store_generated=store_generated))
     engine.add(long_answered(CHUNK + 4), max_tokens=CHUNK)
     engine.run_until_idle()
     engine.check_whole()

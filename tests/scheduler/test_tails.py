@@ -5,20 +5,17 @@ Under vLLM's real scheduler; every byte is compared by :mod:`tests.support.doubl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_connector.plans import PartRun
-from tests.scheduler.test_adapter import prompt
+from tests.support.doubles.lives import CHUNK, CONSUMED, PRODUCED, calm, prompt, serve
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape, next_token
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import Faults
 
-CHUNK = 2 * BLOCK_SIZE
-PRODUCED = {"do_remote_decode": True}
-CONSUMED = {"do_remote_prefill": True}
 SHAPES = {
     "alone": Shape(),
     "async": Shape(depth=2),
@@ -35,25 +32,15 @@ SHAPES = {
 LENGTHS = (2, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2, 3 * CHUNK + 21)
 
 
-def calm(model: Path, shape: Shape) -> ShadowEngine:
-    sizes = {"num_blocks": 200, "tier_chunks": 400}
-    return ShadowEngine(model, shape.__class__(**_fields(shape) | sizes), 0, Faults(slow=0.0))
+def wide(model: Path, shape: Shape) -> ShadowEngine:
+    return calm(model, replace(shape, num_blocks=200, tier_chunks=400))
 
 
-def _fields(shape: Shape) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
-
-
-def serve(
-    engine: ShadowEngine, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 2
-) -> int:
+def handed(engine: ShadowEngine, tokens: list[int], params: Any, max_tokens: int = 2) -> int:
     """Tokens that were loaded for it. vLLM forgets it at once."""
-    before = engine.adapter.tally.total("hit_tokens")
-    request_id = engine.add(tokens, max_tokens=max_tokens, transfer=params)
-    engine.run_until_idle()
-    engine.check_answer(request_id)
+    num_loaded = serve(engine, tokens, max_tokens, transfer=params)
     engine.forget_prefixes()
-    return int(engine.adapter.tally.total("hit_tokens") - before)
+    return num_loaded
 
 
 def long_answered(length: int) -> list[int]:
@@ -75,60 +62,60 @@ def tails(engine: ShadowEngine, since: int = 0) -> list[PartRun]:
 
 def test_where_vllm_goes_on_in_a_ring_whole_blocks_are_handed_over(model: Path) -> None:
     """It has the tokens behind the last whole block in the ring, which nobody else has."""
-    engine = calm(model, Shape(groups=("full", "r8")))
+    engine = wide(model, Shape(groups=("full", "r8")))
     for length in (CHUNK + 1, 2 * CHUNK + 21):
-        serve(engine, prompt(length, length), PRODUCED)
-        assert serve(engine, prompt(length, length), CONSUMED) == length // CHUNK * CHUNK
+        handed(engine, prompt(length, length), PRODUCED)
+        assert handed(engine, prompt(length, length), CONSUMED) == length // CHUNK * CHUNK
     assert not tails(engine)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_but_the_last_token_is_loaded(model: Path, name: str) -> None:
-    engine = calm(model, SHAPES[name])
+    engine = wide(model, SHAPES[name])
     for seed, length in enumerate(LENGTHS):
         tokens = prompt(seed, length)
-        assert serve(engine, tokens, PRODUCED) == 0
+        assert handed(engine, tokens, PRODUCED) == 0
         if engine.shape.redis:
             for rank in engine.ranks:
                 rank.evict(len(rank.tier))
-            serve(engine, [1, 2], None)  # tells the scheduler's side
-        assert serve(engine, tokens, CONSUMED) == length - 1, length
+            handed(engine, [1, 2], None)  # tells the scheduler's side
+        assert handed(engine, tokens, CONSUMED) == length - 1, length
     engine.check_whole()
 
 
 def test_an_ordinary_request_neither_stores_nor_loads_a_tail(model: Path) -> None:
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     tokens = prompt(1, CHUNK + 9)
-    serve(engine, tokens, None)
+    handed(engine, tokens, None)
     assert tails(engine) == []
-    serve(engine, tokens, PRODUCED)
+    handed(engine, tokens, PRODUCED)
     assert tails(engine) != []
     for params in (None, PRODUCED, {"do_remote_prefill": "yes"}, {"do_remote_prefill": False}):
-        assert serve(engine, tokens, params) == CHUNK
-    assert serve(engine, tokens, CONSUMED) == CHUNK + 8
+        assert handed(engine, tokens, params) == CHUNK
+    assert handed(engine, tokens, CONSUMED) == CHUNK + 8
 
 
 def test_a_tail_is_stored_once(model: Path) -> None:
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     for _ in range(3):
-        serve(engine, prompt(1, CHUNK + 9), PRODUCED, max_tokens=3 * CHUNK)
+        handed(engine, prompt(1, CHUNK + 9), PRODUCED, max_tokens=3 * CHUNK)
     assert len(tails(engine)) == 1
 
 
 def test_a_tail_of_another_length_is_not_used(model: Path) -> None:
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     tokens = prompt(1, CHUNK + 9)
-    serve(engine, tokens, PRODUCED)
+    handed(engine, tokens, PRODUCED)
     for other in (tokens[:-1], [*tokens, 5], [*tokens[:-2], tokens[-2] + 1, tokens[-1]]):
-        assert serve(engine, other, CONSUMED) == CHUNK
-    assert serve(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK + 8
+        assert handed(engine, other, CONSUMED) == CHUNK
+    assert handed(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK + 8
 
 
 def test_a_head_that_looks_ahead_names_the_last_token(model: Path) -> None:
-    engine = calm(model, Shape(lookahead=1))
+    engine = wide(model, Shape(lookahead=1))
     tokens = prompt(1, CHUNK + 9)
-    serve(engine, tokens, PRODUCED)
-    assert serve(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK
+    handed(engine, tokens, PRODUCED)
+    assert handed(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK
 
 
 @pytest.mark.parametrize("name", ["alone", "windows", "a drafter's head", "zeroed"])
@@ -136,33 +123,33 @@ def test_a_head_that_looks_ahead_names_the_last_token(model: Path) -> None:
 def test_what_follows_a_tail_is_stored_from_the_last_full_chunk_on(
     model: Path, name: str, length: int
 ) -> None:
-    engine = calm(model, SHAPES[name])
+    engine = wide(model, SHAPES[name])
     tokens, since = long_answered(length), len(engine.plans)
-    serve(engine, tokens, PRODUCED)
+    handed(engine, tokens, PRODUCED)
     request_id = engine.add(tokens, max_tokens=3 * CHUNK, transfer=CONSUMED)
     engine.run_until_idle()
     answered = list(engine.requests[request_id].all_token_ids)
     engine.forget_prefixes()
     stored = len(answered) - 1 - engine.shape.lookahead
     assert stored > length + CHUNK
-    assert serve(engine, [*answered, 3], None) == stored // CHUNK * CHUNK
+    assert handed(engine, [*answered, 3], None) == stored // CHUNK * CHUNK
     assert len({run.keys for run in tails(engine, since)}) == len(engine.parts)
 
 
 def test_a_prompt_in_vllms_cache_is_stored_for_another(model: Path) -> None:
     """What vLLM has cached itself counts if this connector saw it come about."""
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     tokens = prompt(1, 2 * CHUNK + 9)
     for params in (None, PRODUCED):
         engine.add(tokens, max_tokens=2, transfer=params)
         engine.run_until_idle()
     engine.forget_prefixes()
-    assert serve(engine, tokens, CONSUMED) == 2 * CHUNK + 8
+    assert handed(engine, tokens, CONSUMED) == 2 * CHUNK + 8
 
 
 def test_a_tail_is_stored_in_the_step_that_ends_its_prompt(model: Path) -> None:
     """Though that step fills no block."""
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     engine.add(prompt(1, engine.shape.max_batched_tokens + 4), max_tokens=9, transfer=PRODUCED)
     engine.step()
     assert tails(engine) == []
@@ -173,9 +160,9 @@ def test_a_tail_is_stored_in_the_step_that_ends_its_prompt(model: Path) -> None:
 
 def test_the_block_that_a_tail_ends_in_is_as_any_other_once_it_is_full(model: Path) -> None:
     """It is in vLLM's cache when the tier has let go of it, and the conversation goes on."""
-    engine = calm(model, Shape())
+    engine = wide(model, Shape())
     tokens = long_answered(CHUNK + 9)
-    serve(engine, tokens, PRODUCED)
+    handed(engine, tokens, PRODUCED)
     request_id = engine.add(tokens, max_tokens=CHUNK, transfer=CONSUMED)
     engine.run_until_idle()
     engine.ranks[0].evict(400)

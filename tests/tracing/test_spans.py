@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lmcache_connector.tracing.spans import Spans
-from tests.scheduler.test_adapter import CHUNK, prompt
+from tests.support.doubles.lives import CHUNK, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7

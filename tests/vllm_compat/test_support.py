@@ -16,10 +16,12 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     KVCacheConfig,
+    MambaSpec,
     SlidingWindowMLASpec,
 )
 
 from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.support import check_setup, kept_groups
 from tests.support.vllm_configs import full_attention, kv_cache, latents_with_index, vllm_config
 
@@ -113,3 +115,16 @@ def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> N
     assert "as on CPUs without AMX" in message
     setup.scheduler_config.enable_chunked_prefill = True
     check_setup(setup, latents_with_index())
+
+
+def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
+    states = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+    message = refused(vllm_config(model), kv_cache(states))
+    assert "does not support recurrent states with --mamba-cache-mode none" in message
+    assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
+
+
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        describe_model(vllm_config(model), kv_cache(), chunk_size=200)
+    assert "chunk_size 200 is not a multiple of vLLM's block size 16" in str(raised.value)

@@ -16,9 +16,10 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.threads import Task
-from lmcache_connector.vllm_compat.lora_loads import NoLoraLoads
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import store_job
 from tests.support.parts import one_part
 
@@ -26,22 +27,23 @@ GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
 MINE = AdapterRef(1, "mine")
 
 
-class Loads(NoLoraLoads):
+class Loads(LoraLoads):
     """What has been loaded is said by the test. ``has_news``: it was asked for."""
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.names: dict[int, tuple[Task[str], ...]] = {}
         self.heard_list = 0
         self.question = 0
 
     @property
-    def has_news(self) -> bool:  # type: ignore[override]
+    def has_news(self) -> bool:
         return bool(self.question)
 
     def ask(self, question: int) -> None:
         self.question = question
 
-    def take(self) -> LoadedAdapterList | None:  # type: ignore[override]
+    def take(self) -> LoadedAdapterList | None:
         question, self.question = self.question, 0
         return LoadedAdapterList(question) if question else None
 
@@ -69,7 +71,7 @@ def worker(loads: Loads) -> Iterator[WorkerAdapter]:
         engine=EngineSettings(rank=0, world_size=1, rank_gib=0.01),
         parts=one_part(GEOMETRY, 16),
     )
-    worker = WorkerAdapter(settings, cache, None, lora_loads=loads)
+    worker = WorkerAdapter(settings, cache, None, FixedWeights(), lora_loads=loads)
     yield worker
     worker.shutdown()
 

@@ -98,13 +98,3 @@ def test_a_run_that_fails_is_a_row_and_the_next_one_begins(
     assert [one.tool for one in found] == ["script", "next"] * 6
     assert all((one.failure or "").startswith(failure) for one in found[::2])
     assert all(one.failure is None and one.figures for one in found[1::2])
-
-
-def compared(**medians: tuple[float, ...]) -> list[Run]:
-    """Runs of one tool: figures of vLLM alone, ours and LMCache's own, in that order."""
-    return [
-        Run("tool", Cell(TINY, connector, 0), figures={name: values[place]})
-        for place, connector in enumerate((NONE, OURS, MP))
-        for name, values in medians.items()
-        if place < len(values)
-    ]

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ from tests.support.redis.chunks import (
 )
 from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
 from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_server
+from tests.support.redis.servers import Server
 
 DEADLINE_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -129,8 +127,13 @@ def test_a_stalled_server_is_left_alone_after_one_time_out(
     with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
                    backoff_max_seconds=30.0, read_timeout_seconds=0.3) as tier:  # fmt: skip
         wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
-        proxy.arm(Fault(Kind.STALL, sticky=not greets))
-        assert checked_get(tier, range(2)) == [False, False]
+
+        def is_struck() -> bool:
+            """It may be a connection that is just being made."""
+            proxy.arm(Fault(Kind.STALL, sticky=not greets))
+            return checked_get(tier, range(2)) == [False, False]
+
+        wait_until(is_struck, "no read was struck")
         wait_until(
             lambda: tier.stats().servers[0][1] is CircuitState.OPEN, "the circuit did not open"
         )
@@ -205,94 +208,3 @@ def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -
     assert proxy.num_struck == 1
     wait_until(lambda: ask() == 6, "the look-up did not recover")
     lookup.close()
-
-
-class Storm:
-    """Seeded random traffic, faults and server deaths, with a model of what may be found."""
-
-    NUM_CHUNKS = 24
-
-    def __init__(self, server: Server, proxy: FaultProxy, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.server = server
-        self.proxy = proxy
-        self.num_puts = 0
-        self.num_hits = 0
-        self.ends = Ends()
-
-    def step(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        action = self.random.choices(
-            [self.get, self.put, self.look_up, self.harm, self.evict, self.kill],
-            [40, 30, 10, 14, 6, 0.3],
-        )[0]
-        action(tier, lookup)
-
-    def get(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        first = self.random.randrange(self.NUM_CHUNKS)
-        count = self.random.randint(1, 6)
-        self.num_hits += sum(checked_get(tier, range(first, first + count)))
-
-    def put(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        index = self.random.randrange(self.NUM_CHUNKS)
-        tier.put(chunk_key(index), memoryview(chunk_data(index)), self.ends, index)
-        self.num_puts += 1
-
-    def look_up(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        begun = time.monotonic()
-        keys = [chunk_key(i) for i in range(self.NUM_CHUNKS)]
-        found = lookup.exists_prefix(keys, begun + DEADLINE_SECONDS)
-        assert time.monotonic() - begun < DEADLINE_SECONDS + GRACE_SECONDS
-        assert 0 <= found <= len(keys)
-
-    def harm(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        kind = self.random.choice([k for k in Kind if k is not Kind.STALL or self.chance(0.2)])
-        direction = self.random.choice(list(Direction))
-        self.proxy.arm(Fault(kind, self.random.randrange(12_000), direction, seconds=0.02))
-
-    def evict(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        with self.server.client() as client:
-            keys = client.keys("lmc:*")
-            for key in self.random.sample(keys, k=min(3, len(keys))):
-                client.delete(key)
-
-    def kill(self, tier: RedisTier, lookup: RedisLookup) -> None:
-        self.server.kill()
-        checked_get(tier, range(3))
-        self.server.start()
-
-    def chance(self, probability: float) -> bool:
-        return self.random.random() < probability
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def _storm(valkey_path: str, seed: int, steps: int) -> None:
-    threads, files = threading.active_count(), open_files()
-    with running_server(valkey_path) as server, fault_proxy(server.port) as proxy:
-        storm = Storm(server, proxy, seed)
-        settings: dict[str, Any] = {"read_timeout_seconds": 0.1}
-        settings |= {"write_timeout_seconds": 0.1, "write_queue_bytes": 1 << 17}
-        lookup = RedisLookup(config(proxy.url, **settings), [PARTS])
-        with open_tier(proxy.url, **settings) as tier:
-            for _ in range(steps):
-                storm.step(tier, lookup)
-            proxy.arm(None)
-            wait_until(lambda: all(put_all(tier, range(3))), "no writes after the storm")
-            wait_until(lambda: all(checked_get(tier, range(3))), "no reads after the storm")
-        lookup.close()
-        assert len(storm.ends.results) == storm.num_puts
-        assert storm.num_hits > steps // 20
-    wait_until(lambda: threading.active_count() == threads, "a thread leaked")
-    wait_until(lambda: open_files() == files, "a connection leaked")
-
-
-def test_a_storm_of_faults(valkey_path: str) -> None:
-    _storm(valkey_path, seed=1, steps=3000)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_many_storms(valkey_path: str, seed: int) -> None:
-    _storm(valkey_path, seed, steps=5000)

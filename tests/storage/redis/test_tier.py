@@ -56,17 +56,6 @@ def test_each_value_is_written_once(valkey: Server) -> None:
         assert other.stats().counts.bytes_written == 0
 
 
-def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
-    with open_tier(valkey.url) as tier, valkey.client() as client:
-        put_all(tier, range(1))
-        victim = client.keys("lmc:*-*")[0]
-        client.setrange(victim, 1000, b"\xff\x00\xff\x00")
-        assert get_all(tier, range(1))[0] == [False]
-        assert tier.stats().counts.misses["bad_checksum"] == 1
-        assert put_all(tier, range(1)) == [True]
-        assert get_all(tier, range(1)) == ([True], [chunk_data(0)])
-
-
 @pytest.mark.parametrize("forger", [None, b"another secret of 16"])
 def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: bytes | None) -> None:
     """Whatever he writes under the right names, with the right header: it is a miss, and others

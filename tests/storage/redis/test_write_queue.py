@@ -10,6 +10,7 @@ from lmcache_connector.storage.redis.write_queue import (
     PendingWrite,
     WriteQueue,
 )
+from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
 SLOW, QUICK = 1, 2
@@ -54,14 +55,6 @@ def test_a_chunk_already_here_is_not_queued_twice() -> None:
     queue.finish(taken, True)
     assert told == [("a", True), ("b", True)]
     assert queue.num_bytes == 0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_writes_are_held_back_until_the_time_given() -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmcache_connector.keys.request_keys import RequestIdentity
-from lmcache_connector.worker import adapter as worker_adapter
 from tests.support.engines.calls import tiered_of
 from tests.support.engines.probe import EngineProbe
 
@@ -48,42 +44,6 @@ def _retrain(worker: Any, strength: float, rows: slice) -> None:
 def retrained(rows: Any, strength: float) -> Any:
     """Other directions, of about the same length: a norm makes up for lengths."""
     return rows.float() + strength * rows.float().roll(1, dims=-1)
-
-
-def name_images_by_counter(probe: EngineProbe) -> None:
-    """As vLLM does without its processor cache: the first image of a process is number 0."""
-
-    def forge(identity: RequestIdentity) -> RequestIdentity:
-        spans = tuple(replace(span, content_hash="image-0") for span in identity.multimodal)
-        return replace(identity, multimodal=spans)
-
-    _forge_identities(probe, forge)
-
-
-def name_adapters_alike(probe: EngineProbe) -> None:
-    """As if an adapter were known by its path, whatever its files hold."""
-
-    def forge(identity: RequestIdentity) -> RequestIdentity:
-        return replace(identity, lora="path of the adapter") if identity.lora else identity
-
-    _forge_identities(probe, forge)
-    adapters = tiered_of(probe.connector)._scheduler.book.identifier.adapters
-    adapters.will_compute = adapters.may_compute = lambda *_: True
-    assert callable(worker_adapter._was_computed_with)
-    vars(worker_adapter)["_was_computed_with"] = lambda *_: True
-
-
-def _forge_identities(
-    probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
-) -> None:
-    identifier = tiered_of(probe.connector)._scheduler.book.identifier
-    identify = identifier.identify
-
-    def forged(*args: Any) -> Any:
-        found = identify(*args)
-        return forge(found) if isinstance(found, RequestIdentity) else found
-
-    identifier.identify = forged
 
 
 def build_retrained_model(folder: Path, tiny: Path, strength: float) -> Path:

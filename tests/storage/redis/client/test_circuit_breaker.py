@@ -3,14 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def make(clock: Clock, jitter: float = 1.0) -> CircuitBreaker:

@@ -11,29 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
+
+from lmcache_connector.keys.reasons import by_class, words
 
 _TOKENS = "decides which tokens come next; every token is in the key"
 _REPORT = "decides what is told of a request, not what is computed"
 _SCHEDULE = "decides when a request runs"
 _PROGRESS = "says how far a request has come"
 _POOLING = "pooling requests bypass as such"
-
-
-def by_field(table: Mapping[str, str]) -> dict[str, str]:
-    """``{reason: "field field"}`` as ``{field: reason}``."""
-    return {field: reason for reason, fields in table.items() for field in fields.split()}
-
-
-def by_class(tables: Mapping[str, Mapping[str, str]]) -> MappingProxyType[str, dict[str, str]]:
-    """:func:`by_field` of each class."""
-    return MappingProxyType({name: by_field(table) for name, table in tables.items()})
-
-
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 KEYED: Mapping[str, frozenset[str]] = {
     "Request": words(
@@ -147,43 +133,30 @@ class UnknownFields:
         self._warned: set[tuple[str, str]] = set()
 
     def are_used_in(self, request: Any) -> bool:
-        """Whether a field in neither table of ``excuses`` has a value, here or in a part."""
-        return (
-            self._any_used(request, "Request")
-            or self._any_used(request.sampling_params, "SamplingParams")
-            or self._any_used(request.lora_request, "LoRARequest")
-            or any(map(self._feature_uses_any, request.mm_features))
-        )
-
-    def _feature_uses_any(self, feature: Any) -> bool:
-        return self._any_used(feature, "MultiModalFeatureSpec") or self._any_used(
-            feature.mm_position, "PlaceholderRange"
-        )
+        """Whether a field in neither table has a value, here or in a part."""
+        parts = [("Request", request), ("SamplingParams", request.sampling_params)]
+        parts.append(("LoRARequest", request.lora_request))
+        for feature in request.mm_features:
+            parts.append(("MultiModalFeatureSpec", feature))
+            parts.append(("PlaceholderRange", feature.mm_position))
+        return any(part is not None and self._any_used(part, name) for name, part in parts)
 
     def _any_used(self, part: Any, class_name: str) -> bool:
-        if part is None:
-            return False
         names = self._unknown.get(type(part))
         if names is None:
             fixed = fixed_fields(type(part))
             names = tuple(sorted(set(fixed or vars(part)) - known_fields(class_name)))
             if fixed:
                 self._unknown[type(part)] = names
-        used = [name for name in names if _is_set(getattr(part, name, None))]
-        for name in used:
-            self._warn(class_name, name)
+        used = {(class_name, name) for name in names if _is_set(getattr(part, name, None))}
+        for field in sorted(used - self._warned):
+            logger.warning(
+                "This vLLM has a field %s.%s that this release does not know: requests that use it "
+                "bypass the KV cache tiers.",
+                *field,
+            )
+        self._warned |= used
         return bool(used)
-
-    def _warn(self, class_name: str, name: str) -> None:
-        if (class_name, name) in self._warned:
-            return
-        self._warned.add((class_name, name))
-        logger.warning(
-            "This vLLM has a field %s.%s that this release does not know: requests that use it "
-            "bypass the KV cache tiers.",
-            class_name,
-            name,
-        )
 
 
 def fixed_fields(kind: type) -> tuple[str, ...]:
