@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
-from lmcache_connector.kv_events.log import KvEvent, KvEventSink
+from lmcache_connector.kv_events.log import KvEvent, KvEventLog
 from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
@@ -76,7 +76,7 @@ class Scheduler:
     index: ChunkIndex
     hits: HitFinder
     policy: LoadPolicy
-    kv_events: KvEventSink
+    kv_events: KvEventLog
     tally: Tally
     metrics: SchedulerMetrics
     auditor: Auditor

@@ -42,7 +42,6 @@ class ValueRequest:
     """
 
     chunk: int
-    name: bytes
     command: bytes
     line: bytes
     expected: ValueHeader
@@ -218,7 +217,6 @@ class PendingRead:
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
                     chunk=chunk,
-                    name=name,
                     command=command(verb, name, *options),
                     line=line,
                     expected=plan.header(key, stripe),

@@ -46,14 +46,14 @@ _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
 
 class Reader(threading.Thread):
-    """``on_spoiled(request)`` is told of values whose stored bytes did not verify."""
+    """``on_spoiled(key, node)`` is told of chunks of which a value did not verify."""
 
     def __init__(
         self,
         name: str,
         servers: Servers,
         queue: ReadQueue,
-        on_spoiled: Callable[[ValueRequest, Node], None],
+        on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
@@ -233,7 +233,7 @@ class _Stream:
         wire: Wire,
         batch_bytes: int,
         replies: SingleReplies,
-        on_spoiled: Callable[[ValueRequest, Node], None],
+        on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         self._read = read
         self._node = node
@@ -273,7 +273,7 @@ class _Stream:
                 self._verify(request, request.payload)
             for request in batch.left:
                 if fault in _VALUE_FAULTS and not is_behind:
-                    self._on_spoiled(request, self._node)
+                    self._on_spoiled(request.expected.key, self._node)
                 self._read.fail(request, Miss(fault, is_behind))
                 is_behind = True
 
@@ -311,7 +311,7 @@ class _Stream:
         try:
             request.verify(stored)
         except InvalidValueError as error:
-            self._on_spoiled(request, self._node)
+            self._on_spoiled(request.expected.key, self._node)
             self._read.fail(request, Miss(error.fault))
         else:
             self._read.settle(request)

@@ -12,7 +12,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
+from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.tier import ReadResult
@@ -34,7 +34,7 @@ class ValueReaders:
         servers: Servers,
         plan: ValuePlan,
         counters: Counters,
-        on_spoiled: Callable[[ValueRequest, Node], None] = lambda request, node: None,
+        on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         self._servers = servers
         self._plan = plan
