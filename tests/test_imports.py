@@ -30,7 +30,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"config": 750, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 350,
-        "cost_model": 1385,
+        "cost_model": 1370,
         "kv_events": 330,
         "kv_layout": 630,
         "metrics": 520,

@@ -108,14 +108,12 @@ _FORGET_LATE_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A load on its way. ``fetches``: chunks that memory lacks, and the tiers that bring them.
-    ``num_bytes``: of the rank with the largest part, per tier.
-    ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
-    else ran. Waiting for its turn it is not late by more than ``deadline_seconds``."""
+    ``num_bytes``: of the rank with the largest part, per tier. ``wait_seconds``: predicted before
+    it begins. Waiting for its turn it is not late by more than ``deadline_seconds``."""
 
     fetches: tuple[tuple[bytes, Tier], ...]
     num_bytes: dict[Tier, int]
     wait_seconds: float
-    idle_since: float | None
     deadline_seconds: float
 
 
@@ -321,13 +319,10 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
         wait_seconds = self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(
             Tier.CPU
         ) + self._stores.wait_seconds(job.after_job)
-        self._running[job.job_id] = _Running(
-            fetches, num_bytes, wait_seconds, idle_since, job.deadline_seconds
-        )
+        self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
             self._queued_bytes[tier] += count
@@ -350,9 +345,6 @@ class LoadPolicy:
             if not self._fetching[fetch]:
                 del self._fetching[fetch]
         slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
-        if running.idle_since is not None and not self._num_requests:
-            took = slowest.waited_seconds + slowest.seconds
-            self.model.steps.waited_idle(self._clock() - running.idle_since - took)
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
             late = min(late, running.deadline_seconds)  # the rest was one long forward pass

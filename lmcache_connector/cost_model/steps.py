@@ -10,7 +10,7 @@ A load runs beside the steps, but vLLM looks at it only between them. With ``n``
 
 So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
 and 1 more for each step the load outlasts. While nothing else runs, steps are empty and last a
-millisecond or so: then the load decides, and the idle engine's way back to it, which is measured.
+millisecond or so: then the load decides.
 
 A step that computes prompts lasts as long as their compute; every step lasts as long as a decode
 step, which is measured.
@@ -33,9 +33,8 @@ _KEEP = 0.8
 _MAX_SLOWNESS = 10.0
 """A step slower than this many times the last ones counts as that slow: one that compiled something
 is no reason to load nothing beside the next ones. A lasting slowdown gets through in a few."""
-_FIRST_IDLE_SECONDS = 0.001
-_MAX_IDLE_SECONDS = 0.050
-"""What takes longer than this was not the way of a load through an idle engine."""
+IDLE_SECONDS = 0.001
+"""From the end of a load to the next step, while nothing else runs."""
 
 
 class StepTime:
@@ -47,8 +46,6 @@ class StepTime:
         self._planned: deque[tuple[float, bool]] = deque(maxlen=num_batches + 1)
         self.decode_seconds = 0.0
         """Of a step that computes no prompts."""
-        self.idle_seconds = _FIRST_IDLE_SECONDS
-        """From the end of a load to the next step, while nothing else runs."""
 
     def planned(self, now: float, *, follows: bool, has_prefill: bool) -> None:
         """A step is planned. ``follows``: on one whose requests run still.
@@ -67,11 +64,6 @@ class StepTime:
                 self.decode_seconds = seconds
         self._planned.append((now, has_prefill))
 
-    def waited_idle(self, seconds: float) -> None:
-        """An idle engine needed so long to go on after a load."""
-        if 0.0 <= seconds <= _MAX_IDLE_SECONDS:
-            self.idle_seconds = _KEEP * self.idle_seconds + (1 - _KEEP) * seconds
-
     def wait_seconds(self, load_seconds: float, step_seconds: float | None) -> float:
         """How much later a request begins that loads so long, than one that computes.
 
@@ -85,7 +77,7 @@ class StepTime:
 
     def lost_seconds(self, step_seconds: float | None) -> float:
         """Of such a wait, what no load avoids, however quick it is."""
-        return self._num_batches * step_seconds if step_seconds else self.idle_seconds
+        return self._num_batches * step_seconds if step_seconds else IDLE_SECONDS
 
 
 _NUM_LAST = 5

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmcache_connector.cost_model.cost_model import MIN_DEADLINE_SECONDS, STALL_SHARE, CostModel
 from lmcache_connector.cost_model.decision import LoadOffer, Reason
+from lmcache_connector.cost_model.steps import IDLE_SECONDS
 from lmcache_connector.cost_model.tiers import QUIET_SECONDS
 from lmcache_connector.plans import Tier
 from tests.support.clock import Clock
@@ -83,7 +84,7 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     assert (decision.num_chunks, decision.reason) == (32, Reason.LOAD_FASTER)
     assert decision.predicted_load_seconds == pytest.approx(0.33, rel=1e-3)
     rest = 1 * SECONDS_PER_TOKEN  # the last token is computed even when all chunks hit
-    latest = 1.05 * RECOMPUTE - rest - model.steps.idle_seconds
+    latest = 1.05 * RECOMPUTE - rest - IDLE_SECONDS
     assert decision.deadline_seconds == pytest.approx(latest, rel=1e-3)
     short = model.decide(offer(*[REDIS] * 8, chunk_bytes=10**5))
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)

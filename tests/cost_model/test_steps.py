@@ -37,10 +37,6 @@ def test_a_load_costs_the_steps_until_it_is_heard_of(
 def test_beside_nothing_else_a_load_costs_its_time() -> None:
     steps = StepTime(2)
     assert steps.wait_seconds(0.5, None) == pytest.approx(0.501)
-    for _ in range(30):
-        steps.waited_idle(0.004)
-    steps.waited_idle(2.0)  # somebody else ran meanwhile
-    assert steps.wait_seconds(0.5, None) == pytest.approx(0.504, rel=1e-3)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
