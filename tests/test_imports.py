@@ -67,8 +67,6 @@ ONLY = {
     "integrations": {
         "config",
         "keys",
-        "lookup",
-        "plans",
         "storage",
         "storage/redis",
         "threads",
