@@ -29,10 +29,10 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"lookup": 900, "vllm_compat": 2610},
     {"config": 750, "copy_kv_blocks": 1200, "peers": 2850},
     {
-        "audit": 360,
-        "cost_model": 1440,
+        "audit": 350,
+        "cost_model": 1385,
         "kv_events": 330,
-        "kv_layout": 650,
+        "kv_layout": 630,
         "metrics": 520,
         "requests": 1030,
         "retention": 775,

@@ -49,7 +49,7 @@ from lmcache_connector.cost_model.decision import (
     Reason,
 )
 from lmcache_connector.cost_model.prefill import PrefillSpeed
-from lmcache_connector.cost_model.steps import StepTime, crowd_waits
+from lmcache_connector.cost_model.steps import StepTime
 from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
@@ -238,7 +238,7 @@ class CostModel:
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
-            saved_seconds = self._saved_seconds(offer, prefix, compute_seconds)
+            saved_seconds = compute_seconds - prefix.rest_seconds
             if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
             if saved_seconds - price_seconds > best_gain:
@@ -263,22 +263,6 @@ class CostModel:
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
-    def _saved_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
-        """What a load spares each who waits of compute, on average."""
-        spared_seconds = compute_seconds - prefix.rest_seconds
-        if not offer.waiting_requests or not prefix.num_chunks:
-            return spared_seconds
-        start, size = offer.tokens_after(prefix.num_chunks), self.max_step_tokens
-        all_tokens, rest_tokens = (offer.prompt_tokens - at for at in (offer.context_tokens, start))
-        own_steps = ceil(all_tokens / size) - ceil(rest_tokens / size)
-        crowd_tokens = offer.waiting_tokens + all_tokens
-        steps, share = crowd_waits(1 + offer.waiting_requests, crowd_tokens / size)
-        step_share = (start - offer.context_tokens) / crowd_tokens
-        return (
-            share * (spared_seconds - own_steps * self.steps.decode_seconds)
-            + step_share * (steps - 1) * self.steps.decode_seconds
-        )
-
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
@@ -287,7 +271,7 @@ class CostModel:
         else:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
-            saved = self._saved_seconds(offer, prefix, compute_seconds)
+            saved = compute_seconds - prefix.rest_seconds
             too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)

@@ -32,7 +32,7 @@ class LoadOffer:
     what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
     per tier, and a load can begin after ``wait_seconds``. ``running_requests`` are the others; the
     steps to come last ``step_seconds``, ``None`` if none runs. ``waiting_requests`` others have no
-    token yet, and nothing of them is being computed: their prompts have ``waiting_tokens``.
+    token yet, and nothing of them is being computed.
 
     A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
     Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
@@ -51,7 +51,6 @@ class LoadOffer:
     wait_seconds: float = 0.0
     step_seconds: float | None = None
     waiting_requests: int = 0
-    waiting_tokens: int = 0
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
     num_firm: int = 0

@@ -13,12 +13,7 @@ and 1 more for each step the load outlasts. While nothing else runs, steps are e
 millisecond or so: then the load decides, and the idle engine's way back to it, which is measured.
 
 A step that computes prompts lasts as long as their compute; every step lasts as long as a decode
-step, which is measured. Prompts are computed in the order they came, ``max_step_tokens`` in a step,
-and each has its first token when the step ends that completes its prompt. So a crowd that fills
-several steps waits for each step's own length as well, however little a prompt adds to it::
-
-    tokens    |.a.|.b.|.c.|.d.|.e.|
-    steps     |----1----|----2----|-3-|      a and b wait for 1 step, c and d for 2, e for 3
+step, which is measured.
 
 Stores run one after the other, each once the forward pass that fills its blocks has ended. So the
 last few tell how long the next one takes, and while one takes longer, the others do.
@@ -32,7 +27,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil
-from statistics import fmean
 
 _KEEP = 0.8
 """Of what was measured, with each step: a decode step's length follows how many requests decode."""
@@ -92,20 +86,6 @@ class StepTime:
     def lost_seconds(self, step_seconds: float | None) -> float:
         """Of such a wait, what no load avoids, however quick it is."""
         return self._num_batches * step_seconds if step_seconds else self.idle_seconds
-
-
-_MAX_LOOKED_AT = 16
-"""Of a crowd's requests, spread over it: it bounds the time."""
-
-
-def crowd_waits(num_requests: int, num_steps: float) -> tuple[float, float]:
-    """What the requests wait for, on average, whose tokens fill so many steps: steps, and the share
-    of all their tokens that those compute. ``num_steps`` counts a part of a step as a part."""
-    if num_steps <= 1:
-        return 1.0, 1.0
-    looked_at = min(num_requests, _MAX_LOOKED_AT)
-    ends = [ceil(num_steps * (i + 1) / looked_at) for i in range(looked_at)]
-    return fmean(ends), fmean(min(end, num_steps) for end in ends) / num_steps
 
 
 _NUM_LAST = 5
