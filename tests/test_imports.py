@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1990, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1300},
-    {"integrations": 450, "scheduler": 3800, "worker": 4_120},
+    {"integrations": 440, "scheduler": 3800, "worker": 4_120},
     {"lookup": 900, "vllm_compat": 2610},
     {"config": 750, "copy_kv_blocks": 1200, "peers": 2850},
     {
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 520,
         "requests": 1030,
         "retention": 775,
-        "storage/redis": 3070,
+        "storage/redis": 3045,
         "tracing": 90,
         "weight_names": 270,
     },
@@ -67,8 +67,6 @@ ONLY = {
     "integrations": {
         "config",
         "keys",
-        "lookup",
-        "plans",
         "storage",
         "storage/redis",
         "threads",

@@ -34,7 +34,7 @@ _IDLE_SECONDS = 0.25
 _NICENESS = 10
 # Taken at once: their presence is asked in one round trip, during which nothing is written. Less
 # where the last ones took long.
-_MAX_TAKE_BYTES, _TAKE_SECONDS = 32 << 20, 0.5
+_MAX_TAKE_BYTES, _TAKE_SECONDS = 128 << 20, 0.2
 # Of a node to which nothing has been written yet.
 _ASSUMED_BYTES_PER_SECOND = 8 << 20
 # A burst may take so many write time-outs, and as long as its bytes take at this speed.
