@@ -172,7 +172,7 @@ def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> float:
         )
         for number in range(2):
             engine.serve(random_prompt(number, args.prompt_tokens))
-        return engine.counts().gauge_total("cpu_used_bytes")
+        return sum(engine.counts().gauge_values("cpu_used_bytes"))
 
 
 # -- look-ups ------------------------------------------------------------------------------------

@@ -145,7 +145,6 @@ def _bench(server: Server, unix: bool, mib: int) -> Bench:
 def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
     """Raw client and tier, taking turns."""
     watch = Stopwatch()
-    # A writer's claims do not outlive a round: flushing the server removes them.
     with open_tier(bench.url, LLAMA_3_8B) as tier:
         raw = _RawSpeed(bench)
         turns: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {

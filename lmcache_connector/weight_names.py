@@ -16,13 +16,16 @@ host, and bytes that do not fit them are named by themselves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from stat import S_ISDIR
 
 from blake3 import blake3
 
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.plans import FolderSeen, WeightsInMemory
 
@@ -33,17 +36,37 @@ _ASKED_SECONDS = 10.0
 _MAX_NAMES = 64
 
 
-class WeightFiles(Protocol):
-    """What an engine's weights are loaded from."""
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What an engine's weights are loaded from. ``name``: a digest of ``files``, or what stands for
+    them; "" if nothing does."""
+
+    name: str
+    files: tuple[Path, ...] = ()
 
     @property
-    def name(self) -> str:
-        """A digest of the files, or what stands for it; "" if nothing does."""
-        ...
+    def folders(self) -> tuple[FolderSeen, ...]:
+        """Those on the way to the files, as they are now."""
+        return tuple(_seen(place) for place in self._places if place.is_dir())
 
     def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
-        """One that was changed after that time, since 1970. ``seen``: folders at that time."""
-        ...
+        """A file, or a link or folder on the way to one, that was written, replaced or renamed
+        after that time, since 1970. What a Hugging Face cache names by its content arrives only.
+
+        ``seen``: folders at that time. Of one that is not among them, what comes and goes in it may
+        pass for a change. One of them that is moved away and back passes for none if something else
+        has come or gone in it since."""
+        before: dict[str, set[FolderSeen]] = {}
+        for each in seen:
+            if each.host == platform.node():
+                before.setdefault(each.path, set()).add(each)
+        changed = (p for p in self._places if _has_changed(p, seconds, before.get(str(p), set())))
+        return next(changed, None)
+
+    @property
+    def _places(self) -> list[Path]:
+        named = (file.parent if _is_named_by_content(file) else file for file in self.files)
+        return sorted({place for file in named for place in _on_the_way_to(file)})
 
 
 class WeightNames:
@@ -196,3 +219,46 @@ class WeightNames:
 
 def _hex(value: object) -> str:
     return str(blake3(canonical_bytes(value)).hexdigest())
+
+
+# -- files that change while they are loaded -------------------------------------------------------
+
+
+def _on_the_way_to(file: Path) -> Iterator[Path]:
+    """The file, the folders above it, and whatever its links lead through."""
+    for place in (file.absolute(), *file.absolute().parents):
+        yield place
+        if place.is_symlink():
+            target = place.parent / place.readlink()
+            yield from _on_the_way_to(target)
+
+
+def _is_named_by_content(file: Path) -> bool:
+    try:
+        return content_name(file) is not None
+    except OSError:
+        return False
+
+
+def _seen(folder: Path) -> FolderSeen:
+    found = folder.stat()
+    return FolderSeen(platform.node(), str(folder), found.st_dev, found.st_ino)
+
+
+def _has_changed(place: Path, seconds: float, seen: Set[FolderSeen]) -> bool:
+    """What comes and goes in a folder changes its mtime and ctime alike, renaming it changes its
+    ctime and the mtime of the one above."""
+    try:
+        found = place.lstat()
+        if seen and seen != {_seen(place)}:
+            return True
+        if found.st_ctime <= seconds or not S_ISDIR(found.st_mode):
+            return found.st_ctime > seconds
+        above = (place / "..").lstat()
+    except OSError:
+        return True
+    may_be_renamed = not seen or found.st_ctime_ns != found.st_mtime_ns
+    if above.st_dev != found.st_dev:  # a mount point, or a subvolume of Btrfs
+        return may_be_renamed and found.st_mtime <= seconds
+    is_root = above.st_ino == found.st_ino
+    return may_be_renamed and above.st_mtime > seconds and not is_root

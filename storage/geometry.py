@@ -106,16 +106,7 @@ class ChunkGeometry:
         cuts += range((self.layer_start // width + 1) * width, self.layer_end, width)
         cuts.append(self.layer_end)
         return tuple(
-            Stripe(
-                layer_start=start,
-                layer_end=end,
-                shard=shard,
-                offset=index * self.shard_bytes + self.layer_offsets[start - self.layer_start],
-                num_bytes=self.layer_offsets[end - self.layer_start]
-                - self.layer_offsets[start - self.layer_start],
-            )
-            for index, shard in enumerate(self.shards)
-            for start, end in pairwise(cuts)
+            self.stripe(start, end, shard) for shard in self.shards for start, end in pairwise(cuts)
         )
 
 

@@ -23,25 +23,25 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 2020, "handover": 80, "transformers": 900},
+    {"cli": 1990, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1300},
-    {"integrations": 450, "scheduler": 3800, "worker": 4_120},
-    {"lookup": 900, "vllm_compat": 2750},
-    {"config": 800, "copy_kv_blocks": 1220, "peers": 2850},
+    {"integrations": 440, "scheduler": 3800, "worker": 4_120},
+    {"lookup": 900, "vllm_compat": 2610},
+    {"config": 750, "copy_kv_blocks": 1200, "peers": 2850},
     {
-        "audit": 360,
-        "cost_model": 1490,
-        "kv_events": 350,
-        "kv_layout": 650,
-        "metrics": 600,
-        "requests": 1050,
+        "audit": 350,
+        "cost_model": 1370,
+        "kv_events": 330,
+        "kv_layout": 630,
+        "metrics": 520,
+        "requests": 1030,
         "retention": 775,
-        "storage/redis": 3450,
-        "tracing": 100,
-        "weight_names": 200,
+        "storage/redis": 3045,
+        "tracing": 90,
+        "weight_names": 270,
     },
-    {"plans": 550, "storage": 800, "storage/redis/client": 610, "vllm_compat/api": 350},
-    {"change_count": 100, "errors": 60, "keys": 690, "kv_parts": 350, "net": 550, "threads": 200},
+    {"plans": 550, "storage": 630, "storage/redis/client": 600, "vllm_compat/api": 295},
+    {"change_count": 100, "errors": 60, "keys": 690, "kv_parts": 350, "net": 520, "threads": 200},
 )
 MAX_LAYERS = 8
 # What a package imports of those below, where it is less than everything.
@@ -67,8 +67,6 @@ ONLY = {
     "integrations": {
         "config",
         "keys",
-        "lookup",
-        "plans",
         "storage",
         "storage/redis",
         "threads",

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.plans import FolderSeen, WeightsInMemory
-from lmcache_connector.weight_names import WeightNames
+from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 
-@dataclass
-class Files:
+@dataclass(frozen=True)
+class Files(WeightFiles):
     name: str = "sha256:files"
     changed: Path | None = None
 

@@ -152,14 +152,8 @@ class NoiseGauge:
         """Of the median layer's error; the largest may be four times that."""
         if not self._samples:
             return self._prior
-        median_noise, largest_noise = self._noise()
-        noise = max(median_noise, largest_noise / _LARGEST_TO_MEDIAN)
+        noise = max(max(s.median, s.largest / _LARGEST_TO_MEDIAN) for s in self._samples)
         return min(self._prior, max(_STEPS * self._step, _FACTOR * noise))
-
-    def _noise(self) -> tuple[float, float]:
-        """The largest median and the largest error measured; zeros without any."""
-        medians = max((sample.median for sample in self._samples), default=0.0)
-        return medians, max((sample.largest for sample in self._samples), default=0.0)
 
 
 MAX_SUBJECTS = 4096

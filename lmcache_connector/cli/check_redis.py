@@ -17,7 +17,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
+from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 _CHUNKS = 4
 _TOKENS = 256
@@ -95,9 +95,8 @@ def _round_trip(admin: RedisAdmin, config: RedisTierConfig) -> Iterator[Finding]
         lookup.close()
         tier.close(1.0)
         stripes = geometry.stripes(config.max_payload_bytes)
-        suffixes = [*map(stripe_suffix, stripes), claim_suffix(stripes[0])]
         admin.unlink_anywhere(
-            [chunk_tag(config.namespace, key) + suffix for key in keys for suffix in suffixes]
+            [chunk_tag(config.namespace, k) + stripe_suffix(s) for k in keys for s in stripes]
         )
 
 

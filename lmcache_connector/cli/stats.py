@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -45,6 +44,7 @@ _GAUGES = (
     *("roots_apart", "queued_jobs", "write_queue_bytes"),
     *("cpu_used_bytes", "cpu_capacity_bytes"),
 )
+_GROWING = ("_total", "_bucket", "_sum", "_count")
 _BY_TIER = ("lookups", "lookup_hits", "hit_tokens", "loaded_bytes", "stored_bytes")
 
 
@@ -53,13 +53,11 @@ class Snapshot:
 
     def __init__(self, url: str, samples: Iterable[Sample]) -> None:
         self.url = url
-        self._by_name: dict[str, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            self._by_name[sample.name].append(sample)
+        self._samples = list(samples)
 
     def select(self, name: str, **labels: str) -> list[Sample]:
-        samples = self._by_name.get(name, ())
-        return [sample for sample in samples if labels.items() <= sample.labels.items()]
+        wanted = labels.items()
+        return [s for s in self._samples if s.name == name and wanted <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over everything but ``labels``, engines and ranks too."""
@@ -72,12 +70,27 @@ class Snapshot:
             sums[sample.labels.get(label, "")] += sample.value
         return {key: value for key, value in sums.items() if value}
 
+    def since(self, before: Snapshot) -> Snapshot:
+        """What grew since ``before``, and gauges as they are now. What fell belongs to an engine
+        that has restarted."""
+        base = {_series(sample): sample.value for sample in before._samples}
+        grown: list[Sample] = []
+        for sample in self._samples:
+            was = base.get(_series(sample), 0.0) if sample.name.endswith(_GROWING) else 0.0
+            now = sample.value
+            grown.append(sample._replace(value=now - was if now >= was else now))
+        return Snapshot(self.url, grown)
+
     def quantile(self, name: str, q: float, **labels: str) -> float | None:
         """Of a histogram, by linear interpolation inside the bucket, as Prometheus does it."""
         buckets: dict[float, float] = defaultdict(float)
         for sample in self.select(f"{name}_bucket", **labels):
             buckets[float(sample.labels["le"])] += sample.value
         return interpolate(sorted(buckets.items()), q)
+
+
+def _series(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
+    return sample.name, frozenset(sample.labels.items())
 
 
 def interpolate(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
@@ -137,11 +150,13 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "roots": sorted(snapshot.by_label(f"{PREFIX}info", "root")),
         "audit_error_largest": snapshot.total(f"{PREFIX}audit_error", which="largest"),
         **{name: snapshot.total(f"{PREFIX}{name}") for name in _GAUGES},
-        "circuits": circuits(snapshot),
+        "running_requests": snapshot.total("vllm:num_requests_running"),
+        "waiting_requests": snapshot.total("vllm:num_requests_waiting"),
+        "circuits": _circuits(snapshot),
     }
 
 
-def circuits(snapshot: Snapshot) -> dict[str, str]:
+def _circuits(snapshot: Snapshot) -> dict[str, str]:
     """Per server the worst state any rank sees."""
     worst: dict[str, float] = defaultdict(float)
     for sample in snapshot.select(f"{PREFIX}circuit_state"):
@@ -258,121 +273,72 @@ def _speed_text(transfers: Mapping[str, float | None]) -> str:
 
 # -- --watch ---------------------------------------------------------------------------------------
 
-_BARS = " ▁▂▃▄▅▆▇█"
-_HISTORY = 12
 _COLUMNS = (
-    *("engine", "hit rate", "", "saved", "CPU load", "Redis load", "", "Redis store"),
+    *("engine", "hit rate", "saved", "CPU load", "Redis load", "Redis store"),
     *("CPU tier", "queue", "running", "Redis"),
 )
-_RATES = {
-    "queried_tokens_per_second": ("queried_tokens_total", {}),
-    "saved_tokens_per_second": ("prefill_saved_tokens_total", {}),
-    "recomputed_tokens_per_second": ("recomputed_tokens_total", {}),
-    "failed_loads_per_second": ("failed_loads_total", {}),
-    "dropped_writes_per_second": ("dropped_writes_total", {}),
-    **{f"{t}_hit_tokens_per_second": ("hit_tokens_total", {"tier": t}) for t in TIERS},
-    **{f"{t}_loaded_bytes_per_second": ("loaded_bytes_total", {"tier": t}) for t in TIERS},
-    **{f"{t}_stored_bytes_per_second": ("stored_bytes_total", {"tier": t}) for t in TIERS},
-}
-
-
-@dataclass(slots=True)
-class _Watched:
-    """One engine over time."""
-
-    url: str
-    last: Snapshot | None = None
-    last_at: float = 0.0
-    now: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-    hit_rates: deque[float | None] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    loads: deque[float | None] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-
-    def look(self) -> None:
-        """An engine that is away is shown as such; it may come back."""
-        now = time.monotonic()
-        try:
-            snapshot = fetch(self.url)
-        except CliError as error:
-            self.problem, self.now, self.last = str(error), {}, None
-            return
-        self.problem = None
-        self.now = measured(snapshot, self.last, now - self.last_at)
-        self.last, self.last_at = snapshot, now
-        self.hit_rates.append(self.now["hit_rate"])
-        self.loads.append(sum(self.now[f"{t}_loaded_bytes_per_second"] for t in TIERS))
 
 
 def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> None:
     """A terminal shows the last look; a pipe gets each of ``count`` (0: until Ctrl-C)."""
-    engines = [_Watched(url) for url in urls]
-    for engine in engines:
-        engine.look()
-    if all(engine.problem for engine in engines):
-        raise CliError("; ".join(engine.problem or "" for engine in engines), code=UNREACHABLE)
-    is_live = report.out.is_terminal and not report.as_json
+    looks = {url: _look(url) for url in urls}
+    problems = [str(found) for found in looks.values() if isinstance(found, CliError)]
+    if len(problems) == len(looks):
+        raise CliError("; ".join(problems), code=UNREACHABLE)
+    is_live, num_looks = report.out.is_terminal and not report.as_json, 0
     with Live(console=Console(), auto_refresh=False) if is_live else nullcontext() as live:
-        looks = 0
-        while not count or looks < count:
+        while not count or num_looks < count:
+            started = time.monotonic()
             time.sleep(interval)
-            for engine in engines:
-                engine.look()
+            engines = []
+            for url, before in looks.items():
+                looks[url] = _look(url)
+                engines.append(_since(url, before, looks[url], time.monotonic() - started))
+            num_looks += 1
             shown = table(_COLUMNS, map(_row, engines))
-            looks += 1
             if live is not None:
                 live.update(shown, refresh=True)
-                continue
-            found = [{"url": e.url, "problem": e.problem, **e.now} for e in engines]
-            report.emit({"ok": True, "time": time.time(), "engines": found}, shown)
+            else:
+                report.emit({"ok": True, "time": time.time(), "engines": engines}, shown)
 
 
-def measured(now: Snapshot, before: Snapshot | None, seconds: float) -> dict[str, Any]:
-    """Rates between two looks, ``seconds`` apart, and gauges as they are now.
-
-    A counter that fell belongs to an engine that has restarted.
-    """
-    found: dict[str, Any] = {}
-    for key, (name, labels) in _RATES.items():
-        value = now.total(PREFIX + name, **labels)
-        base = before.total(PREFIX + name, **labels) if before is not None else value
-        found[key] = max(0.0, value - base if value >= base else value) / max(seconds, 1e-9)
-    for rate, part in (("hit_rate", "saved"), ("lost_rate", "recomputed")):
-        found[rate] = ratio(found[f"{part}_tokens_per_second"], found["queried_tokens_per_second"])
-    for name in ("queued_jobs", "write_queue_bytes", "cpu_used_bytes", "cpu_capacity_bytes"):
-        found[name] = now.total(PREFIX + name)
-    found["running_requests"] = now.total("vllm:num_requests_running")
-    found["waiting_requests"] = now.total("vllm:num_requests_waiting")
-    found["circuits"] = circuits(now)
-    return found
+def _look(url: str) -> Snapshot | CliError:
+    """An engine that is away may come back."""
+    try:
+        return fetch(url)
+    except CliError as error:
+        return error
 
 
-def sparkline(values: Sequence[float | None], highest: float | None = None) -> str:
-    """One character each, the tallest for ``highest`` (or the most seen); a blank for ``None``."""
-    top = highest or max((value for value in values if value), default=0.0)
-    steps = len(_BARS) - 1
-    return "".join(
-        " " if value is None or not top else _BARS[min(steps, max(1, round(value / top * steps)))]
-        for value in values
-    )
+def _since(
+    url: str, before: Snapshot | CliError, now: Snapshot | CliError, seconds: float
+) -> dict[str, Any]:
+    """What :func:`summarize` says of the time between two looks, ``seconds`` apart."""
+    if isinstance(now, CliError):
+        return {"url": url, "problem": str(now)}
+    base = now if isinstance(before, CliError) else before
+    return {"problem": None, "seconds": seconds, **summarize(now.since(base))}
 
 
-def _row(engine: _Watched) -> tuple[str, ...]:
-    if engine.problem is not None:
-        return (engine.url, "away")
-    now = engine.now
-    rate, lost, capacity = now["hit_rate"], now["lost_rate"], now["cpu_capacity_bytes"]
-    states = set(now["circuits"].values())
+def _row(engine: dict[str, Any]) -> tuple[str, ...]:
+    if engine["problem"] is not None:
+        return (engine["url"], "away")
+
+    def speed(verb: str, *tiers: str) -> str:
+        return f"{size(sum(engine[verb][tier] for tier in tiers) / engine['seconds'])}/s"
+
+    rate, capacity = engine["hit_rate"], engine["cpu_capacity_bytes"]
+    lost = ratio(engine["recomputed_tokens"], engine["queried_tokens"])
+    states = set(engine["circuits"].values())
     return (
-        engine.url,
+        engine["url"],
         "-" if rate is None else f"{rate:.0%}" + (f", {lost:.0%} lost" if lost else ""),
-        sparkline(engine.hit_rates, 1.0),
-        f"{now['saved_tokens_per_second']:,.0f} tok/s",
-        f"{size(now['cpu_loaded_bytes_per_second'])}/s",
-        f"{size(now['peer_loaded_bytes_per_second'] + now['redis_loaded_bytes_per_second'])}/s",
-        sparkline(engine.loads),
-        f"{size(now['redis_stored_bytes_per_second'])}/s",
-        f"{now['cpu_used_bytes'] / capacity:.0%} of {size(capacity)}" if capacity else "-",
-        size(now["write_queue_bytes"]),
-        f"{now['running_requests']:.0f}+{now['waiting_requests']:.0f}",
+        f"{engine['prefill_saved_tokens'] / engine['seconds']:,.0f} tok/s",
+        speed("loaded_bytes", "cpu"),
+        speed("loaded_bytes", "peer", "redis"),
+        speed("stored_bytes", "redis"),
+        f"{engine['cpu_used_bytes'] / capacity:.0%} of {size(capacity)}" if capacity else "-",
+        size(engine["write_queue_bytes"]),
+        f"{engine['running_requests']:.0f}+{engine['waiting_requests']:.0f}",
         "DOWN" if "open" in states else "ok" if states else "-",
     )

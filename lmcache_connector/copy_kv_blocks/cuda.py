@@ -119,8 +119,8 @@ class _Pipeline:
         if after is not None:
             stream.wait_event(after.event)
         try:
-            for runs in map(expand, plans):
-                self._driver.copy_many(runs.dst, runs.src, runs.num_bytes, stream.cuda_stream)
+            for src, dst, num_bytes in map(expand, plans):
+                self._driver.copy_many(dst, src, num_bytes, stream.cuda_stream)
         finally:
             self._wait()
 

@@ -55,15 +55,6 @@ class StagedCopy:
     tiles: tuple[Tile, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """Every run of a plan on its own, int64 ``[runs]`` each."""
-
-    src: Int64s
-    dst: Int64s
-    num_bytes: Int64s
-
-
 def covers_chunks(plans: Sequence[CopyPlan], host: ChunkBuffers) -> bool:
     """Whether the copies together write all bytes of every chunk they touch, each once.
 
@@ -117,11 +108,12 @@ def _staged_rows(plan: CopyPlan, to_host: bool, order: Int64s, staged: Int64s) -
     return np.stack(paged_side + slot_side if to_host else slot_side + paged_side)
 
 
-def expand(plan: CopyPlan) -> Runs:
-    """List every run of a plan, for copies whose runs are long or few."""
+def expand(plan: CopyPlan) -> tuple[Int64s, Int64s, Int64s]:
+    """Every run of a plan on its own, for copies whose runs are long or few: addresses of sources
+    and destinations, and sizes in bytes, int64 ``[runs]`` each."""
     parts = [_layer_runs(plan, move) for move in plan.moves]
     src, dst, sizes = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Runs(src, dst, sizes)
+    return src, dst, sizes
 
 
 def _layer_runs(plan: CopyPlan, move: Int64s) -> tuple[Int64s, Int64s, Int64s]:

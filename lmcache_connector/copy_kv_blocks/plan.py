@@ -99,30 +99,23 @@ def plan_copy(
         raise CopyError(f"blocks of {src.block_size} tokens into blocks of {dst.block_size}")
     _check_memory(src.spans, dst.spans)
     row_tokens = min(src.row_tokens, dst.row_tokens)
-    table = _move_table(src.layers(row_tokens), dst.layers(row_tokens))
+    moves, row_bytes = _moves_and_row_bytes(src.layers(row_tokens), dst.layers(row_tokens))
     src_rows, dst_rows = src.rows(src_ids, row_tokens), dst.rows(dst_ids, row_tokens)
     return CopyPlan(
-        moves=table.moves,
+        moves=moves,
         src=src_rows,
         dst=dst_rows,
         groups=_groups(src_rows, dst_rows),
-        num_bytes=len(src_rows.index) * table.row_bytes,
+        num_bytes=len(src_rows.index) * row_bytes,
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _MoveTable:
-    """What all copies between two layer tables have in common: see :class:`CopyPlan`."""
-
-    moves: Int64s
-    row_bytes: int
-
-
 @lru_cache(maxsize=256)
-def _move_table(src: LayerTable, dst: LayerTable) -> _MoveTable:
-    """Cached by identity of the tables: all jobs of an engine are between the same few."""
+def _moves_and_row_bytes(src: LayerTable, dst: LayerTable) -> tuple[Int64s, int]:
+    """What all copies between two layer tables have in common: see :class:`CopyPlan`. Cached by
+    identity of the tables: all jobs of an engine are between the same few."""
     _check_layers(src, dst)
-    return _MoveTable(_moves(src, dst), src.row_bytes)
+    return _moves(src, dst), src.row_bytes
 
 
 def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:

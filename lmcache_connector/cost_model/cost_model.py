@@ -5,11 +5,10 @@ chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)
 in steps: see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in ``k``,
 because the last tokens attend to the most, and a load is a line in bytes. So the minimum lies where
 a run of chunks from one tier ends: only those prefixes are compared (and the longest one that the
-deadline cap lets through). A load lasts what is predicted, plus twice the error that predictions
-have had lately (``spread``), plus the deadline times the share of loads that failed; loads larger
-than any seen are taken to last in proportion to the largest. The wait must be 5 % shorter than the
-compute it saves. Compute is taken from all who wait for their first token: the more there are, the
-less the steps count that a load costs, and the loads ahead of it, down to the load alone.
+deadline cap lets through). A load lasts 1.3 times what is predicted, plus the deadline times the
+share of loads that failed. The wait must be 5 % shorter than the compute it saves. Compute is taken
+from all who wait for their first token: the more there are, the less the steps count that a load
+costs, and the loads ahead of it, down to the load alone.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that brings nothing until ``S``
@@ -50,7 +49,7 @@ from lmcache_connector.cost_model.decision import (
     Reason,
 )
 from lmcache_connector.cost_model.prefill import PrefillSpeed
-from lmcache_connector.cost_model.steps import StepTime, crowd_waits
+from lmcache_connector.cost_model.steps import StepTime
 from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
@@ -75,7 +74,6 @@ class CostModel:
 
     Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Up to
     ``num_batches`` steps are under way at once, and each computes ``max_step_tokens`` at most.
-    Raises ``ValueError`` if ``max_deadline_seconds`` is not positive.
     """
 
     def __init__(
@@ -86,8 +84,6 @@ class CostModel:
         num_batches: int = 1,
         max_step_tokens: int = 1 << 30,
     ) -> None:
-        if max_deadline_seconds <= 0:
-            raise ValueError(f"max_deadline_seconds must be positive, not {max_deadline_seconds}")
         self._clock = clock
         self._max_deadline_seconds = max_deadline_seconds
         self.mode = mode
@@ -100,7 +96,7 @@ class CostModel:
 
     def calibrate(self, tier: Tier, bytes_per_second: float, latency_seconds: float) -> None:
         """Take over a measurement made for its own sake, as by the self-test; what was learned from
-        loads is dropped. Raises ``ValueError`` if it cannot be one."""
+        loads is dropped. ``bytes_per_second`` is positive."""
         self._tiers[tier].calibrate(self._clock(), bytes_per_second, latency_seconds)
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
@@ -242,7 +238,7 @@ class CostModel:
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
-            saved_seconds = self._saved_seconds(offer, prefix, compute_seconds)
+            saved_seconds = compute_seconds - prefix.rest_seconds
             if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
             if saved_seconds - price_seconds > best_gain:
@@ -267,22 +263,6 @@ class CostModel:
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
-    def _saved_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
-        """What a load spares each who waits of compute, on average."""
-        spared_seconds = compute_seconds - prefix.rest_seconds
-        if not offer.waiting_requests or not prefix.num_chunks:
-            return spared_seconds
-        start, size = offer.tokens_after(prefix.num_chunks), self.max_step_tokens
-        all_tokens, rest_tokens = (offer.prompt_tokens - at for at in (offer.context_tokens, start))
-        own_steps = ceil(all_tokens / size) - ceil(rest_tokens / size)
-        crowd_tokens = offer.waiting_tokens + all_tokens
-        steps, share = crowd_waits(1 + offer.waiting_requests, crowd_tokens / size)
-        step_share = (start - offer.context_tokens) / crowd_tokens
-        return (
-            share * (spared_seconds - own_steps * self.steps.decode_seconds)
-            + step_share * (steps - 1) * self.steps.decode_seconds
-        )
-
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
@@ -291,7 +271,7 @@ class CostModel:
         else:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
-            saved = self._saved_seconds(offer, prefix, compute_seconds)
+            saved = compute_seconds - prefix.rest_seconds
             too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)

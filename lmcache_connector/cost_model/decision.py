@@ -25,14 +25,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on. Raises ``ValueError`` for one that cannot be.
+    """A hit to decide on.
 
     ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
     where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
     what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
     per tier, and a load can begin after ``wait_seconds``. ``running_requests`` are the others; the
     steps to come last ``step_seconds``, ``None`` if none runs. ``waiting_requests`` others have no
-    token yet, and nothing of them is being computed: their prompts have ``waiting_tokens``.
+    token yet, and nothing of them is being computed.
 
     A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
     Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
@@ -51,17 +51,10 @@ class LoadOffer:
     wait_seconds: float = 0.0
     step_seconds: float | None = None
     waiting_requests: int = 0
-    waiting_tokens: int = 0
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
     num_firm: int = 0
     in_step_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens <= 0 or self.chunk_bytes < (self.other_bytes is None):
-            raise ValueError("chunks have tokens and bytes")
-        if not 0 <= self.context_tokens < self.prompt_tokens:
-            raise ValueError("at least one token of the prompt must be left to compute")
 
     def end_up_to(self, num_chunks: int) -> int:
         """The largest number of chunks a load may end after, of those up to ``num_chunks``; 0 if
@@ -114,9 +107,9 @@ class LoadDecision:
 _MAX_BORDERS, _MAX_ENDS = 8, 16
 """Of a hit with many of them, the first borders between tiers and the last ends are compared only:
 it bounds the time."""
-_CAUTION = 2.0
-"""A load counts as slower than predicted by this many times the usual error: a lost bet costs the
-user more than a bet not made."""
+_CAUTION = 1.3
+"""A load counts as slower than predicted by this factor: a lost bet costs the user more than a bet
+not made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +169,8 @@ class LoadPrefixes:
             speed = self.tiers[tier]
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
             load_seconds += queue_seconds + speed.seconds(num_bytes)
-            caution, worst_seconds = 1 + _CAUTION * speed.spread, speed.seconds_at_worst(num_bytes)
-            risky_seconds += (queue_seconds + worst_seconds) * caution
-            own_seconds += worst_seconds * caution
+            risky_seconds += (queue_seconds + speed.seconds(num_bytes)) * _CAUTION
+            own_seconds += speed.seconds(num_bytes) * _CAUTION
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
         return Prefix(

@@ -99,8 +99,6 @@ _IN_STEP_SHARE = 0.2
 """Of a step, what copies may add to it for the sake of requests that begin with it."""
 _MAX_IN_STEP_SECONDS = 0.05
 """Of one copy, though nothing runs: a request that comes meanwhile would wait for it."""
-_FENCE_WEIGHT = 0.1
-"""Of the last load, in the share of those that must wait for a forward pass."""
 _LATE_WEIGHT = 0.3
 """Of the last load from memory, in how much longer than predicted they wait for their turn."""
 _FORGET_LATE_SECONDS = 60.0
@@ -110,14 +108,12 @@ _FORGET_LATE_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A load on its way. ``fetches``: chunks that memory lacks, and the tiers that bring them.
-    ``num_bytes``: of the rank with the largest part, per tier.
-    ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
-    else ran. Waiting for its turn it is not late by more than ``deadline_seconds``."""
+    ``num_bytes``: of the rank with the largest part, per tier. ``wait_seconds``: predicted before
+    it begins. Waiting for its turn it is not late by more than ``deadline_seconds``."""
 
     fetches: tuple[tuple[bytes, Tier], ...]
     num_bytes: dict[Tier, int]
     wait_seconds: float
-    idle_since: float | None
     deadline_seconds: float
 
 
@@ -149,7 +145,6 @@ class LoadPolicy:
         self._clock = clock
         self._num_stages = num_stages
         self.forget_all()
-        self._fenced_share = 0.0
         self._late_seconds, self._late_at = 0.0, float("-inf")
         self.probes = ProbePace(clock)
 
@@ -160,8 +155,7 @@ class LoadPolicy:
         self._fetching: Counter[tuple[bytes, Tier]] = Counter()
         self._stores = StoreBacklog(self._clock)
         self._num_requests = 0
-        self._waiting: dict[str, int] = {}  # and the tokens of their prompts
-        self._waiting_tokens = 0
+        self._waiting: set[str] = set()
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
         self._num_admitted, self._copy_seconds = 0, 0.0  # by the step being planned
 
@@ -205,10 +199,9 @@ class LoadPolicy:
                 tiers=tuple(tiers),
                 queued_bytes=queued,
                 running_requests=self._num_requests,
-                wait_seconds=self._wait_seconds(after_job, step_seconds),
+                wait_seconds=self._wait_seconds(after_job),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
-                waiting_tokens=max(0, self._waiting_tokens - prompt_tokens),
                 ends=ends,
                 other_bytes=other_bytes,
                 num_firm=num_firm,
@@ -259,18 +252,9 @@ class LoadPolicy:
         lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
         if lost_seconds <= left_seconds:
             return True
-        gain_seconds = max(
-            (
-                self._gain_seconds(tier, context_tokens, prompt_tokens, num_bytes)
-                for tier in self._usable_tiers
-            ),
-            default=0.0,
-        )
-        return found_share * gain_seconds > lost_seconds
-
-    def take_probe(self) -> bool:
-        """Whether the workers shall measure Redis, asked once per step."""
-        return self.probes.take()
+        asked = context_tokens, prompt_tokens, num_bytes
+        gains = (self._gain_seconds(tier, *asked) for tier in self._usable_tiers)
+        return found_share * max(gains, default=0.0) > lost_seconds
 
     @property
     def are_tiers_stalled(self) -> bool:
@@ -306,20 +290,19 @@ class LoadPolicy:
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
         self._num_admitted, self._copy_seconds = 0, 0.0
 
-    def request_arrived(self, request_id: str, num_tokens: int) -> None:
+    def request_arrived(self, request_id: str) -> None:
         """It waits to be computed, or to be loaded first."""
-        self._waiting_tokens += num_tokens - self._waiting.get(request_id, 0)
-        self._waiting[request_id] = num_tokens
+        self._waiting.add(request_id)
 
     def request_admitted(self, request_id: str, num_tokens: int) -> None:
         """The step being planned begins to compute a prompt, of which so much is left."""
-        self._waiting_tokens -= self._waiting.pop(request_id, 0)
+        self._waiting.discard(request_id)
         self._prompt_tokens += num_tokens
         self._num_admitted += 1
 
     def request_ended(self, request_id: str, num_requests: int) -> None:
         """``num_requests`` of the last step's run still."""
-        self._waiting_tokens -= self._waiting.pop(request_id, 0)
+        self._waiting.discard(request_id)
         self._num_requests = num_requests
 
     def store_planned(self, job: StoreJob) -> None:
@@ -336,15 +319,10 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
-        wait_seconds = (
-            self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(Tier.CPU)
-            + self._stores.wait_seconds(job.after_job)
-            + job.after_passes * (self._step_seconds() or 0.0)
-        )
-        known = fetches, num_bytes, wait_seconds, idle_since, job.deadline_seconds
-        self._running[job.job_id] = _Running(*known)
-        self._fenced_share += _FENCE_WEIGHT * (job.after_passes - self._fenced_share)
+        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(
+            Tier.CPU
+        ) + self._stores.wait_seconds(job.after_job)
+        self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
             self._queued_bytes[tier] += count
@@ -367,12 +345,9 @@ class LoadPolicy:
             if not self._fetching[fetch]:
                 del self._fetching[fetch]
         slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
-        if running.idle_since is not None and not self._num_requests:
-            took = slowest.waited_seconds + slowest.seconds
-            self.model.steps.waited_idle(self._clock() - running.idle_since - took)
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
-            late = min(late, running.deadline_seconds)  # the rest was a forward pass
+            late = min(late, running.deadline_seconds)  # the rest was one long forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
         self._observe_load(slowest)
@@ -454,11 +429,10 @@ class LoadPolicy:
         now = (self._num_requests, self._step_seconds(), self._num_others)
         return self.model.gain_seconds(tier, start, end, num_bytes, *now)
 
-    def _wait_seconds(self, after_job: int, step_seconds: float | None) -> float:
+    def _wait_seconds(self, after_job: int) -> float:
         """Before a load can begin, apart from the loads ahead of it."""
-        fence = self._fenced_share * (step_seconds or 0.0)
         late = self._late_seconds if self._clock() - self._late_at < _FORGET_LATE_SECONDS else 0.0
-        return fence + late + self._stores.wait_seconds(after_job)
+        return late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
         """What was fetched had to be copied too, in whatever time that took: deadlines count

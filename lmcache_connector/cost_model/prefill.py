@@ -50,12 +50,8 @@ class PrefillSpeed:
         seconds: float,
         running_requests: int = 0,
     ) -> None:
-        """One step took ``seconds`` for ``num_tokens`` after ``context_tokens``.
-
-        ``now`` is monotonic, in seconds. Raises ``ValueError`` for anything negative.
-        """
-        if min(num_tokens, context_tokens, running_requests) < 0 or seconds < 0:
-            raise ValueError("a prefill has no negative tokens, requests or seconds")
+        """One step took ``seconds`` for ``num_tokens`` after ``context_tokens``. ``now`` is
+        monotonic, in seconds."""
         if num_tokens < MIN_PREFILL_TOKENS:
             return
         age_seconds = max(0.0, now - self._changed_at)

@@ -10,15 +10,10 @@ A load runs beside the steps, but vLLM looks at it only between them. With ``n``
 
 So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
 and 1 more for each step the load outlasts. While nothing else runs, steps are empty and last a
-millisecond or so: then the load decides, and the idle engine's way back to it, which is measured.
+millisecond or so: then the load decides.
 
 A step that computes prompts lasts as long as their compute; every step lasts as long as a decode
-step, which is measured. Prompts are computed in the order they came, ``max_step_tokens`` in a step,
-and each has its first token when the step ends that completes its prompt. So a crowd that fills
-several steps waits for each step's own length as well, however little a prompt adds to it::
-
-    tokens    |.a.|.b.|.c.|.d.|.e.|
-    steps     |----1----|----2----|-3-|      a and b wait for 1 step, c and d for 2, e for 3
+step, which is measured.
 
 Stores run one after the other, each once the forward pass that fills its blocks has ended. So the
 last few tell how long the next one takes, and while one takes longer, the others do.
@@ -32,16 +27,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil
-from statistics import fmean
 
 _KEEP = 0.8
 """Of what was measured, with each step: a decode step's length follows how many requests decode."""
 _MAX_SLOWNESS = 10.0
 """A step slower than this many times the last ones counts as that slow: one that compiled something
 is no reason to load nothing beside the next ones. A lasting slowdown gets through in a few."""
-_FIRST_IDLE_SECONDS = 0.001
-_MAX_IDLE_SECONDS = 0.050
-"""What takes longer than this was not the way of a load through an idle engine."""
+IDLE_SECONDS = 0.001
+"""From the end of a load to the next step, while nothing else runs."""
 
 
 class StepTime:
@@ -53,8 +46,6 @@ class StepTime:
         self._planned: deque[tuple[float, bool]] = deque(maxlen=num_batches + 1)
         self.decode_seconds = 0.0
         """Of a step that computes no prompts."""
-        self.idle_seconds = _FIRST_IDLE_SECONDS
-        """From the end of a load to the next step, while nothing else runs."""
 
     def planned(self, now: float, *, follows: bool, has_prefill: bool) -> None:
         """A step is planned. ``follows``: on one whose requests run still.
@@ -73,11 +64,6 @@ class StepTime:
                 self.decode_seconds = seconds
         self._planned.append((now, has_prefill))
 
-    def waited_idle(self, seconds: float) -> None:
-        """An idle engine needed so long to go on after a load."""
-        if 0.0 <= seconds <= _MAX_IDLE_SECONDS:
-            self.idle_seconds = _KEEP * self.idle_seconds + (1 - _KEEP) * seconds
-
     def wait_seconds(self, load_seconds: float, step_seconds: float | None) -> float:
         """How much later a request begins that loads so long, than one that computes.
 
@@ -91,21 +77,7 @@ class StepTime:
 
     def lost_seconds(self, step_seconds: float | None) -> float:
         """Of such a wait, what no load avoids, however quick it is."""
-        return self._num_batches * step_seconds if step_seconds else self.idle_seconds
-
-
-_MAX_LOOKED_AT = 16
-"""Of a crowd's requests, spread over it: it bounds the time."""
-
-
-def crowd_waits(num_requests: int, num_steps: float) -> tuple[float, float]:
-    """What the requests wait for, on average, whose tokens fill so many steps: steps, and the share
-    of all their tokens that those compute. ``num_steps`` counts a part of a step as a part."""
-    if num_steps <= 1:
-        return 1.0, 1.0
-    looked_at = min(num_requests, _MAX_LOOKED_AT)
-    ends = [ceil(num_steps * (i + 1) / looked_at) for i in range(looked_at)]
-    return fmean(ends), fmean(min(end, num_steps) for end in ends) / num_steps
+        return self._num_batches * step_seconds if step_seconds else IDLE_SECONDS
 
 
 _NUM_LAST = 5

@@ -24,15 +24,11 @@ _FIRST_QUIET_SECONDS = 1.0
 """Without a calibration, what the first loads show may as well be a hiccup: it counts for so long,
 doubled with each load and each return to nothing, up to a minute."""
 _SIZE_OFFSET_BYTES = 8 << 20
-_KEEP_PROVEN = 0.9
-_CALIBRATED_BYTES = 1 << 30
-"""A calibration is taken at its word up to loads of this size."""
 _STALL_FACTOR = 3.0
 """A load cut off after this many times what its bytes should have taken counts as stalled."""
 _KEEP_COUNTS = 0.9
 """Slower than speeds fade: a tier that stalls now and then looks well in between."""
 _PRIOR_LOADS, _PRIOR_FAILURE_RATE = 5.0, 0.02
-_FIRST_SPREAD, _MIN_SPREAD, _MAX_SPREAD = 0.15, 0.1, 1.0
 _MIN_SECONDS = 1e-6  # a coarse clock may show nothing at all
 
 
@@ -42,16 +38,12 @@ class TierSpeed:
     ``known`` is false until a load or a calibration told something; ``stalled`` is true from a load
     that hung or broke until the next one that arrived; ``on_trial`` is true from a return to the
     calibration until the next load. Where a tier is not ``probed``, nothing but a load can tell
-    that a stall is over: it ends by itself, as what was learned does. ``spread``: decayed mean of
-    the prediction's relative error. ``proven_bytes``: the largest load the estimate rests on,
-    fading as smaller ones follow.
+    that a stall is over: it ends by itself, as what was learned does.
     """
 
     def __init__(self, probed: bool = True, now: float = 0.0) -> None:
         self.probed = probed
         self.known = self.stalled = self.on_trial = False
-        self.spread = _FIRST_SPREAD
-        self.proven_bytes = float("inf")
         self._fit = _new_fit()
         self._calibration: tuple[float, float] | None = None  # bytes per second, latency
         self._num_good = self._num_failed = 0.0
@@ -75,14 +67,6 @@ class TierSpeed:
         """Predicted seconds of one load of that size from an idle tier; 0 when nothing is known."""
         return self.latency_seconds + num_bytes * self.seconds_per_byte
 
-    def seconds_at_worst(self, num_bytes: float) -> float:
-        """The same, for a bet: loads larger than any seen are taken to last in proportion.
-
-        With noise, small loads say little about the slope, and a large one would pay for it.
-        """
-        proven_bytes = min(num_bytes, self.proven_bytes)
-        return self.seconds(proven_bytes) * (num_bytes / proven_bytes)
-
     @property
     def failure_rate(self) -> float:
         """Decayed share of loads that stalled or broke; 2 % with nothing seen."""
@@ -91,18 +75,12 @@ class TierSpeed:
 
     def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
         """Start again from a measurement. It counts as a load that arrived, but the one that ends a
-        stall does not: a tier may bring what is measured, and stall with every load after it.
-
-        Raises ``ValueError`` for what cannot be a measurement.
-        """
-        if bytes_per_second <= 0 or latency_seconds < 0:
-            raise ValueError("a calibration needs a positive bandwidth and no negative latency")
+        stall does not: a tier may bring what is measured, and stall with every load after it."""
         self._calibration = bytes_per_second, latency_seconds
         self._quiet_seconds = QUIET_SECONDS
         self._fit = _new_fit()
-        for num_bytes in (1 << 20, _CALIBRATED_BYTES):
+        for num_bytes in (1 << 20, 1 << 30):
             self._add(num_bytes, latency_seconds + num_bytes / bytes_per_second, keep=1.0)
-        self.proven_bytes = float(_CALIBRATED_BYTES)
         if not self.stalled:
             self._count(failed=False)
         self._changed_at = now
@@ -125,7 +103,7 @@ class TierSpeed:
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load that brought all its bytes. Raises ``ValueError`` for an impossible one."""
+        """A load that brought all its bytes."""
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
@@ -147,23 +125,17 @@ class TierSpeed:
             self._changed_at = now
 
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
-        if num_bytes <= 0 or seconds < 0:
-            raise ValueError(f"no load moves {num_bytes} bytes in {seconds} seconds")
         seconds = max(seconds, _MIN_SECONDS)
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
-        past_bytes = _KEEP_PROVEN * self.proven_bytes if keep == _KEEP_PER_LOAD else 0.0
-        self.proven_bytes = max(past_bytes, float(num_bytes))
         self._add(num_bytes, seconds, keep)
         self._changed_at = now
         self.known, self.on_trial = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:
-        """Judges the prediction by what came, and says how much of the past still counts."""
+        """How much of the past still counts after a load that took so long."""
+        predicted = max(predicted, _MIN_SECONDS)
         if not self.known:
             return 0.0
-        predicted = max(predicted, _MIN_SECONDS)
-        error = min(abs(seconds - predicted) / predicted, _MAX_SPREAD)
-        self.spread = max(_MIN_SPREAD, self.spread + (1 - _KEEP_PER_LOAD) * (error - self.spread))
         if seconds * _SURPRISE_FACTOR < predicted:
             return _KEEP_AFTER_FAST_SURPRISE
         if seconds > predicted * _SURPRISE_FACTOR:

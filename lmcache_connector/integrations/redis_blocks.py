@@ -1,8 +1,8 @@
 """Blocks of one size in Redis, under vLLM's names of them.
 
-A block is stored whole, and read back whole and verified, or it is a miss. Loads and look-ups run
-on threads of their own, stores in the tier's writers. Every load and store ends with one call of
-its ``on_done``, from any thread.
+A block is stored whole, and read back whole and verified, or it is a miss. No load, look-up or
+store runs on the thread of vLLM's engine. Every load and store ends with one call of its
+``on_done``, from any thread.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from blake3 import blake3
 from lmcache_connector.config import limits
 from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.lookup.any_lookup import AnyLookup
-from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
-from lmcache_connector.plans import Tier
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier, RedisTierStats
@@ -54,22 +51,22 @@ class RedisBlocks:
         self._root = blake3(canonical_bytes(form), derive_key_context=_NAME_CONTEXT).digest()
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
-        self._lookup = BackgroundLookup(
-            AnyLookup({Tier.REDIS: RedisLookup(config, [geometries])}, time.monotonic),
-            limits.LOOKUP_DEADLINE_SECONDS,
-            time.monotonic,
-        )
+        self._lookup = RedisLookup(config, [geometries])
+        self._lookup.tend()  # connects ahead of the first question
         self._tier = RedisTier(config, geometries)
         self._open = 0
         self._changed = threading.Condition()
         self._loads = Background("lmc-block-load", _NUM_LOADERS)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether each block is known to be in Redis. Blocks for 0.1 s at most."""
-        keys = self._keys(names)
-        answer = self._lookup.submit(keys).wait(limits.LOOKUP_DEADLINE_SECONDS)
-        found = answer.places if isinstance(answer, Found) else {}
-        return [key in found for key in keys]
+        """Whether each block is known to be in Redis. Blocks for 0.1 s at most. One thread calls
+        this."""
+        try:
+            until = time.monotonic() + limits.LOOKUP_DEADLINE_SECONDS
+            return self._lookup.exist(self._keys(names), until)
+        except Exception:  # the next question may fare better
+            logger.exception("A look-up failed; its blocks count as misses")
+            return [False] * len(names)
 
     def load(self, names: Sequence[bytes], buffers: Sequence[memoryview], on_done: OnDone) -> None:
         """Read blocks into ``buffers``, one each, writable and of format B. Ends within

@@ -118,7 +118,7 @@ class RequestKeys:
 
     def extras(self, start: int, end: int) -> bytes:
         """What beside token ids goes into a key for the tokens ``[start, end)``."""
-        return self.identity.extras(start, end) if self.identity.has_extras else b""
+        return self.identity.extras(start, end) if self.has_extras else b""
 
     def parent(self, chunk: int) -> bytes:
         """What the chunk's key is chained to: it names the identity and all tokens before it."""
@@ -131,12 +131,8 @@ class RequestKeys:
         end = self._hasher.num_chunks(len(token_ids)) * chunk_size
         if end <= start:
             return
-        extras: list[bytes] = []
-        if self.identity.has_extras:
-            extras = [
-                self.identity.extras(at, at + chunk_size + lookahead)
-                for at in range(start, end, chunk_size)
-            ]
+        starts = range(start, end, chunk_size) if self.has_extras else ()
+        extras = [self.identity.extras(at, at + chunk_size + lookahead) for at in starts]
         self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
         self._tail = self.keys[-1]
 

@@ -73,48 +73,13 @@ class _Chunk:
         return not (self.jobs or any(self.holders.values()))
 
 
-class KvEventSink:
-    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants."""
-
-    has_news: bool = False
-    """Whether :meth:`take` would return something."""
-
-    def describe(
-        self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
-    ) -> None:
-        """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
-        and is called if it is new."""
-
-    def apply(self, report: RankReport) -> None:
-        """Learn what one rank's tiers took in and let go."""
-
-    def gone(self, tier: Tier, rank: int, key: bytes) -> None:
-        """Learn that this rank's part of a chunk has left the tier."""
-
-    def missing(self, key: bytes) -> None:
-        """Learn that Redis was asked for a chunk and does not have it."""
-
-    def settle(self, keys: Iterable[bytes], job_id: int) -> None:
-        """A job has ended: forget what it brought nowhere, unless another may bring it."""
-
-    def forget_jobs(self) -> None:
-        """No job is open any more."""
-
-    def clear(self) -> None:
-        """Nothing stored before can be hit any more."""
-
-    def take(self) -> list[KvEvent]:
-        """Events since the last call, in order. Those of a reset come bit by bit, and what follows
-        them waits."""
-        return []
-
-
-class KvEventLog(KvEventSink):
+class KvEventLog:
     """Turns the ranks' reports into events. ``world_size``: how many ranks make a whole chunk.
     ``ttl_seconds``: the lifetime of what is in Redis; ``refresh_ttl``: each load renews it.
-    ``clock`` returns seconds.
+    ``is_wanted``: somebody takes the events. ``clock`` returns seconds.
 
-    Chunks nobody has described, such as those of the self-test, are passed over.
+    Chunks nobody has described, such as those of the self-test, are passed over; without
+    ``is_wanted`` that is all of them.
     """
 
     def __init__(
@@ -123,11 +88,13 @@ class KvEventLog(KvEventSink):
         ttl_seconds: float | None = None,
         *,
         refresh_ttl: bool = False,
+        is_wanted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._all_ranks = (1 << world_size) - 1
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
         self._uses_count = ttl_seconds is None or refresh_ttl
+        self._is_wanted = is_wanted
         self._clock = clock
         self._chunks: dict[bytes, _Chunk] = {}
         # What is in Redis, in the order in which it was written or used, and when that was.
@@ -142,6 +109,10 @@ class KvEventLog(KvEventSink):
     def describe(
         self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
     ) -> None:
+        """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
+        and is called if it is new."""
+        if not self._is_wanted:
+            return
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(describe(i))
@@ -150,6 +121,9 @@ class KvEventLog(KvEventSink):
             self._chunks[key].jobs.add(job_id)
 
     def apply(self, report: RankReport) -> None:
+        """Learn what one rank's tiers took in and let go."""
+        if not self._chunks:
+            return
         over = self._clock() - self._ttl_seconds
         for _ in range(min(MAX_LEFT_BEHIND, len(self._in_redis))):
             key, at = next(iter(self._in_redis.items()))
@@ -166,6 +140,7 @@ class KvEventLog(KvEventSink):
                 self.gone(Tier.CPU, report.rank, event.key)
 
     def gone(self, tier: Tier, rank: int, key: bytes) -> None:
+        """Learn that this rank's part of a chunk has left the tier."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -179,10 +154,12 @@ class KvEventLog(KvEventSink):
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
+        """Learn that Redis was asked for a chunk and does not have it."""
         for rank in range(self._all_ranks.bit_length()):
             self.gone(Tier.REDIS, rank, key)
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
+        """A job has ended: forget what it brought nowhere, unless another may bring it."""
         for key in keys:
             if (chunk := self._chunks.get(key)) is not None:
                 chunk.jobs.discard(job_id)
@@ -190,20 +167,25 @@ class KvEventLog(KvEventSink):
                     del self._chunks[key]
 
     def forget_jobs(self) -> None:
+        """No job is open any more."""
         for chunk in self._chunks.values():
             chunk.jobs.clear()
         self._chunks = {key: chunk for key, chunk in self._chunks.items() if not chunk.is_over}
 
     def clear(self) -> None:
+        """Nothing stored before can be hit any more."""
         if self._chunks:
             self._news.append(self._chunks)
         self._chunks, self._in_redis = {}, OrderedDict()
 
     @property
-    def has_news(self) -> bool:  # type: ignore[override]
+    def has_news(self) -> bool:
+        """Whether :meth:`take` would return something."""
         return bool(self._news)
 
     def take(self) -> list[KvEvent]:
+        """Events since the last call, in order. Those of a reset come bit by bit, and what follows
+        them waits."""
         events: list[KvEvent] = []
         num_left = MAX_LEFT_BEHIND
         while self._news:

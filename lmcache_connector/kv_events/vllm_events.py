@@ -34,7 +34,7 @@ def describe_chunk(
     Where vLLM's prefix caching is off, its blocks have no names: the chunk then counts as one
     block, named by its key.
     """
-    from lmcache_connector.vllm_compat.api.kv_event_names import (
+    from lmcache_connector.vllm_compat.api.names import (
         BlockHash,
         generate_block_hash_extra_keys,
     )
@@ -62,7 +62,7 @@ def describe_chunk(
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
     """The same event as vLLM publishes it."""
-    from lmcache_connector.vllm_compat.api.kv_event_names import (
+    from lmcache_connector.vllm_compat.api.names import (
         BlockHash,
         BlockRemoved,
         BlockStored,

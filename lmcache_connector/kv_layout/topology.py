@@ -54,21 +54,20 @@ class RankTopology:
 
 
 def all_ranks(
-    *, tp_size: int, layer_counts: tuple[int, ...], num_kv_heads: int, is_mla: bool = False
+    *, tp_size: int, layer_counts: tuple[int, ...], num_kv_heads: int
 ) -> tuple[RankTopology, ...]:
     """Every rank of one instance, entry ``i`` being world rank ``i``.
 
     ``layer_counts[i]`` is the number of layers with KV on pipeline rank ``i``; its length is the
-    pipeline-parallel size. ``num_kv_heads`` counts the whole model's and is ignored with MLA.
+    pipeline-parallel size. ``num_kv_heads`` counts the whole model's, 1 with MLA.
     Raises :class:`TopologyError` for an uneven or impossible split.
     """
     _check_sizes(tp_size, layer_counts)
-    num_shards = 1 if is_mla else num_kv_heads
-    replicas = _replicas(num_shards, tp_size)
+    replicas = _replicas(num_kv_heads, tp_size)
     ranks: list[RankTopology] = []
     for pp_rank, num_layers in enumerate(layer_counts):
         for tp_rank in range(tp_size):
-            held = _held_shards(num_shards, tp_size, tp_rank, replicas)
+            held = _held_shards(num_kv_heads, tp_size, tp_rank, replicas)
             ranks.append(
                 RankTopology(
                     rank=len(ranks),
@@ -77,7 +76,7 @@ def all_ranks(
                     write_shards=held if tp_rank % replicas == 0 else (),
                     layer_start=sum(layer_counts[:pp_rank]),
                     num_layers=num_layers,
-                    num_shards_total=num_shards,
+                    num_shards_total=num_kv_heads,
                 )
             )
     return tuple(ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_connector.cost_model.policy import LoadPolicy
-from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
@@ -58,7 +58,7 @@ class HitFinder:
     index: ChunkIndex
     tally: Tally
     policy: LoadPolicy
-    kv_events: KvEventSink
+    kv_events: KvEventLog
     lookup: BackgroundLookup | None = None
     clock: Callable[[], float] = time.monotonic
 

@@ -52,8 +52,8 @@ def log_fields(samples: Samples) -> dict[str, str]:
     for title, name in _TROUBLES:
         if amount := samples.total(name):
             fields[title] = f"{amount:.0f}"
-    if capacity := samples.gauge_total("cpu_capacity_bytes"):
-        used = samples.gauge_total("cpu_used_bytes")
+    if capacity := sum(samples.gauge_values("cpu_capacity_bytes")):
+        used = sum(samples.gauge_values("cpu_used_bytes"))
         fields["CPU tier"] = f"{used / capacity:.0%} of {capacity / 2**30:.3g} GiB"
     if wrong := samples.total("audits", "mismatch"):
         fields["audits that found wrong KV"] = f"{wrong:.0f}"

@@ -12,7 +12,7 @@ dictionaries that any serialisation carries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,19 +57,21 @@ class Samples:
 
     def total(self, name: str, label: str | None = None) -> float:
         """Sum of a counter over all label values, or those whose first one is ``label``."""
-        return sum(v for _, labels, v in _select(self.counters, name) if _fits(labels, label))
+        wanted = sample_key(name) if label is None else sample_key(name, label)
+        return sum(
+            v
+            for key, v in self.counters.items()
+            if (key + _SEPARATOR).startswith(wanted + _SEPARATOR)
+        )
 
     def by_label(self, name: str) -> dict[str, float]:
         """A counter by its first label; empty without one."""
-        return {labels[0]: v for _, labels, v in _select(self.counters, name) if labels}
+        split = ((*split_key(key), value) for key, value in self.counters.items())
+        return {labels[0]: value for each, labels, value in split if each == name and labels}
 
     def gauge_values(self, name: str) -> list[float]:
         """A gauge's values, one for each set of label values."""
-        return [value for _, _, value in _select(self.gauges, name)]
-
-    def gauge_total(self, name: str) -> float:
-        """The sum of a gauge over all label values."""
-        return sum(self.gauge_values(name))
+        return [value for key, value in self.gauges.items() if split_key(key)[0] == name]
 
     def observed(self, name: str, label: str) -> list[float]:
         """A histogram's values with that one label value."""
@@ -77,11 +79,7 @@ class Samples:
 
     def to_data(self) -> dict[str, Any]:
         """Plain dictionaries, strings, numbers and lists."""
-        return {
-            "counters": self.counters,
-            "gauges": self.gauges,
-            "observations": self.observations,
-        }
+        return {name: getattr(self, name) for name in ("counters", "gauges", "observations")}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Samples:
@@ -102,19 +100,6 @@ def split_key(key: str) -> tuple[str, tuple[str, ...]]:
     """The metric's name and the label values of a key."""
     name, *labels = key.split(_SEPARATOR)
     return name, tuple(labels)
-
-
-def _select(
-    samples: Mapping[str, float], wanted: str
-) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    for key, value in samples.items():
-        name, labels = split_key(key)
-        if name == wanted:
-            yield name, labels, value
-
-
-def _fits(labels: tuple[str, ...], wanted: str | None) -> bool:
-    return wanted is None or labels[:1] == (wanted,)
 
 
 class Tally:

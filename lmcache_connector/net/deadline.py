@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+
+_POLL_SECONDS = 0.05
 
 
 def never() -> bool:
@@ -23,6 +26,12 @@ class Deadline:
     def remaining(self) -> float:
         """Seconds left; 0.0 if it has passed or was cancelled."""
         return 0.0 if self.cancelled() else max(0.0, self.at - self.clock())
+
+    def wait(self, event: threading.Event) -> bool:
+        """Whether ``event`` is set by then."""
+        while not event.is_set() and (left := self.remaining()) > 0.0:
+            event.wait(min(left, _POLL_SECONDS))
+        return event.is_set()
 
 
 # A host that vanished, or a NAT that forgot the connection, is noticed after 10 + 3 * 5 seconds of

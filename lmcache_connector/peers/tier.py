@@ -21,7 +21,6 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
-from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.tier import plan_values
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ValueReaders
@@ -152,7 +151,7 @@ class PeerTier:
         nodes = {r: topology.admit(source.host, source.port + r) for r in dict.fromkeys(ranks)}
         return [nodes[rank] for rank in ranks]
 
-    def _distrust(self, request: ValueRequest, node: Node) -> None:
+    def _distrust(self, key: bytes, node: Node) -> None:
         logger.warning("peer %s: sends values that are not what their names say", node)
         self._topology.distrust(node)
 

@@ -192,7 +192,7 @@ class RequestIdentifier:
             return opened
         opened.give_up_at = self._clock() + _READ_SECONDS
         if has_inputs:
-            opened.inputs = self._reads.submit(lambda: self._try_to_read(request))
+            opened.inputs = self._reads.submit(lambda: self._read_inputs(request))
         if request.lora_request is not None:
             opened.adapter = self._join_queue(opened)
             opened.question = self.adapters.ask(request.lora_request)
@@ -257,22 +257,17 @@ class RequestIdentifier:
 
     # -- reading, on a thread of its own -------------------------------------------------------
 
-    def _try_to_read(self, request: Request) -> _Inputs | None:
+    def _read_inputs(self, request: Request) -> _Inputs | None:
         try:
-            return self._read_inputs(request)
+            embeds = None
+            if request.prompt_embeds is not None:
+                size, is_token = self._chunk_size, request.prompt_is_token_ids
+                embeds = EmbedsDigest(request.prompt_embeds, is_token, size)
+                embeds.read()
+            return _Inputs(tuple(map(self._span, request.mm_features)), embeds)
         except NoContentError as error:
             logger.debug("Request %s bypasses the tiers: %s", request.request_id, error)
             return None
-
-    def _read_inputs(self, request: Request) -> _Inputs:
-        """Raises :class:`NoContentError`."""
-        embeds = None
-        if request.prompt_embeds is not None:
-            embeds = EmbedsDigest(
-                request.prompt_embeds, request.prompt_is_token_ids, self._chunk_size
-            )
-            embeds.read()
-        return _Inputs(tuple(map(self._span, request.mm_features)), embeds)
 
     def _span(self, feature: Any) -> MultimodalSpan:
         position, item = feature.mm_position, self._items.digest(feature.data)
@@ -305,16 +300,12 @@ def _identity(request: Request, inputs: _Inputs, lora: str | None) -> RequestIde
         cache_salt=request.cache_salt,
         lora=lora,
         lora_number=adapter.lora_int_id if adapter is not None else 0,
-        multimodal=_encoded_with(request, inputs.spans, lora),
+        # vLLM puts the adapter's name before an item's where the encoder is adapted too.
+        multimodal=tuple(
+            span
+            if feature.identifier == feature.mm_hash
+            else replace(span, encoder_input=f"{span.encoder_input}:{lora}")
+            for span, feature in zip(inputs.spans, request.mm_features, strict=True)
+        ),
         embeds_digest=inputs.embeds,
-    )
-
-
-def _encoded_with(request: Request, spans: Spans, lora: str | None) -> Spans:
-    """vLLM puts the adapter's name before an item's where the encoder is adapted too."""
-    return tuple(
-        span
-        if feature.identifier == feature.mm_hash
-        else replace(span, encoder_input=f"{span.encoder_input}:{lora}")
-        for span, feature in zip(spans, request.mm_features, strict=True)
     )

@@ -19,7 +19,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
+from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
@@ -79,10 +79,11 @@ class SchedulerBuild:
         config, model, settings = self.config, self.model, self._settings()
         tally, index, policy = Tally(), ChunkIndex(model.world_size), self._policy()
         noise, loaded = NoiseGauge(model.parts[0].formats), LoadedAdapters(model.world_size)
-        transfers, events = self._transfers(tally), KvEventSink()
-        if self.kv_events:
-            lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
-            events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
+        transfers = self._transfers(tally)
+        lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
+        events = KvEventLog(
+            model.world_size, lifetime, refresh_ttl=renews, is_wanted=self.kv_events
+        )
         lookup, metrics = None, SchedulerMetrics(tally, time.monotonic)
         if (asked := self._lookup()) is not None:
             lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, time.monotonic)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_connector.cost_model.policy import LoadPolicy
-from lmcache_connector.kv_events.log import BlockRun, KvEventSink
+from lmcache_connector.kv_events.log import BlockRun, KvEventLog
 from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
@@ -54,7 +54,7 @@ class JobDispatcher:
     auditor: Auditor
     witness: BlockWitness
     held: HeldBlocks
-    kv_events: KvEventSink
+    kv_events: KvEventLog
     spans: Spans
     transfers: Transfers
 

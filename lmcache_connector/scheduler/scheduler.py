@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
-from lmcache_connector.kv_events.log import KvEvent, KvEventSink
+from lmcache_connector.kv_events.log import KvEvent, KvEventLog
 from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
@@ -76,7 +76,7 @@ class Scheduler:
     index: ChunkIndex
     hits: HitFinder
     policy: LoadPolicy
-    kv_events: KvEventSink
+    kv_events: KvEventLog
     tally: Tally
     metrics: SchedulerMetrics
     auditor: Auditor
@@ -151,7 +151,7 @@ class Scheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
-        self.policy.request_arrived(request.request_id, request.num_tokens)
+        self.policy.request_arrived(request.request_id)
         self.transfers.arrived(request)
         self._enter(request)
 
@@ -325,7 +325,7 @@ class Scheduler:
         prefill = self._prefill_work(scheduler_output) if is_timed else None
         left = self._prompt_tokens_left(scheduler_output) if prefill is not None else 0
         self.policy.step_planned(len(scheduled), left, has_prefill=prefill is not None)
-        if probe := self.policy.probes.is_wanted and self.policy.take_probe():
+        if probe := self.policy.probes.is_wanted and self.policy.probes.take():
             self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(

@@ -36,17 +36,14 @@ class KVForm:
             raise UnsupportedError("This model keeps no KV: there is nothing to store.")
         heads, dtypes = {each.shape[-3] for each in tensors}, {each.dtype for each in tensors}
         devices = {each.device for each in tensors}
-        for what, found in (("numbers of KV heads", heads), ("dtypes", dtypes)):
+        for what, found, remedy in (
+            ("Layers of several numbers of KV heads", heads, "use the model without this cache"),
+            ("Layers of several dtypes", dtypes, "use the model without this cache"),
+            ("KV on several devices", devices, "put the model on one"),
+        ):
             if len(found) > 1:
-                raise UnsupportedError(
-                    f"Layers of several {what} ({', '.join(sorted(map(str, found)))}) are not "
-                    "supported: use the model without this cache."
-                )
-        if len(devices) > 1:
-            raise UnsupportedError(
-                f"KV on several devices ({', '.join(sorted(map(str, devices)))}) is not supported: "
-                "put the model on one."
-            )
+                names = ", ".join(sorted(map(str, found)))
+                raise UnsupportedError(f"{what} ({names}) is not supported: {remedy}.")
         return cls(
             num_heads=heads.pop(),
             widths=tuple(each.shape[-1] for each in tensors),

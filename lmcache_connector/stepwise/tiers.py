@@ -304,7 +304,7 @@ class Tiers:
         probe, timer = self._rank.probe, self._rank.timer
         report = RankReport(0, (), (), forwards=timer.take(), redis=probe.take())
         self._policy.observe_reports([report])
-        if self._policy.take_probe():
+        if self._policy.probes.take():
             probe.request()
 
     def _ask_redis(

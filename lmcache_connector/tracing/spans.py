@@ -21,62 +21,51 @@ Attributes = Mapping[str, str | int | float]
 
 
 class Spans:
-    """Takes what happens to requests and forgets it: for an engine that exports no traces."""
+    """Exports through ``tracer``; without one, nothing is told. ``clock_ns`` reads nanoseconds
+    since 1970, as spans have them."""
 
-    is_on = False
-    """Whether there is any use in telling."""
-
-    def begin(self, request: Request, what: str) -> None:
-        """``what`` (``lookup``, ``load``, ``store``, with a number where there are several) begins
-        for the request. A second time before its end, it goes on."""
-
-    def end(self, request: Request, what: str, attributes: Attributes) -> None:
-        """It has ended. Without a beginning, nothing is told of it."""
-
-    def drop(self, request: Request, what: str) -> None:
-        """It will not end any more."""
-
-    def drop_all(self) -> None:
-        """Nothing that has begun will end any more."""
-
-
-class RequestSpans(Spans):
-    """``clock_ns`` reads nanoseconds since 1970, as spans have them."""
-
-    is_on = True
-
-    def __init__(self, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
+    def __init__(
+        self, tracer: Tracer | None = None, clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
         self._tracer = tracer
         self._clock_ns = clock_ns
-        self._read_headers = TraceContextTextMapPropagator().extract
         self._begun: dict[str, dict[str, int]] = {}  # by request
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any use in telling."""
+        return self._tracer is not None
 
     def __len__(self) -> int:
         """Requests of which something has begun and not ended."""
         return len(self._begun)
 
     def begin(self, request: Request, what: str) -> None:
-        if request.trace_headers:
+        """``what`` (``lookup``, ``load``, ``store``, with a number where there are several) begins
+        for the request. A second time before its end, it goes on."""
+        if self.is_on and request.trace_headers:
             self._begun.setdefault(request.request_id, {}).setdefault(what, self._clock_ns())
 
     def end(self, request: Request, what: str, attributes: Attributes) -> None:
-        started = self._take(request, what)
-        if started is None:
+        """It has ended. Without a beginning, nothing is told of it."""
+        if self._tracer is None or (started := self._take(request, what)) is None:
             return
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         span = self._tracer.start_span(
             _PREFIX + what.partition(" ")[0],
-            context=self._read_headers(request.trace_headers),
+            context=TraceContextTextMapPropagator().extract(request.trace_headers),
             attributes={_PREFIX + name: value for name, value in attributes.items()},
             start_time=started,
         )
         span.end(self._clock_ns())
 
     def drop(self, request: Request, what: str) -> None:
+        """It will not end any more."""
         self._take(request, what)
 
     def drop_all(self) -> None:
+        """Nothing that has begun will end any more."""
         self._begun.clear()
 
     def _take(self, request: Request, what: str) -> int | None:
@@ -93,4 +82,4 @@ def make_spans(vllm_config: VllmConfig) -> Spans:
         return Spans()
     from opentelemetry import trace
 
-    return RequestSpans(trace.get_tracer("lmcache_connector"))
+    return Spans(trace.get_tracer("lmcache_connector"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -33,7 +34,7 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.tiers import Counts, read_settings
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.support import Alterations, ClosedAtTheEnd, check_configuration
+from lmcache_connector.transformers.support import Alterations, check_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class _Place:
         return self.num_tokens
 
 
-class TieredBatching(ClosedAtTheEnd):
+class TieredBatching(AbstractContextManager["TieredBatching"]):
     """The tiers of one manager, which has not started yet, until :meth:`close`.
 
     ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as
@@ -124,6 +125,9 @@ class TieredBatching(ClosedAtTheEnd):
             self._hooks = ()
             del self._cache.search_prefix_match, self._cache.mark_complete_blocks
             self._paged.tiers.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- in the place of the paged cache's own ------------------------------------------------
 

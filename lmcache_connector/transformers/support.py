@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -101,19 +101,6 @@ def _unsupported(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"lmcache-connector does not support {what}: generate with transformers' own cache."
     )
-
-
-class ClosedAtTheEnd:
-    """For a ``with`` statement."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 class Alterations:

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -41,7 +42,7 @@ from lmcache_connector.transformers.cache import (
     by_name,
     without_first,
 )
-from lmcache_connector.transformers.support import Alterations, ClosedAtTheEnd, find_form
+from lmcache_connector.transformers.support import Alterations, find_form
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ _WRITTEN = "its KV was written to, or exchanged, by other code"
 _CHANGED = "the model was changed, cast or moved since the sequence began"
 
 
-class KVTiers(ClosedAtTheEnd):
+class KVTiers(AbstractContextManager["KVTiers"]):
     """The tiers of one model, until :meth:`close`.
 
     ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
@@ -131,6 +132,9 @@ class KVTiers(ClosedAtTheEnd):
             with self._lock:
                 self._hooks = ()
                 self._tiers.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def _is_alive(self) -> bool:

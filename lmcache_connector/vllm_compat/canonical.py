@@ -37,56 +37,42 @@ def canonical(value: object, path: str, is_ignored: IsIgnored) -> Any:
 
     Raises :class:`UnsupportedError` for what has no canonical form.
     """
-    return _Walk(is_ignored).form(value, path, ())
+    return _form(value, path, is_ignored, ())
 
 
-class _Walk:
-    def __init__(self, is_ignored: IsIgnored) -> None:
-        self._is_ignored = is_ignored
+def _form(value: object, path: str, is_ignored: IsIgnored, outer: tuple[int, ...]) -> Any:
+    """``outer``: ids of the objects around this one. One of them inside itself goes by how far out
+    it is."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    scalar = _scalar(value, path)
+    if scalar is not None:
+        return scalar
+    if id(value) in outer:
+        return {"outer": len(outer) - outer.index(id(value))}
+    if len(outer) > _MAX_DEPTH:
+        raise _nameless(value, path)
 
-    def form(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
-        """``outer``: ids of the objects around this one. One of them inside itself goes by how far
-        out it is."""
-        if value is None or type(value) in (bool, int, str):
-            return value
-        scalar = _scalar(value, path)
-        if scalar is not None:
-            return scalar
-        if id(value) in outer:
-            return {"outer": len(outer) - outer.index(id(value))}
-        if len(outer) > _MAX_DEPTH:
-            raise _nameless(value, path)
-        outer = (*outer, id(value))
-        if isinstance(value, Mapping):
-            return self._mapping(value, path, outer)
-        if isinstance(value, list | tuple):
-            return [self.form(each, f"{path}[{i}]", outer) for i, each in enumerate(value)]
-        if isinstance(value, set | frozenset):
-            return {"set": _sorted(self.form(each, path, outer) for each in value)}
-        if isinstance(value, functools.partial):
-            parts = (value.func, value.args, value.keywords)
-            return {"partial": [self.form(part, path, outer) for part in parts]}
-        return self._object(value, path, outer)
+    def form(part: object, part_path: str = path) -> Any:
+        return _form(part, part_path, is_ignored, (*outer, id(value)))
 
-    def _mapping(self, value: Mapping[Any, Any], path: str, outer: tuple[int, ...]) -> Any:
+    if isinstance(value, Mapping):
         if all(type(key) is str for key in value):
-            return {key: self.form(each, f"{path}.{key}", outer) for key, each in value.items()}
-        pairs = (
-            [self.form(key, path, outer), self.form(each, f"{path}[{key!r}]", outer)]
-            for key, each in value.items()
-        )
+            return {key: form(each, f"{path}.{key}") for key, each in value.items()}
+        pairs = ([form(key), form(each, f"{path}[{key!r}]")] for key, each in value.items())
         return {"pairs": _sorted(pairs)}
-
-    def _object(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
-        fields = _fields_of(value, path)
-        return {
-            "is": _type_name(value),
-            **{
-                name: self.form(each, f"{path}.{name}", outer)
-                for name, each in fields.items()
-                if not self._is_ignored(value, name)
-            },
-        }
+    if isinstance(value, list | tuple):
+        return [form(each, f"{path}[{i}]") for i, each in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return {"set": _sorted(map(form, value))}
+    if isinstance(value, functools.partial):
+        return {"partial": [form(part) for part in (value.func, value.args, value.keywords)]}
+    fields = {
+        name: form(each, f"{path}.{name}")
+        for name, each in _fields_of(value, path).items()
+        if not is_ignored(value, name)
+    }
+    return {"is": _type_name(value), **fields}
 
 
 def _scalar(value: object, path: str) -> Any:

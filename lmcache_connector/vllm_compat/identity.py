@@ -26,8 +26,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.keys.weights_digest import code_files, files_digest
-from lmcache_connector.vllm_compat.api.names import STANDING
-from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsIgnored, canonical
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity_tables import (
@@ -89,8 +87,6 @@ def configuration_digests(
     if any(isinstance(spec, MambaSpec) and not spec.tp_replicated for spec in specs):
         # Each rank's piece of a state is one value.
         parts["state_pieces"] = vllm_config.parallel_config.tensor_parallel_size
-    if STANDING.token_form != TOKEN_FORM:
-        parts["token_form"] = STANDING.token_form
     found = {name: _digest(canonical(value, name, is_ignored)) for name, value in parts.items()}
     for spec in specs:
         digest = _digest(canonical(spec, "kv_cache_spec", is_ignored))

@@ -270,32 +270,6 @@ class LoadedWeights:
             return model_digest(models, packed, is_over)
 
 
-class FixedWeights:
-    """Weights that nobody changes, for engines that are not vLLM's."""
-
-    version = 0
-
-    def __init__(self) -> None:
-        self.changes = ChangeCount()
-        self.has_news = True
-        self._question = 0
-
-    def ask(self, question: int) -> None:
-        """They are the same."""
-        self._question, self.has_news = question, True
-
-    def take(self) -> WeightsInMemory | None:
-        """What there is to tell."""
-        if not self.has_news:
-            return None
-        self.has_news = False
-        return WeightsInMemory(question=self._question)
-
-    def close(self) -> None:
-        """Nothing is watched."""
-        self.changes.close()
-
-
 def worker_on_stack() -> WorkerBase | None:
     """vLLM's worker that initialises this connector right now; ``None`` if another does."""
     workers = sys.modules.get("vllm.v1.worker.worker_base")

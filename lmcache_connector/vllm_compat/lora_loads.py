@@ -49,21 +49,14 @@ def adapter_folder(lora_path: str) -> Path | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Loaded:
-    """``stamp``: of the files before vLLM read them, if they were there."""
+    """``stamp``: of the files before vLLM read them, if they were there. ``replaced_in``: number of
+    the list that tells that another took its place; 0: it is in memory."""
 
     stamp: AdapterStamp | None
     name: Task[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Replaced:
-    """``list_number``: of the list that tells."""
-
-    number: int
-    name: Task[str]
-    list_number: int
+    replaced_in: int = 0
 
 
 class LoraLoads:
@@ -78,8 +71,9 @@ class LoraLoads:
         self._lora_config = lora_config
         self._digests = AdapterDigests()
         self._reads = Background("lmc-loaded-adapters")
-        self._loaded: dict[int, _Loaded] = {}
-        self._replaced: list[_Replaced] = []  # and the scheduler side may not know
+        # By number, one after the other: the last is in memory, and of those before it the
+        # scheduler side may not know that they were replaced.
+        self._loaded: dict[int, list[_Loaded]] = {}
         self._num_lists = 0
         self._manager: Any = None
         self._question = 0
@@ -91,9 +85,7 @@ class LoraLoads:
         """Whether there is something to tell that can be told."""
         if not self._has_changed:  # as in nearly every step
             return False
-        names = [each.name for each in self._loaded.values()]
-        names += [each.name for each in self._replaced]
-        return all(name.is_done for name in names)
+        return all(each.name.is_done for loaded in self._loaded.values() for each in loaded)
 
     def ask(self, question: int) -> None:
         """Tell what is loaded, as the answer to that question."""
@@ -109,26 +101,25 @@ class LoraLoads:
         # What vLLM has dropped it will read again.
         kept = self._manager.list_adapters() if self._manager is not None else ()
         self._loaded = {number: each for number, each in self._loaded.items() if number in kept}
-        digests = tuple((number, each.name.value) for number, each in self._loaded.items())
+        digests = tuple((number, each[-1].name.value) for number, each in self._loaded.items())
         replaced = tuple(
-            (each.number, each.name.value)
-            for each in self._replaced
-            if each.list_number == self._num_lists
+            (number, each.name.value)
+            for number, loaded in self._loaded.items()
+            for each in loaded
+            if each.replaced_in == self._num_lists
         )
         return LoadedAdapterList(self._question, digests, self._num_lists, replaced)
 
     def heard(self, list_number: int) -> None:
         """What the scheduler side plans from now on, it plans knowing that list."""
-        self._replaced = [each for each in self._replaced if each.list_number > list_number]
+        for loaded in self._loaded.values():
+            loaded[:-1] = [each for each in loaded[:-1] if each.replaced_in > list_number]
 
     def names_of(self, number: int) -> tuple[Task[str], ...]:
         """The names, to be, of the adapters that were in memory under that number since what the
         scheduler side knows of, one after the other; the last one is. Without one in memory, none.
         """
-        loaded = self._loaded.get(number)
-        if loaded is None:
-            return ()
-        return (*(each.name for each in self._replaced if each.number == number), loaded.name)
+        return tuple(each.name for each in self._loaded.get(number, ()))
 
     def close(self) -> None:
         self._stop()
@@ -143,13 +134,13 @@ class LoraLoads:
         before = _stamp_or_none(folder)
         adapter = load()
         self._manager = manager
-        known = self._loaded.get(request.lora_int_id)
-        if known is None or before is None or not known.stamp == before == _stamp_or_none(folder):
-            if known is not None:
-                replaced = _Replaced(request.lora_int_id, known.name, self._num_lists + 1)
-                self._replaced.append(replaced)
+        loaded = self._loaded.setdefault(request.lora_int_id, [])
+        is_same = bool(loaded) and before is not None
+        if not (is_same and loaded[-1].stamp == before == _stamp_or_none(folder)):
+            if loaded:
+                loaded[-1].replaced_in = self._num_lists + 1
             name = self._reads.submit(lambda: self._read(folder, before, request.is_3d_lora_weight))
-            self._loaded[request.lora_int_id] = _Loaded(before, name)
+            loaded.append(_Loaded(before, name))
             self._has_changed = True
         return adapter
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import platform
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from stat import S_ISDIR
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.weights_digest import (
     code_files,
@@ -20,6 +16,7 @@ from lmcache_connector.keys.weights_digest import (
 )
 from lmcache_connector.plans import FolderSeen
 from lmcache_connector.vllm_compat.drafter import find_drafter
+from lmcache_connector.weight_names import WeightFiles
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -58,39 +55,6 @@ WEIGHTS_IN_SUBFOLDERS = frozenset(
 WEIGHTS_OF_OTHERS = ("audio_model_id", "text_model_id")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """What an engine's weights are loaded from. ``name``: a digest of ``files``, or what stands for
-    them; "" if nothing does."""
-
-    name: str
-    files: tuple[Path, ...] = ()
-
-    @property
-    def folders(self) -> tuple[FolderSeen, ...]:
-        """Those on the way to the files, as they are now."""
-        return tuple(_seen(place) for place in self._places if place.is_dir())
-
-    def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
-        """A file, or a link or folder on the way to one, that was written, replaced or renamed
-        after that time, since 1970. What a Hugging Face cache names by its content arrives only.
-
-        ``seen``: folders at that time. Of one that is not among them, what comes and goes in it may
-        pass for a change. One of them that is moved away and back passes for none if something else
-        has come or gone in it since."""
-        before: dict[str, set[FolderSeen]] = {}
-        for each in seen:
-            if each.host == platform.node():
-                before.setdefault(each.path, set()).add(each)
-        changed = (p for p in self._places if _has_changed(p, seconds, before.get(str(p), set())))
-        return next(changed, None)
-
-    @property
-    def _places(self) -> list[Path]:
-        named = (file.parent if _is_named_by_content(file) else file for file in self.files)
-        return sorted({place for file in named for place in _on_the_way_to(file)})
-
-
 def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> WeightFiles:
     """Named by a digest if they are on this host's disk, else by their name and revision.
 
@@ -119,46 +83,6 @@ def weight_folders(vllm_config: VllmConfig) -> tuple[FolderSeen, ...]:
     """Those on the way to the files that an engine is about to load: what changes later is told by
     `WeightFiles.changed_since`."""
     return WeightFiles("", tuple(_files_of_all(vllm_config).values())).folders
-
-
-def _on_the_way_to(file: Path) -> Iterator[Path]:
-    """The file, the folders above it, and whatever its links lead through."""
-    for place in (file.absolute(), *file.absolute().parents):
-        yield place
-        if place.is_symlink():
-            target = place.parent / place.readlink()
-            yield from _on_the_way_to(target)
-
-
-def _is_named_by_content(file: Path) -> bool:
-    try:
-        return content_name(file) is not None
-    except OSError:
-        return False
-
-
-def _seen(folder: Path) -> FolderSeen:
-    found = folder.stat()
-    return FolderSeen(platform.node(), str(folder), found.st_dev, found.st_ino)
-
-
-def _has_changed(place: Path, seconds: float, seen: Set[FolderSeen]) -> bool:
-    """What comes and goes in a folder changes its mtime and ctime alike, renaming it changes its
-    ctime and the mtime of the one above."""
-    try:
-        found = place.lstat()
-        if seen and seen != {_seen(place)}:
-            return True
-        if found.st_ctime <= seconds or not S_ISDIR(found.st_mode):
-            return found.st_ctime > seconds
-        above = (place / "..").lstat()
-    except OSError:
-        return True
-    may_be_renamed = not seen or found.st_ctime_ns != found.st_mtime_ns
-    if above.st_dev != found.st_dev:  # a mount point, or a subvolume of Btrfs
-        return may_be_renamed and found.st_mtime <= seconds
-    is_root = above.st_ino == found.st_ino
-    return may_be_renamed and above.st_mtime > seconds and not is_root
 
 
 def _revision(model: ModelConfig) -> Path | None:
@@ -220,8 +144,9 @@ def _files(model: ModelConfig, load: LoadConfig) -> dict[str, Path]:
         return {}
     below = model.architecture in WEIGHTS_IN_SUBFOLDERS
     parts = [(path, weight_files(path, suffixes, in_subfolders=below))]
-    for name in _other_models(model.hf_config):
-        other = _local_path(name, None, load.download_dir)
+    others = (getattr(model.hf_config, field, None) for field in WEIGHTS_OF_OTHERS)
+    for name in filter(None, others):
+        other = _local_path(str(name), None, load.download_dir)
         parts.append((path, {}) if other is None else (other, weight_files(other, suffixes)))
     if not all(weights for _, weights in parts):
         return {}
@@ -237,12 +162,6 @@ def _suffixes(load: LoadConfig) -> tuple[str, ...]:
     if "pattern" in (load.model_loader_extra_config or {}):
         return ()
     return _READ_FROM_FOLDER.get(str(load.load_format), ())
-
-
-def _other_models(hf_config: Any) -> Iterator[str]:
-    for field in WEIGHTS_OF_OTHERS:
-        if name := getattr(hf_config, field, None):
-            yield str(name)
 
 
 def _beside(model: ModelConfig, load: LoadConfig, path: Path) -> Iterator[tuple[str, Path]]:

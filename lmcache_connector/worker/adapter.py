@@ -37,7 +37,7 @@ from lmcache_connector.requests.adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
-from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
@@ -94,16 +94,16 @@ class WorkerAdapter:
         settings: WorkerSettings,
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
+        weights: LoadedWeights,
         clock: Callable[[], float] = time.monotonic,
         lora_loads: LoraLoads | None = None,
-        weights: LoadedWeights | FixedWeights | None = None,
         make_peers: Callable[[], PeerTier] | None = None,
         make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._lora_loads = lora_loads or LoraLoads(None)
-        self._weights = weights or FixedWeights()
+        self._weights = weights
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         self._tiers = tiers = RankTiers(

@@ -279,7 +279,7 @@ def _hint(error: Exception) -> str:
         return (
             "give the user these rights (from Redis 7.2 on, +client|no-touch too): "
             "ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
-            "+pexpire +watch +multi +exec +unlink +select +getrange +pttl +object|idletime +scan "
+            "+pexpire +unlink +select +getrange +pttl +object|idletime +scan "
             "+dbsize +info +ping"
         )
     if isinstance(error, AuthenticationError):

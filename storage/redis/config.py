@@ -25,7 +25,6 @@ _POSITIVE = (
     "num_connections",
     "window_bytes",
     "write_queue_bytes",
-    "claim_seconds",
     "backoff_min_seconds",
     "backoff_max_seconds",
 )
@@ -59,8 +58,6 @@ class RedisTierConfig:
     # The largest stored value, header included.
     max_value_bytes: int = 4 * MIB
     codec: Codec = "none"
-    # For how long other writers leave a chunk to the writer that claimed it.
-    claim_seconds: float = 5.0
     backoff_min_seconds: float = 0.1
     backoff_max_seconds: float = 15.0
 
@@ -100,11 +97,6 @@ class RedisTierConfig:
     def batch_bytes(self) -> int:
         """Sent together: two batches fill the window."""
         return self.window_bytes // 2
-
-    @property
-    def claim_options(self) -> tuple[bytes, ...]:
-        """Of the SET that leaves a claim on a chunk."""
-        return (b"NX", b"PX", b"%d" % round(self.claim_seconds * 1000))
 
     @property
     def ttl_options(self) -> tuple[bytes, ...]:

@@ -13,11 +13,7 @@ from collections.abc import Callable
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire
-from lmcache_connector.storage.redis.client.circuit_breaker import (
-    Backoff,
-    CircuitBreaker,
-    CircuitState,
-)
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
 from lmcache_connector.storage.redis.client.dial import (
     REDIRECTIONS,
     SMALL_BYTES,
@@ -33,7 +29,6 @@ from lmcache_connector.storage.redis.value_names import probe_key
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
 _MAX_BREAKERS = 2048
@@ -74,7 +69,7 @@ class Servers:
         self._forbidding = set[Node]()
         self._troubled = False
         self._num_dials = 0
-        self._look: Task | None = None
+        self._look: threading.Event | None = None  # set at the end of the latest
 
     def breaker(self, node: Node) -> CircuitBreaker:
         """Open while the node does not answer."""
@@ -110,19 +105,21 @@ class Servers:
         if self.topology.is_current():
             return
         with self._lock:
-            if self._look is None or self._look.is_done:
+            if self._look is None or self._look.is_set():
                 self._look = self._start(self._learn)
             look = self._look
         if look is not None and deadline is not None and not self.topology.nodes():
-            look.wait(deadline)
+            deadline.wait(look)
 
     def dial(self, node: Node, idle_seconds: float) -> Dial | None:
         """Begin to connect; None while too many connections are being made."""
         dial = Dial(node, idle_seconds, self)
         with self._lock:
-            task = self._start(dial.run)
-        dial.task = task
-        return dial if task is not None else None
+            done = self._start(dial.run)
+        if done is None:
+            return None
+        dial.done = done
+        return dial
 
     def redact(self, message: object) -> str:
         """``message`` for a log, without credentials."""
@@ -160,23 +157,36 @@ class Servers:
         try:
             self.topology.prepare()
         except TALK_ERRORS as error:
-            if self._set_troubled(True):
+            is_new, self._troubled = not self._troubled, True
+            if is_new:
                 address, detail = self.config.address, self.redact(error)
                 what = "cannot learn where chunks live"
                 logger.warning("%s %s: %s: %s", self.kind, address, what, detail)
         else:
-            self._set_troubled(False)
+            self._troubled = False
 
-    def _start(self, work: Callable[[], None]) -> Task | None:
-        """Run ``work`` on a thread of its own; None if there are too many. Under the lock."""
+    def _start(self, work: Callable[[], None]) -> threading.Event | None:
+        """Run ``work`` on a thread of its own. An event that is set at its end; None if there are
+        too many threads. Under the lock."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("connecting to redis failed")
+            finally:
+                done.set()
+                self._task_ended()
+
         if self._num_dials >= _MAX_DIALS:
             return None
-        task = Task(work, self._task_ended)
-        self._num_dials += 1
-        if not task.start():
-            self._num_dials -= 1
+        try:
+            threading.Thread(target=run, name="lmc-redis-dial", daemon=True).start()
+        except RuntimeError:  # the system has no thread to spare
             return None
-        return task
+        self._num_dials += 1
+        return done
 
     def _task_ended(self) -> None:
         with self._lock:
@@ -192,57 +202,15 @@ class Servers:
                     for other in breakers.keys() - known_now:
                         del breakers[other]
                 low, high = self.config.backoff_min_seconds, self.config.backoff_max_seconds
-                breakers[node] = CircuitBreaker(Backoff(low, high, self._random), self.clock)
+                breakers[node] = CircuitBreaker(low, high, self._random, self.clock)
             return breakers[node]
-
-    def _set_troubled(self, troubled: bool) -> bool:
-        """Whether that is new."""
-        with self._lock:
-            changed, self._troubled = troubled != self._troubled, troubled
-        return changed
-
-
-class Task:
-    """``work`` on a daemon thread, then ``on_end``. What it raises is logged."""
-
-    def __init__(self, work: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._work = work
-        self._on_end = on_end
-        self._done = threading.Event()
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def start(self) -> bool:
-        """False if the system has no thread to spare."""
-        try:
-            threading.Thread(target=self._run, name="lmc-redis-dial", daemon=True).start()
-        except RuntimeError:
-            return False
-        return True
-
-    def wait(self, deadline: Deadline) -> bool:
-        """Whether it has ended by then."""
-        while not self._done.is_set() and (left := deadline.remaining()) > 0.0:
-            self._done.wait(min(left, _POLL_SECONDS))
-        return self._done.is_set()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception:
-            logger.exception("connecting to redis failed")
-        finally:
-            self._done.set()
-            self._on_end()
 
 
 class Dial:
     """A connection being made. The one who asked for it takes it, or abandons it."""
 
     def __init__(self, node: Node, idle_seconds: float, servers: Servers) -> None:
-        self.task: Task | None = None
+        self.done = threading.Event()
         self._node = node
         self._idle_seconds = idle_seconds
         self._servers = servers
@@ -252,12 +220,11 @@ class Dial:
 
     @property
     def has_failed(self) -> bool:
-        return self.task is not None and self.task.is_done and self._wire is None
+        return self.done.is_set() and self._wire is None
 
     def take(self, deadline: Deadline) -> Wire | None:
         """The connection; None if it is not there by then. Raises `UnavailableError`."""
-        assert self.task is not None
-        if not self.task.wait(deadline):
+        if not deadline.wait(self.done):
             return None
         if self._wire is None:
             raise UnavailableError(f"{self._node}: cannot connect")

@@ -47,8 +47,6 @@ class WriteEnd(Enum):
 
     WRITTEN = "written"
     ALREADY_THERE = "already_there"
-    # Another instance is writing the chunk.
-    CLAIMED_ELSEWHERE = "claimed_elsewhere"
     # The queue had no room, or the server refuses writes for now.
     QUEUE_FULL = "queue_full"
     FAILED = "failed"

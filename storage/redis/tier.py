@@ -12,6 +12,7 @@ write. It is counted by cause and logged once per episode.
 
 from __future__ import annotations
 
+import logging
 import os
 import random as random_module
 import time
@@ -21,23 +22,24 @@ from dataclasses import dataclass
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.burst import WriterNotes
+from lmcache_connector.storage.redis.burst import SpoiledChunks
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
-from lmcache_connector.storage.redis.healer import Healer, Suspect
-from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.topology import Node, make_topology
-from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.redis.value_readers import ValueReaders, check_sizes
 from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
-from lmcache_connector.storage.redis.writer import Lanes, WriteContext, Writers
+from lmcache_connector.storage.redis.writer import Writers
 from lmcache_connector.storage.tier import OnDone, ReadResult
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
 _CLOSE_GRACE_SECONDS = 0.5
+# Spoiled values found sooner after another are one episode, and logged once.
+_EPISODE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,20 @@ class RedisTier:
         self.geometries = geometries
         self._clock = clock
         self._counters = Counters()
-        self._notes = WriterNotes(config.claim_seconds, clock)
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
-        self._healer = Healer(self._servers)
         self._writes = WriteQueue(config.write_queue_bytes, clock)
-        self._lanes = Lanes()
         shards = tuple(part.shards for part in geometries.parts)
         sealer = Sealer(config.hash_key)
-        self._read_plan = plan_values(config, geometries, shards, sealer)
+        read_plan = plan_values(config, geometries, shards, sealer)
         self._write_plan = plan_values(config, geometries, write_shards or shards, sealer)
-        self._readers = ValueReaders(
-            self._servers, self._read_plan, self._counters, self._found_spoiled
-        )
-        self._write_context = WriteContext(
-            self._servers, self._writes, self._write_plan, self._counters, self._notes,
-            self._healer, self._lanes,
+        self._spoiled = SpoiledChunks()
+        self._spoiled_at = float("-inf")
+        self._readers = ValueReaders(self._servers, read_plan, self._counters, self._found_spoiled)
+        self._writers = Writers(
+            self._servers, self._writes, self._write_plan, self._counters, self._spoiled,
+            _num_writers(config.num_connections),
         )  # fmt: skip
-        self._writers = Writers(self._write_context, _num_writers(config.num_connections))
         self._readers.start()
         self._writers.start()
 
@@ -114,11 +112,11 @@ class RedisTier:
         if not self._write_plan.of(key).stripes:
             write.finish(True)
             return True
-        node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+        node = self._writers.node_of(key)
         if node is not None and self._servers.is_paused(node):
             dropped = [write]
         else:
-            dropped = self._writes.offer(write, self._lanes.of(node))
+            dropped = self._writes.offer(write, self._writers.lane_of(node))
         self._drop(dropped)
         return write not in dropped
 
@@ -140,7 +138,7 @@ class RedisTier:
         until = time.monotonic() + seconds
         self._writes.wait_empty(seconds)
         self._drop(self._writes.close())
-        self._writers.stop()
+        self._writers.stopping.set()
         self._readers.stop()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
         self._writers.join(max(0.0, until - time.monotonic()))  # it starts no other any more
@@ -157,10 +155,10 @@ class RedisTier:
     def has_room(self, key: bytes, most_bytes: int) -> bool:
         """Whether the chunk would be queued for a node that takes writes, behind ``most_bytes`` to
         it at most."""
-        node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+        node = self._writers.node_of(key)
         if node is not None and (self._servers.is_open(node) or self._servers.is_paused(node)):
             return False
-        lane = self._lanes.of(node)
+        lane = self._writers.lane_of(node)
         num_bytes = self.geometries.of(key).chunk_bytes
         return self._writes.lane_bytes(lane) <= most_bytes and self._writes.room_bytes >= num_bytes
 
@@ -174,12 +172,17 @@ class RedisTier:
 
     def take_write_times(self) -> list[tuple[int, float]]:
         """Bytes and seconds of each burst of writes since the last call, for metrics."""
-        times = self._write_context.times
+        times = self._writers.times
         return [times.popleft() for _ in range(len(times))]
 
-    def _found_spoiled(self, request: ValueRequest, node: Node) -> None:
-        self._notes.add_spoiled(request.expected.key)
-        self._healer.add(Suspect(request.name, request.expected, request.sealer))
+    def _found_spoiled(self, key: bytes, node: Node) -> None:
+        self._spoiled.add(key)
+        if self._clock() - self._spoiled_at > _EPISODE_SECONDS:
+            logger.warning(
+                "redis %s: a value is not what its name says; `lmcache-connector verify` reads all",
+                node,
+            )
+        self._spoiled_at = self._clock()
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> list[Node]:
         """The nodes of the leading chunks, up to the first whose node is not known or not used for
@@ -188,7 +191,7 @@ class RedisTier:
             time.sleep(min(_POLL_SECONDS, left))
         nodes: list[Node] = []
         for key in keys:
-            node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+            node = self._writers.node_of(key)
             if node is None or self._servers.is_open(node):
                 break
             nodes.append(node)

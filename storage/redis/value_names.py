@@ -25,12 +25,6 @@ def stripe_suffix(stripe: Stripe) -> bytes:
     return b":%d-%d:%d" % (stripe.layer_start, stripe.layer_end, stripe.shard)
 
 
-def claim_suffix(stripe: Stripe) -> bytes:
-    """The rest of a claim's name. A claim is short-lived and says that a writer is at work on the
-    values of a chunk, the first of which holds ``stripe``."""
-    return b":claim:%d:%d" % (stripe.layer_start, stripe.shard)
-
-
 def probe_key(namespace: str) -> bytes:
     """The name of a key that never exists, for a question that any server can answer."""
     return f"lmc:{{{namespace}:}}:probe".encode()
@@ -52,7 +46,7 @@ class ValueName:
 
 
 def parse_value_name(name: bytes) -> ValueName | None:
-    """None for a key that names no value: a claim, or another program's key."""
+    """None for a key that names no value."""
     match = _VALUE_NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,22 +1,35 @@
-"""Reader threads that share all reads from the servers of one kind."""
+"""Reader threads that share all reads from the servers of one kind, each over connections of its
+own."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import WireFault
+from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.client.resp import ReplyFault, is_redirection
 from lmcache_connector.storage.redis.config import ValuePlan
-from lmcache_connector.storage.redis.connections import Servers
+from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
-from lmcache_connector.storage.redis.reader import Reader
+from lmcache_connector.storage.redis.pending_read import PendingRead
 from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.redis.value_stream import BadReplyError, SingleReplies, ValueStream
 from lmcache_connector.storage.tier import ReadResult
 
+logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 0.25
+# Of the time a read has, for connecting to a server that is not connected.
+_CONNECT_SHARE = 0.5
+# Bad replies for which the server is to blame; the others come from what was stored there.
+_SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
+_FORBIDDEN = b"-NOPERM "
 # Causes of misses that tell of the way to the servers, not of what they hold.
 _CONNECTION_FAULTS = frozenset(
     {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
@@ -26,7 +39,9 @@ _CONNECTION_FAULTS = frozenset(
 class ValueReaders:
     """``num_connections`` threads read values from ``servers``, as ``plan`` has them. Thread-safe.
 
-    ``on_spoiled``: see `Reader`. What was read is counted in ``counters``.
+    Of several nodes none has all readers: one that falls silent keeps those that wait for it, and
+    the others' chunks go by. ``on_spoiled``: see `ValueStream`. What was read is counted in
+    ``counters``.
     """
 
     def __init__(
@@ -34,14 +49,17 @@ class ValueReaders:
         servers: Servers,
         plan: ValuePlan,
         counters: Counters,
-        on_spoiled: Callable[[ValueRequest, Node], None] = lambda request, node: None,
+        on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         self._servers = servers
         self._plan = plan
         self._counters = counters
-        self._queue = ReadQueue(servers.config.num_connections)
+        self._reads: list[PendingRead] = []  # those with work left, oldest first
+        self._readers: Counter[Node] = Counter()  # at each node
+        self._changed = threading.Condition()
+        self.closed = False
         self.threads = tuple(
-            Reader(f"lmc-{servers.kind}-read-{i}", servers, self._queue, on_spoiled)
+            Reader(f"lmc-{servers.kind}-read-{i}", servers, self, on_spoiled)
             for i in range(servers.config.num_connections)
         )
 
@@ -67,7 +85,7 @@ class ValueReaders:
         nodes = find_nodes(limit)
         end = len(nodes)
         read = PendingRead(self._plan, keys[:end], buffers[:end], nodes, limit)
-        if nodes and self._queue.add(read):
+        if nodes and self._add(read):
             read.wait()
         left = len(keys) - end
         hits = read.hits() + [False] * left
@@ -78,7 +96,9 @@ class ValueReaders:
 
     def stop(self) -> None:
         """The threads end soon, and what is being read is a miss."""
-        self._queue.close()
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
         """False if a thread had to be left behind, a daemon that touches no buffer."""
@@ -87,6 +107,131 @@ class ValueReaders:
         for thread in self.threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
+
+    # For readers.
+
+    def next(
+        self, timeout: float, num_nodes: int, is_near: Callable[[Node], bool]
+    ) -> tuple[PendingRead, Node] | None:
+        """What a reader serves until it calls `leave`: the oldest read, and of its nodes one that
+        ``is_near`` first. None after ``timeout`` seconds or when closed."""
+        most = len(self.threads) if num_nodes < 2 else max(1, len(self.threads) - 1)
+        with self._changed:
+            turn = self._find(most, is_near)
+            if turn is None and not self.closed:
+                self._changed.wait(timeout)
+                turn = self._find(most, is_near)
+            if turn is None or self.closed:
+                return None
+            self._readers[turn[1]] += 1
+            return turn
+
+    def leave(self, node: Node) -> None:
+        """Another reader may serve it in this one's stead."""
+        with self._changed:
+            self._readers[node] -= 1
+            if not self._readers[node]:
+                del self._readers[node]
+            if any(node in read.nodes_with_work() for read in self._reads):
+                self._changed.notify_all()
+
+    def _add(self, read: PendingRead) -> bool:
+        """False once closed."""
+        with self._changed:
+            if self.closed:
+                return False
+            self._reads.append(read)
+            self._changed.notify_all()
+            return True
+
+    def _find(self, most: int, is_near: Callable[[Node], bool]) -> tuple[PendingRead, Node] | None:
+        work = [(read, nodes) for read in self._reads if (nodes := read.nodes_with_work())]
+        self._reads = [read for read, _ in work]
+        for read, nodes in work:
+            if free := [node for node in nodes if self._readers[node] < most]:
+                return read, next(filter(is_near, free), free[0])
+        return None
+
+
+class Reader(threading.Thread):
+    """One of ``readers``. ``on_spoiled``: see `ValueStream`."""
+
+    def __init__(
+        self,
+        name: str,
+        servers: Servers,
+        readers: ValueReaders,
+        on_spoiled: Callable[[bytes, Node], None],
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._servers = servers
+        self._connections = Connections(servers, servers.config.read_timeout_seconds)
+        self._readers = readers
+        self._on_spoiled = on_spoiled
+        self._replies = SingleReplies()
+
+    def run(self) -> None:
+        timeout = 0.0  # connect before there is anything to read
+        while not self._readers.closed:
+            turn = None
+            try:
+                num_nodes = len(self._servers.topology.nodes())
+                turn = self._readers.next(timeout, num_nodes, self._connections.has)
+                timeout = _IDLE_SECONDS
+                if turn is None:
+                    self._connections.tend()
+                else:
+                    self._servers.refresh()
+                    self._serve(*turn)
+            except Exception:  # whatever it is, the next read may fare better
+                logger.exception("a read failed; its chunks count as misses")
+                self._connections.close()
+                if turn is not None:
+                    turn[0].fail_all(Miss(NotAsked.INTERNAL_ERROR))
+            finally:
+                if turn is not None:
+                    self._readers.leave(turn[1])
+        self._connections.close()
+
+    def _serve(self, read: PendingRead, node: Node) -> None:
+        """Read what is left to be claimed of ``node``."""
+        clock = self._servers.clock
+        connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
+        try:
+            connecting = Deadline(connect_until, clock, read.deadline.cancelled)
+            wire = self._connections.get(node, connecting)
+        except UnavailableError:
+            read.fail_node(node)
+            return
+        # Two batches in the window; smaller ones for small reads, so that all readers get some.
+        config = self._servers.config
+        fair = read.total_bytes // (2 * config.num_connections)
+        batch_bytes = max(1, min(config.batch_bytes, fair))
+        with read.reading() as entered:
+            if entered:
+                stream = ValueStream(read, node, wire, batch_bytes, self._replies, self._on_spoiled)
+                self._stream(stream, node)
+
+    def _stream(self, stream: ValueStream, node: Node) -> None:
+        """Read what can be read from ``node``; keep what came whole and fail the rest."""
+        try:
+            while stream.receive_batch():
+                self._connections.succeeded(node)
+        except BadReplyError as error:
+            blame = False
+            if is_redirection(error.reply):
+                self._servers.topology.redirected(node)
+            elif error.reply.startswith(_FORBIDDEN):
+                self._servers.forbids_reads(node, str(error))
+            else:
+                blame = error.fault in _SERVER_FAULTS
+            self._connections.drop(node, str(error), blame=blame)
+            stream.give_up(error.fault)
+        except WireError as error:
+            is_silent = error.fault is WireFault.STALLED
+            blame = error.is_peers_fault
+            self._connections.drop(node, str(error), blame=blame, at_once=is_silent)
+            stream.give_up(error.fault)
 
 
 def check_sizes(

@@ -95,7 +95,7 @@ def test_expanded_runs_match_the_reference(layout: str) -> None:
     expected = expected_blocks(cache, host, [4, 5, 6], [0, 1, 3])
     plan = plan_copy(cache.layout, host.buffers, [4, 5, 6], [0, 1, 3])
     runs = expand(plan)
-    for dst, src, size in zip(runs.dst, runs.src, runs.num_bytes, strict=True):
+    for src, dst, size in zip(*runs, strict=True):
         ctypes.memmove(int(dst), int(src), int(size))
     assert same(host.blocks(), expected)
-    assert runs.num_bytes.sum() == plan.num_bytes
+    assert runs[2].sum() == plan.num_bytes

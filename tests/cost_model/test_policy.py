@@ -186,37 +186,37 @@ def test_a_crowd_waits_for_an_answer_sooner_than_one(policy: LoadPolicy, clock: 
         policy.step_planned(4, 0, has_prefill=False)
         clock.now += 0.25
     question = (0, PROMPT, len(KEYS) * CHUNK_BYTES, 0.2, 0.0)
-    policy.request_arrived("r0", PROMPT)
+    policy.request_arrived("r0")
     assert not policy.is_worth_a_step(*question)
     for number in range(1, 8):
-        policy.request_arrived(f"r{number}", PROMPT)
+        policy.request_arrived(f"r{number}")
     assert policy.is_worth_a_step(*question)
 
 
 def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock: Clock) -> None:
-    assert not policy.take_probe()
+    assert not policy.probes.take()
     policy.observe_reports([probed(0, 1.0)])
-    assert not policy.take_probe()
+    assert not policy.probes.take()
     probes = 0
     for _ in range(600):
         clock.now += 1.0
         policy.lookup_seconds(0, PROMPT, {})
-        probes += policy.take_probe()
+        probes += policy.probes.take()
     assert 10 < probes < 20  # in ten minutes: at first every few seconds, then every minute
     policy.observe_reports([probed(1 << 23, 0.01)])
     policy.lookup_seconds(0, PROMPT, {})
-    assert not policy.take_probe()
+    assert not policy.probes.take()
     clock.now += 61.0
     policy.lookup_seconds(0, PROMPT, {})
-    assert policy.take_probe()  # the measurement is old
+    assert policy.probes.take()  # the measurement is old
 
 
 def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Clock) -> None:
     policy.observe_reports([probed(1 << 20, 0.9)])
     assert decide(policy, KEYS) == 0
-    assert policy.take_probe()
+    assert policy.probes.take()
     assert decide(policy, KEYS) == 0
-    assert not policy.take_probe()
+    assert not policy.probes.take()
 
 
 ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
@@ -259,7 +259,7 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
             num_loads += 1
             reader.load_planned(load_job(i, KEYS), [Tier.REDIS] * len(KEYS))
             reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
-        if reader.take_probe():
+        if reader.probes.take():
             reader.observe_reports([ANSWERED])
     assert 1 <= num_loads <= 70
 
@@ -303,7 +303,7 @@ def test_the_steps_a_load_costs_count_less_the_more_others_wait(
     keys = KEYS[:8]
     run_steps(policy, clock, 0.150)
     for number in range(4):
-        policy.request_arrived(f"r{number}", PROMPT)
+        policy.request_arrived(f"r{number}")
         assert bool(decide(policy, keys, num_cpu=8)) is (number > 0), number
     for number in range(3):
         policy.request_admitted(f"r{number}", 0)
@@ -316,41 +316,11 @@ def test_a_crowd_loads_to_its_last_request(policy: LoadPolicy, clock: Clock) -> 
     for _ in range(9):
         policy.observe_reports([forward(PROMPT, 0.05 * RECOMPUTE)])
     for number in range(40):
-        policy.request_arrived(f"r{number}", PROMPT + 100)
+        policy.request_arrived(f"r{number}")
     for number in range(40):
         assert decide(policy, KEYS, num_cpu=32) == 32, number
         job = jobs.load_job(number, f"r{number}", tuple(KEYS), ((),))
         policy.load_planned(job, [Tier.CPU] * len(KEYS))
-
-
-@pytest.mark.parametrize(
-    ("max_step_tokens", "loads"), [(PROMPT // 4 + 100, True), (1 << 20, False)]
-)
-def test_a_crowd_that_fills_many_steps_is_spared_them(
-    policy: LoadPolicy, clock: Clock, max_step_tokens: int, loads: bool
-) -> None:
-    """Four hits of a quarter of a prompt: one step may compute them, or each takes one."""
-    policy.model.max_step_tokens = max_step_tokens
-    run_steps(policy, clock, 0.5)
-    tokens = 8 * CHUNK_TOKENS + 1
-    for number in range(4):
-        policy.request_arrived(f"r{number}", tokens)
-    decision = policy.decide(0, tokens, KEYS[:8], [Tier.CPU] * 8)
-    assert bool(decision.num_chunks) is loads
-
-
-def test_short_prompts_that_wait_beside_a_long_one_fill_no_steps(
-    policy: LoadPolicy, clock: Clock
-) -> None:
-    """All are computed in one."""
-    policy.model.max_step_tokens = 2 * PROMPT
-    run_steps(policy, clock, 2.0)
-    policy.request_arrived("long", PROMPT)
-    for number in range(7):
-        policy.request_arrived(f"r{number}", 10)
-    assert decide(policy, KEYS, num_cpu=32) == 32
-    run_steps(policy, clock, 20.0)
-    assert decide(policy, KEYS, num_cpu=32) == 0
 
 
 def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: Clock) -> None:

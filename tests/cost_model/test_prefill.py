@@ -108,11 +108,3 @@ def test_the_non_negative_solution_is_no_worse_than_nothing(
     beta = non_negative_solution(xx, x.T @ y, ridge)
     assert beta.min() >= 0
     assert loss(beta) <= loss(np.zeros(3)) * (1 + 1e-6) + 1e-6
-
-
-@pytest.mark.parametrize(
-    "prefill", [(-1, 0, 1.0, 0), (1, -1, 1.0, 0), (1, 0, -1.0, 0), (1, 0, 1.0, -1)]
-)
-def test_impossible_prefills_are_the_callers_bug(prefill: tuple[int, int, float, int]) -> None:
-    with pytest.raises(ValueError, match="no negative"):
-        PrefillSpeed().observe(0.0, *prefill)

@@ -44,8 +44,6 @@ def test_no_history_makes_a_negative_or_missing_prediction(
         assert tier.latency_seconds >= 0
         assert tier.seconds_per_byte >= 0
         assert tier.seconds(num_bytes) > 0
-        assert tier.seconds_at_worst(2 * num_bytes) >= tier.seconds(2 * num_bytes) * (1 - 1e-9)
-        assert 0.1 <= tier.spread <= 1
         assert 0 < tier.failure_rate < 1
 
 
@@ -61,7 +59,6 @@ def test_a_calibration_is_taken_at_its_word() -> None:
     tier.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
     assert tier.latency_seconds == pytest.approx(0.2, rel=1e-3)
     assert tier.bytes_per_second == pytest.approx(100e6, rel=1e-3)
-    assert tier.seconds_at_worst(512 * MIB) == tier.seconds(512 * MIB)
 
 
 def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
@@ -69,13 +66,6 @@ def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
     loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
     assert tier.latency_seconds == pytest.approx(0, abs=1e-4)
     assert tier.seconds(20 * MIB) == pytest.approx(2 * (0.2 + 10 * MIB / 100e6), rel=1e-3)
-
-
-def test_a_bet_on_a_larger_load_than_any_seen_expects_proportion() -> None:
-    tier = TierSpeed()
-    loads(tier, [1 * MIB, 2 * MIB], latency=0.2, bytes_per_second=1e9)
-    assert tier.seconds(20 * MIB) == pytest.approx(0.2 + 20 * MIB / 1e9, rel=0.02)
-    assert tier.seconds_at_worst(20 * MIB) == pytest.approx(10 * tier.seconds(2 * MIB))
 
 
 @pytest.mark.parametrize("factor", [10, 1 / 10])
@@ -195,15 +185,3 @@ def test_a_quiet_minute_does_not_make_up_for_failures() -> None:
     tier.cut_off(0.0, 0, 1.0)
     tier.calibrate(1.0, 1e8, 0.0)
     assert tier.calibrated_only(61.0).failure_rate == tier.failure_rate
-
-
-@pytest.mark.parametrize("measured", [(0, 1.0), (-1, 1.0), (1, -1.0)])
-def test_impossible_loads_are_the_callers_bug(measured: tuple[int, float]) -> None:
-    with pytest.raises(ValueError, match="no load moves"):
-        TierSpeed().arrived(0.0, *measured)
-
-
-@pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, 0.0), (1e6, -0.1)])
-def test_impossible_calibrations_are_the_callers_bug(measured: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="calibration"):
-        TierSpeed().calibrate(0.0, *measured)

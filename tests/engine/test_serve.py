@@ -149,9 +149,9 @@ def test_top_watches_hits_as_they_happen(api: ApiServer) -> None:
         sender.join()
     # One request may be asked for in one look, and have its load reported in the next.
     assert seen["hit_rate"] == pytest.approx(HIT_TOKENS / PROMPT_TOKENS, rel=0.25)
-    assert seen["lost_rate"] == 0
-    assert seen["cpu_loaded_bytes_per_second"] > 0
-    assert seen["redis_loaded_bytes_per_second"] == 0
+    assert seen["recomputed_tokens"] == 0
+    assert seen["loaded_bytes"]["cpu"] > 0
+    assert seen["loaded_bytes"]["redis"] == 0
 
 
 def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: ApiServer) -> None:

@@ -24,12 +24,11 @@ def tp_sizes_of(draw: st.DrawFn, num_kv_heads: int) -> int:
 @st.composite
 def instance_pairs(draw: st.DrawFn) -> tuple[list[RankTopology], list[RankTopology]]:
     """A writing and a reading instance of one model, each with its own parallel sizes."""
-    is_mla = draw(st.booleans())
     num_kv_heads = draw(st.integers(1, 16))
     num_layers = draw(st.integers(4, 12))
     instances = []
     for _ in range(2):
-        tp_size = draw(st.integers(1, 16) if is_mla else tp_sizes_of(num_kv_heads))
+        tp_size = draw(tp_sizes_of(num_kv_heads))
         cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=3))
         edges = [0, *sorted(cuts), num_layers]
         counts = tuple(b - a for a, b in pairwise(edges))
@@ -39,7 +38,6 @@ def instance_pairs(draw: st.DrawFn) -> tuple[list[RankTopology], list[RankTopolo
                     tp_size=tp_size,
                     layer_counts=counts,
                     num_kv_heads=num_kv_heads,
-                    is_mla=is_mla,
                 )
             )
         )
@@ -99,10 +97,8 @@ def test_every_rank_makes_a_chunk_geometry(
         assert sum(held.values()) == 16 * 8 * num_layers * instance[0].num_shards_total
 
 
-def shards_by_rank(
-    tp_size: int, num_kv_heads: int, is_mla: bool = False
-) -> list[tuple[object, ...]]:
-    ranks = all_ranks(tp_size=tp_size, layer_counts=(2,), num_kv_heads=num_kv_heads, is_mla=is_mla)
+def shards_by_rank(tp_size: int, num_kv_heads: int) -> list[tuple[object, ...]]:
+    ranks = all_ranks(tp_size=tp_size, layer_counts=(2,), num_kv_heads=num_kv_heads)
     return [(rank.read_shards, rank.write_shards) for rank in ranks]
 
 
@@ -115,7 +111,7 @@ def test_neighbouring_ranks_share_a_replicated_head() -> None:
 
 
 def test_mla_is_one_shard_on_every_rank() -> None:
-    assert shards_by_rank(3, 128, is_mla=True) == [((0,), (0,)), ((0,), ()), ((0,), ())]
+    assert shards_by_rank(3, 1) == [((0,), (0,)), ((0,), ()), ((0,), ())]
 
 
 def test_pipeline_ranks_hold_their_own_layers() -> None:

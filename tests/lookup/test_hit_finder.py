@@ -13,7 +13,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
@@ -63,11 +63,11 @@ class SlowLookup:
         """Nothing to close."""
 
 
-class Told(KvEventSink):
+class Told(KvEventLog):
     """Remembers what Redis is said to lack."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1)
         self.missing_keys: list[bytes] = []
 
     def missing(self, key: bytes) -> None:
@@ -95,7 +95,7 @@ class Scene:
             self.index,
             self.tally,
             self.policy,
-            KvEventSink(),
+            KvEventLog(1, is_wanted=False),
             self.remote,
             self.clock,
         )

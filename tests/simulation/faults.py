@@ -201,7 +201,7 @@ class DamagedValues:
         self._share = share
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
-        names = [n for n in server.names() if b":claim:" not in n and b"-" in n]
+        names = [n for n in server.names() if b"-" in n]
         self.damage(world, [(server, name) for name in names])
 
     def end(self, world: Deployment, server: RedisModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import blosc2
 
@@ -32,8 +31,6 @@ class Ledger:
         self._deployment = deployment
         self._cells_of_key: dict[bytes, tuple[int, ...]] = {}
         self._common: set[bytes] = set()
-        for server in deployment.servers:
-            server.on_removed = partial(self.removed, server)
 
     def name(self, key: bytes, cells: tuple[int, ...], *, is_common: bool) -> None:
         """``is_common``: whoever asks for a prompt without a salt asks for this chunk."""
@@ -69,14 +66,6 @@ class Ledger:
         # A tail fills a chunk up with zeros.
         right = b"".join(each.ljust(CHUNK_SIZE * WIDTH, b"\0") for each in by_layer)
         return entry.kind == b"string" and _content(entry.value) == right
-
-    def removed(self, server: RedisModel, name: bytes, entry: Entry) -> None:
-        """A client has removed that from a server."""
-        parsed, deployment = parse_value_name(name), self._deployment
-        if parsed is None or parsed.key not in self._cells_of_key or server in deployment.liars:
-            return
-        if deployment.damaged.get(name) != entry.value and self.is_right(name, entry):
-            deployment.kernel.fail(f"REMOVED from {server.address[0]} although right: {name!r}")
 
     def check(self, *, have_ttl: bool) -> int:
         """How many values are right. Raises if one is wrong that no fault has damaged, or stays for

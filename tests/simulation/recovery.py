@@ -13,8 +13,7 @@ from tests.simulation.ledger import Ledger
 
 _SECONDS = 90.0
 _HEALING_SECONDS = 240.0
-"""A reader that does not write stops at the first spoiled chunk, and writers look after what they
-wrote every half a minute."""
+"""A read stops at the first spoiled chunk."""
 _SLOWNESS = 5.0
 """Loads must pay, or nobody reads what Redis holds, and what nobody reads is not healed."""
 _FLOOD_SECONDS = 5.0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,14 +20,11 @@ _SECONDS_PER_BYTE = 2e-10
 _WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
 _OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 _SYNTAX = b"-ERR syntax error\r\n"
-_ABORTED = b"-EXECABORT Transaction discarded because of previous errors.\r\n"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """``kind`` is what ``TYPE`` says. ``expires_at`` is on the kernel's clock.
-
-    Each change puts another one in its place, which is how a watch sees it."""
+    """``kind`` is what ``TYPE`` says. ``expires_at`` is on the kernel's clock."""
 
     value: bytes
     kind: bytes = b"string"
@@ -88,8 +84,7 @@ class RedisModel:
     ``is_frozen``: it accepts and never answers. ``refusal``: its answer to every write.
     ``is_loading``: it answers everything with ``-LOADING``. ``tamper(command, reply)`` may change
     what goes out. ``seconds_per_command``: how slow it is. ``password``: without it, nobody is
-    answered. ``master``: whom it names, as a sentinel. ``on_removed(name, entry)`` is told what
-    clients remove.
+    answered. ``master``: whom it names, as a sentinel.
     """
 
     kernel: Kernel
@@ -105,12 +100,10 @@ class RedisModel:
     seconds_per_command: float = _SECONDS_PER_COMMAND
     password: bytes | None = None
     master: RedisModel | None = None
-    on_removed: Callable[[bytes, Entry], None] = lambda name, entry: None
 
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
         self.num_commands = 0
-        self._num_removed = Counter[bytes]()
         self._busy_until = 0.0
         self._frozen: list[tuple[Link, bytes]] = []
         self.start()
@@ -192,12 +185,6 @@ class RedisModel:
         refusal = self._redirection(_KEYED[verb](args), asking) if verb in _KEYED else None
         if refusal is None and verb in _WRITES:
             refusal = self.refusal
-        if session.queue is not None and verb != b"EXEC":
-            if verb in (b"MULTI", b"WATCH"):
-                refusal = b"-ERR Command '%b' not allowed inside a transaction\r\n" % verb.lower()
-            session.is_broken |= refusal is not None
-            session.queue.append(partial(handler, self, session, args))
-            return refusal or b"+QUEUED\r\n"
         return refusal or handler(self, session, args)
 
     def _redirection(self, names: Sequence[bytes], asking: bool) -> bytes | None:
@@ -251,15 +238,6 @@ class RedisModel:
             self._keep_for(args[0], int(args[2]))
         return reply
 
-    def _getrange(self, session: Session, args: Sequence[bytes]) -> bytes:
-        entry = self.entries.get(args[0])
-        if entry is None:
-            return b"$0\r\n\r\n"
-        if entry.kind != b"string":
-            return _WRONG_TYPE
-        start, end = (int(n) + (len(entry.value) if int(n) < 0 else 0) for n in args[1:])
-        return _bulk(entry.value[max(0, start) : end + 1])
-
     def _set(self, session: Session, args: Sequence[bytes]) -> bytes:
         name, value, *options = args
         only_absent, only_present, seconds, wants_old = False, False, None, False
@@ -295,17 +273,6 @@ class RedisModel:
     def _exists(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b":%d\r\n" % sum(name in self.entries for name in args)
 
-    def _type(self, session: Session, args: Sequence[bytes]) -> bytes:
-        entry = self.entries.get(args[0])
-        return b"+%b\r\n" % (entry.kind if entry is not None else b"none")
-
-    def _del(self, session: Session, args: Sequence[bytes]) -> bytes:
-        removed = [name for name in args if name in self.entries]
-        for name in removed:
-            self.on_removed(name, self.entries.pop(name))
-        self._num_removed.update(removed)
-        return b":%d\r\n" % len(removed)
-
     def _pexpire(self, session: Session, args: Sequence[bytes]) -> bytes:
         if args[0] not in self.entries:
             return b":0\r\n"
@@ -315,42 +282,9 @@ class RedisModel:
     def _keep_for(self, name: bytes, milliseconds: int) -> None:
         if milliseconds <= 0:
             del self.entries[name]
-            self._num_removed[name] += 1
             return
         expires_at = self.kernel.now + milliseconds / 1000
         self.entries[name] = replace(self.entries[name], expires_at=expires_at)
-
-    def _watch(self, session: Session, args: Sequence[bytes]) -> bytes:
-        for name in args:
-            session.watched.setdefault(name, self._state_of(name))
-        return b"+OK\r\n"
-
-    def _state_of(self, name: bytes) -> tuple[Entry | None, int]:
-        """What a watch compares: faults replace entries, and a command may set and remove one."""
-        return self.entries.get(name), self._num_removed[name]
-
-    def _multi(self, session: Session, args: Sequence[bytes]) -> bytes:
-        session.queue = []
-        return b"+OK\r\n"
-
-    def _exec(self, session: Session, args: Sequence[bytes]) -> bytes:
-        if session.queue is None:
-            return b"-ERR EXEC without MULTI\r\n"
-        queue, is_broken, watched = session.queue, session.is_broken, session.watched
-        session.queue, session.is_broken, session.watched = None, False, {}
-        if is_broken:
-            return _ABORTED
-        if any(self._state_of(name) != state for name, state in watched.items()):
-            return b"*-1\r\n"
-        return b"*%d\r\n" % len(queue) + b"".join(run() for run in queue)
-
-    def _pttl(self, session: Session, args: Sequence[bytes]) -> bytes:
-        entry = self.entries.get(args[0])
-        if entry is None:
-            return b":-2\r\n"
-        if entry.expires_at is None:
-            return b":-1\r\n"
-        return b":%d\r\n" % round((entry.expires_at - self.kernel.now) * 1000)
 
     def _info(self, session: Session, args: Sequence[bytes]) -> bytes:
         policy = b"allkeys-lru" if self.evicts else b"noeviction"
@@ -402,31 +336,21 @@ class RedisModel:
 
 @dataclass(slots=True)
 class Session:
-    """One client. ``asking``: its next command may use a slot that is being imported.
-
-    ``queue`` holds the commands since ``MULTI``; ``is_broken``: one of them was refused."""
+    """One client. ``asking``: its next command may use a slot that is being imported."""
 
     buffer: bytearray = field(default_factory=bytearray)
     asking: bool = False
     is_known: bool = False
-    watched: dict[bytes, tuple[Entry | None, int]] = field(default_factory=dict)
-    queue: list[Callable[[], bytes]] | None = None
-    is_broken: bool = False
 
 
 _Handler = Callable[[RedisModel, Session, Sequence[bytes]], bytes]
 _COMMANDS: dict[bytes, _Handler] = {
     b"GET": RedisModel._get,
     b"GETEX": RedisModel._getex,
-    b"GETRANGE": RedisModel._getrange,
     b"SET": RedisModel._set,
     b"STRLEN": RedisModel._strlen,
     b"EXISTS": RedisModel._exists,
-    b"TYPE": RedisModel._type,
-    b"DEL": RedisModel._del,
-    b"UNLINK": RedisModel._del,
     b"PEXPIRE": RedisModel._pexpire,
-    b"PTTL": RedisModel._pttl,
     b"INFO": RedisModel._info,
     b"HELLO": RedisModel._hello,
     b"AUTH": RedisModel._auth,
@@ -436,9 +360,6 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"PING": RedisModel._pong,
     b"ASKING": RedisModel._asking,
     b"CLUSTER": RedisModel._cluster,
-    b"WATCH": RedisModel._watch,
-    b"MULTI": RedisModel._multi,
-    b"EXEC": RedisModel._exec,
 }
 
 
@@ -451,12 +372,10 @@ def _all(args: Sequence[bytes]) -> Sequence[bytes]:
 
 
 _KEYED: dict[bytes, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
-    **dict.fromkeys(
-        (b"GET", b"GETEX", b"GETRANGE", b"SET", b"STRLEN", b"TYPE", b"PEXPIRE", b"PTTL"), _first
-    ),
-    **dict.fromkeys((b"EXISTS", b"DEL", b"UNLINK", b"WATCH"), _all),
+    **dict.fromkeys((b"GET", b"GETEX", b"SET", b"STRLEN", b"PEXPIRE"), _first),
+    b"EXISTS": _all,
 }
-_WRITES = {b"SET", b"DEL", b"UNLINK", b"PEXPIRE", b"GETEX"}
+_WRITES = {b"SET", b"PEXPIRE", b"GETEX"}
 
 
 def _bulk(value: bytes) -> bytes:

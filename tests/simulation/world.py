@@ -5,7 +5,7 @@
 - **No request is lost**, whatever Redis does; each ends with the right tokens.
 - **No wait past its deadline**: of a load, of a read, of a call inside an engine step.
 - **At rest all agree**: index, memory, owners, pins, and what routers were told; see `at_rest`.
-- **Nothing right is removed** from Redis, and nothing stays there for ever that should not.
+- **Nothing stays in Redis** for ever that should not.
 - **Nothing leaks**: blocks, jobs, CPU memory, threads, connections.
 - **Liveness**: once faults are over, hits from Redis come back within a bound, and so do values
   that were lost or spoiled; see `recovery`.
@@ -256,7 +256,8 @@ class World:
             return  # what it has in memory from before, nobody asks for
         elif ending > 0.9:
             recovery.offers(writer, prompt)
-        elif ending > 0.7 and not self._plan.shape.peers:  # else nobody need read what is spoiled
+        # Who reads what is spoiled writes it anew, if it writes at all. With peers nobody need.
+        elif ending > 0.7 and reader.shape.role == "kv_both" and not self._plan.shape.peers:
             recovery.names(reader, writer, prompt)
 
     @property

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from lmcache_connector.tracing.spans import RequestSpans
+from lmcache_connector.tracing.spans import Spans
 from tests.support.doubles.lives import CHUNK, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 
@@ -21,14 +21,14 @@ NOT_SAMPLED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-00"}
 
 
 class Traces:
-    """A ``RequestSpans`` and what it has exported."""
+    """A ``Spans`` and what it has exported."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.now = 1_000
-        self.spans = RequestSpans(provider.get_tracer("test"), lambda: self.now)
+        self.spans = Spans(provider.get_tracer("test"), lambda: self.now)
 
     def take(self) -> list[ReadableSpan]:
         finished = list(self._exporter.get_finished_spans())

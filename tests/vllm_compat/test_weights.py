@@ -18,9 +18,9 @@ from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 from lmcache_connector.vllm_compat import weights as weights_module
 from lmcache_connector.vllm_compat.weights import (
     WEIGHTS_IN_SUBFOLDERS,
-    WeightFiles,
     weights_identity,
 )
+from lmcache_connector.weight_names import WeightFiles
 from tests.support.vllm_configs import vllm_config
 
 

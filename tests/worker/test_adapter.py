@@ -33,10 +33,10 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
+from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.server_groups import wait_until
@@ -127,7 +127,7 @@ def make_instance(
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
     make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
-    return Instance(WorkerAdapter(settings, cache, make_tier, weights=weights), cache)
+    return Instance(WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache)
 
 
 @pytest.fixture

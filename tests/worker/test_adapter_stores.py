@@ -19,6 +19,7 @@ from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import store_job
 from tests.support.parts import one_part
 
@@ -70,7 +71,7 @@ def worker(loads: Loads) -> Iterator[WorkerAdapter]:
         engine=EngineSettings(rank=0, world_size=1, rank_gib=0.01),
         parts=one_part(GEOMETRY, 16),
     )
-    worker = WorkerAdapter(settings, cache, None, lora_loads=loads)
+    worker = WorkerAdapter(settings, cache, None, FixedWeights(), lora_loads=loads)
     yield worker
     worker.shutdown()
 

@@ -12,9 +12,9 @@ import torch
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 

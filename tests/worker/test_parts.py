@@ -32,6 +32,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.fixed_weights import FixedWeights
 from tests.support.redis.servers import Server, running_valkey
 
 CHUNK, PAGE, NUM_BLOCKS, NUM_PARTS = 32, 4096, 64, 3
@@ -125,7 +126,7 @@ class Rank:
             config = RedisTierConfig(url=self.server.url, read_timeout_seconds=LONG)
             own = geometries(self.tp_size, self.rank)
             make_tier = partial(RedisTier, config, own, writes)
-        self.worker = WorkerAdapter(settings, self.caches, make_tier)
+        self.worker = WorkerAdapter(settings, self.caches, make_tier, FixedWeights())
 
     def _view(self, slot: int, part: int) -> torch.Tensor:
         """``[blocks, heads, tokens, content]``, as vLLM registers it: a page may be longer."""

@@ -24,6 +24,7 @@ from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.waiting_jobs import StepGate
+from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
@@ -102,7 +103,7 @@ def made(make_redis_tier: Callable[[], RedisTier] | None = None) -> Iterator[Ins
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tiers, "make_copier", lambda device: copier)
         patch.setattr(rank_tiers, "run_self_test", lambda *_: None)
-        worker = WorkerAdapter(settings, {"layers.0": cache}, make_redis_tier)
+        worker = WorkerAdapter(settings, {"layers.0": cache}, make_redis_tier, FixedWeights())
     yield Instance(worker, copier, cache)
     copier.may_copy.set()
     worker.shutdown()

@@ -15,6 +15,7 @@ STANDING = check_versions()
 
 with STANDING.blamed():
     from vllm import envs
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -29,6 +30,12 @@ with STANDING.blamed():
         KVConnectorStats,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.v1.core.kv_cache_utils import (
+        BlockHash,
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
     from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -45,6 +52,9 @@ if TYPE_CHECKING:
 __all__ = [
     "STANDING",
     "AttentionMetadata",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
     "ForwardContext",
     "KVCacheBlocks",
     "KVCacheConfig",
@@ -65,10 +75,13 @@ __all__ = [
     "SchedulerOutput",
     "SupportsHMA",
     "VllmConfig",
+    "generate_block_hash_extra_keys",
     "get_kv_transfer_group",
     "has_kv_transfer_group",
     "hit_sources",
     "may_sleep_unseen",
+    "maybe_convert_block_hash",
+    "to_event_extra_keys",
 ]
 
 

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from lmcache_connector.errors import UnsupportedError
@@ -20,9 +20,6 @@ Release = tuple[int, ...]
 
 TESTED = "tested"
 API_CHECKED = "API checked"
-
-TOKEN_FORM = "keys, then values"
-"""What one token's KV is in one head of one layer, in every backend that the keys call ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,6 @@ class Package:
     distributions: tuple[str, ...]
     releases: Mapping[Release, str]
     below: Release | None = None
-    token_forms: Mapping[Release, str] = field(default_factory=dict)
-    """Of releases that lay out KV in another way than `TOKEN_FORM`."""
 
     @property
     def range_text(self) -> str:
@@ -61,14 +56,10 @@ BUILT_FOR_TORCH = (2, 13)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of the versions that are installed.
-
-    ``unverified``: those nobody has tested, as part of a name. ``token_form``: how vLLM lays out a
-    token's KV.
-    """
+    """What is known of the versions that are installed. ``unverified``: those nobody has tested, as
+    part of a name."""
 
     unverified: tuple[str, ...] = ()
-    token_form: str = TOKEN_FORM
 
     def namespace(self, wanted: str) -> str:
         """The user's namespace, or one of its own inside of it."""
@@ -88,8 +79,7 @@ class Standing:
 
 def check_versions() -> Standing:
     """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
-    vllm, lmcache = _standing(VLLM_PACKAGE), check_lmcache()
-    return Standing(vllm.unverified + lmcache.unverified, vllm.token_form)
+    return Standing(_standing(VLLM_PACKAGE).unverified + check_lmcache().unverified)
 
 
 def check_lmcache() -> Standing:
@@ -135,7 +125,7 @@ def _standing(package: Package) -> Standing:
     # Of a build from source the number tells the last release before it, not what is in it.
     between = ".dev" in found
     if release in package.releases and not between:
-        return Standing(token_form=package.token_forms.get(release, TOKEN_FORM))
+        return Standing()
     prefix = "" if package is VLLM_PACKAGE else f"{package.name.lower()}-"
     return Standing((prefix + text_of(release) + ("-dev" if between else ""),))
 

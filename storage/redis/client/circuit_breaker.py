@@ -21,34 +21,27 @@ class CircuitState(Enum):
     OPEN = 2
 
 
-class Backoff:
-    """Exponential back-off, in seconds. Each delay is multiplied by a number in [0.5, 1.0)."""
-
-    def __init__(self, min_seconds: float, max_seconds: float, random: Callable[[], float]) -> None:
-        self._min = min_seconds
-        self._max = max_seconds
-        self._random = random
-        self._attempt = 0
-
-    def next_delay(self) -> float:
-        delay = min(self._max, self._min * 2.0**self._attempt)
-        self._attempt = min(self._attempt + 1, 32)
-        return delay * (0.5 + 0.5 * self._random())
-
-    def reset(self) -> None:
-        self._attempt = 0
-
-
 class CircuitBreaker:
-    """Opens after ``threshold`` failures in a row. ``clock`` returns seconds. Thread-safe."""
+    """Opens after ``threshold`` failures in a row, for ``min_seconds``, and twice as long each time
+    until work is done, ``max_seconds`` at most. ``random`` returns numbers in [0, 1): a delay is
+    half of that to all of it. ``clock`` returns seconds. Thread-safe."""
 
-    def __init__(self, backoff: Backoff, clock: Callable[[], float], threshold: int = 3) -> None:
-        self._backoff = backoff
+    def __init__(
+        self,
+        min_seconds: float,
+        max_seconds: float,
+        random: Callable[[], float],
+        clock: Callable[[], float],
+        threshold: int = 3,
+    ) -> None:
+        self._min, self._max = min_seconds, max_seconds
+        self._random = random
         self._clock = clock
         self._threshold = threshold
         self._lock = threading.Lock()
         self._state = CircuitState.CLOSED
         self._failures = 0
+        self._num_delays = 0
         self._retry_at = 0.0
 
     @property
@@ -60,10 +53,9 @@ class CircuitBreaker:
         with self._lock:
             if self._state is not CircuitState.OPEN:
                 return True
-            now = self._clock()
-            if now < self._retry_at:
+            if self._clock() < self._retry_at:
                 return False
-            self._retry_at = now + self._backoff.next_delay()
+            self._begin_delay()
             return True
 
     def seconds_until_retry(self) -> float | None:
@@ -85,8 +77,7 @@ class CircuitBreaker:
         """Report real work done: the breaker closes."""
         with self._lock:
             self._state = CircuitState.CLOSED
-            self._failures = 0
-            self._backoff.reset()
+            self._failures = self._num_delays = 0
 
     def failed(self, *, at_once: bool = False) -> bool:
         """Report a failure; ``at_once`` opens the breaker. True if it opened now, to be logged."""
@@ -99,5 +90,10 @@ class CircuitBreaker:
             ):
                 return False
             self._state = CircuitState.OPEN
-            self._retry_at = self._clock() + self._backoff.next_delay()
+            self._begin_delay()
             return True
+
+    def _begin_delay(self) -> None:
+        delay = min(self._max, self._min * 2.0 ** min(self._num_delays, 32))
+        self._num_delays += 1
+        self._retry_at = self._clock() + delay * (0.5 + 0.5 * self._random())

@@ -23,7 +23,6 @@ from redis.exceptions import AskError, ClusterDownError, InvalidResponse, TryAga
 from redis.exceptions import AuthenticationError as AuthenticationError
 from redis.exceptions import NoPermissionError as NoPermissionError
 from redis.exceptions import ResponseError as ResponseError
-from redis.exceptions import WatchError as WatchError
 from redis.retry import Retry
 
 from lmcache_connector.net.deadline import KEEPALIVE

@@ -29,7 +29,6 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server
 
 CODECS: list[Codec] = ["none", "blosc2"]
@@ -120,10 +119,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_a_chunk_that_does_not_decompress_is_a_miss_and_removed(
+def test_a_chunk_that_does_not_decompress_is_a_miss(
     valkey: Server, change: Callable[[bytearray], None]
 ) -> None:
-    with open_tier(valkey.url, codec="blosc2", claim_seconds=0.001) as tier:
+    with open_tier(valkey.url, codec="blosc2") as tier:
         assert all(put_all(tier, range(3), kv_data))
         with valkey.client() as client:
             name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
@@ -131,7 +130,6 @@ def test_a_chunk_that_does_not_decompress_is_a_miss_and_removed(
             hits, data = get_all(tier, range(3))
             assert (hits[:2], data[0]) == ([True, False], kv_data(0))
             assert tier.stats().counts.misses["bad_compression"] == 1
-            wait_until(lambda: not client.exists(name), "the value was not removed")
         assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
         assert put_all(tier, range(3), kv_data) == [True] * 3
         assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
@@ -140,14 +138,13 @@ def test_a_chunk_that_does_not_decompress_is_a_miss_and_removed(
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, HEADER_BYTES + 33, HEADER_BYTES + 3071])
 def test_a_shorter_value_is_a_miss(valkey: Server, codec: Codec, num_bytes: int) -> None:
-    with open_tier(valkey.url, codec=codec, claim_seconds=0.001) as tier:
+    with open_tier(valkey.url, codec=codec) as tier:
         assert all(put_all(tier, range(3), kv_data))
         get_all(tier, range(3))
         with valkey.client() as client:
             name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
             client.set(name, client.get(name)[:num_bytes].ljust(num_bytes, b"\0"))
             assert get_all(tier, range(3))[0][:2] == [True, False]
-            wait_until(lambda: not client.exists(name), "the value was not removed")
         assert put_all(tier, range(3), kv_data) == [True] * 3
         assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
 

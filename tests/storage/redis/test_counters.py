@@ -26,6 +26,6 @@ def test_the_labels_are_those_that_dashboards_know() -> None:
     assert Miss(ReplyFault.MISSING, is_behind=True).label == "after_missing"
     assert Miss(WireFault.STALLED, is_behind=True).label == "after_stalled"
     assert [end.value for end in WriteEnd] == [
-        *("written", "already_there", "claimed_elsewhere", "queue_full", "failed")
+        *("written", "already_there", "queue_full", "failed")
     ]
-    assert [end.is_stored for end in WriteEnd] == [True, True, False, False, False]
+    assert [end.is_stored for end in WriteEnd] == [True, True, False, False]

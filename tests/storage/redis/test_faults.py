@@ -92,7 +92,7 @@ def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
 def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
     proxy: FaultProxy, valkey: Server, kind: Kind, direction: Direction
 ) -> None:
-    with open_tier(proxy.url, num_connections=1, claim_seconds=0.001, **TIMEOUTS) as tier:
+    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
         wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
         proxy.arm(Fault(kind, 5 if direction is Direction.REPLY else 3000, direction))
         written = put_all(tier, [0, 1])

@@ -63,7 +63,6 @@ def settings(url: str) -> RedisTierConfig:
         write_timeout_seconds=TIMEOUT_SECONDS,
         backoff_min_seconds=0.001,
         backoff_max_seconds=0.002,
-        claim_seconds=0.01,
     )
 
 

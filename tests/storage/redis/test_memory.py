@@ -168,23 +168,3 @@ def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
         with open_tier(valkey.url) as witness:
             for index in (51, 52, 60):
                 assert get_all(witness, [index])[0] == [False]
-
-
-def test_writers_of_one_chunk_share_the_work(valkey: Server) -> None:
-    """The second writer of a chunk that is being written leaves it to the first."""
-    with fault_proxy(valkey.port) as proxy, open_tier(valkey.url) as other:
-        wait_until(lambda: put_all(other, [99]) == [True], "not writable at first")
-        slow = RedisTier(config(proxy.url, num_connections=1), PARTS)
-        wait_until(lambda: put_all(slow, [98]) == [True], "not writable at first")
-        # Let the question through, hold back the values.
-        question_bytes = 600
-        proxy.arm(Fault(Kind.DELAY, question_bytes, Direction.REQUEST, seconds=0.5))
-        ends = Ends()
-        slow.put(chunk_key(0), memoryview(chunk_data(0)), ends)
-        wait_until(lambda: proxy.num_struck == 1, "the first writer has not begun")
-        assert put_all(other, [0]) == [False]
-        assert other.stats().counts.writes[WriteEnd.CLAIMED_ELSEWHERE] == 1
-        assert ends.wait(1) == [True]
-        assert get_all(other, [0]) == ([True], [chunk_data(0)])
-        assert put_all(other, [0]) == [True], "now it is there"
-        assert slow.close(1.0)

@@ -72,7 +72,7 @@ class Instance:
     def __init__(self, url: str, split: Split, stack: ExitStack) -> None:
         self.ranks = ranks_of(split)
         # Claims keep others from writing a chunk for a while; here they are to write it soon.
-        settings = config(url, claim_seconds=0.001)
+        settings = config(url)
         self.tiers = [
             RedisTier(settings, geometries_of(rank), (rank.write_shards,)) for rank in self.ranks
         ]

@@ -8,7 +8,6 @@ from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.value_names import (
     ValueName,
     chunk_tag,
-    claim_suffix,
     parse_value_name,
     probe_key,
     scan_pattern,
@@ -25,7 +24,6 @@ def test_the_names_are_those_that_instances_share() -> None:
     tag = f"lmc:{{team a:{hexadecimal}}}".encode()
     assert chunk_tag("team a", KEY) == tag
     assert tag + stripe_suffix(STRIPE) == tag + b":2-14:7"
-    assert tag + claim_suffix(STRIPE) == tag + b":claim:2:7"
     assert probe_key("team a") == b"lmc:{team a:}:probe"
 
 
@@ -43,7 +41,7 @@ def test_a_name_is_parsed_into_its_parts(
 
 def test_other_keys_name_no_value() -> None:
     tag = chunk_tag("n", KEY)
-    for other in (tag, tag + claim_suffix(STRIPE), probe_key("n"), b"somebody's key", b""):
+    for other in (tag, probe_key("n"), b"somebody's key", b""):
         assert parse_value_name(other) is None
 
 

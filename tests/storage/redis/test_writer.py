@@ -21,7 +21,7 @@ def test_a_server_that_takes_writes_too_slowly_gets_none_for_a_while(valkey: Ser
     proxy = SlowProxy(valkey.port, link, is_narrow=True)
     try:
         with open_tier(
-            proxy.url, LARGE, max_value_bytes=2 * MIB, num_connections=1, claim_seconds=0.01,
+            proxy.url, LARGE, max_value_bytes=2 * MIB, num_connections=1,
             write_timeout_seconds=0.6, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
         ) as tier:  # fmt: skip
             wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")

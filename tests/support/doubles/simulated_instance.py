@@ -162,7 +162,7 @@ class SimulatedInstance:
 
     def _step_probe(self) -> None:
         """A probe runs beside the requests, and reports once it has ended."""
-        if self.policy.take_probe():
+        if self.policy.probes.take():
             measured = self.tiers[Tier.REDIS].probe(self._some_noise())
             self._probes.append((self.now + measured.seconds, measured))
 

@@ -12,7 +12,6 @@ _WRITE_SECONDS = 10.0
 
 
 def value_names(server: Server) -> list[bytes]:
-    """All values, without the claims of writers, which expire by themselves."""
     with server.client() as client:
         return sorted(client.keys("lmc:*-*"))
 
@@ -21,7 +20,7 @@ def values_of(server: Server, tag: bytes) -> list[bytes]:
     """Names of the values of one chunk, by KV head. ``tag``: what their names begin with."""
     with server.client() as client:
         names = client.keys(tag.replace(b"{", b"?").replace(b"}", b"?") + b":*")
-    return sorted((n for n in names if b":claim:" not in n), key=lambda n: n.rsplit(b":", 1)[1])
+    return sorted(names, key=lambda n: n.rsplit(b":", 1)[1])
 
 
 def wait_for_values(server: Server, least: int) -> None:

@@ -1,4 +1,4 @@
-"""Threads that read values, each over connections of its own.
+"""The values that one reader asks of one node for one read, over one connection.
 
 A reader keeps two batches of requests on the way. It receives a whole batch, replies and all, with
 one scattered system call: every good reply has a length known beforehand, until the first value
@@ -10,13 +10,11 @@ chunk is of no use anyway.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.net.wire import Wire, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, InvalidValueError, may_be_value
 from lmcache_connector.storage.redis.client.resp import (
     CRLF,
@@ -24,106 +22,15 @@ from lmcache_connector.storage.redis.client.resp import (
     bulk_length,
     classify_mismatch,
     first_line,
-    is_redirection,
 )
-from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.counters import Miss, NotAsked
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
+from lmcache_connector.storage.redis.counters import Miss
+from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
-logger = logging.getLogger(__name__)
-
-_IDLE_SECONDS = 0.25
-# Of the time a read has, for connecting to a server that is not connected.
-_CONNECT_SHARE = 0.5
-# Bad replies for which the server is to blame; the others come from what was stored there.
-_SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
 # Of an error reply, which tell its kind; the shortest has as many.
 _ERROR_BYTES = len(b"-CLUSTERDOWN")
-_FORBIDDEN = b"-NOPERM "
 # Those that tell of a value that is not what its name says.
 _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
-
-
-class Reader(threading.Thread):
-    """``on_spoiled(request)`` is told of values whose stored bytes did not verify."""
-
-    def __init__(
-        self,
-        name: str,
-        servers: Servers,
-        queue: ReadQueue,
-        on_spoiled: Callable[[ValueRequest, Node], None],
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._servers = servers
-        self._connections = Connections(servers, servers.config.read_timeout_seconds)
-        self._queue = queue
-        self._on_spoiled = on_spoiled
-        self._replies = SingleReplies()
-
-    def run(self) -> None:
-        timeout = 0.0  # connect before there is anything to read
-        while not self._queue.closed:
-            turn = None
-            try:
-                num_nodes = len(self._servers.topology.nodes())
-                turn = self._queue.next(timeout, num_nodes, self._connections.has)
-                timeout = _IDLE_SECONDS
-                if turn is None:
-                    self._connections.tend()
-                else:
-                    self._servers.refresh()
-                    self._serve(*turn)
-            except Exception:  # whatever it is, the next read may fare better
-                logger.exception("a read failed; its chunks count as misses")
-                self._connections.close()
-                if turn is not None:
-                    turn[0].fail_all(Miss(NotAsked.INTERNAL_ERROR))
-            finally:
-                if turn is not None:
-                    self._queue.leave(turn[1])
-        self._connections.close()
-
-    def _serve(self, read: PendingRead, node: Node) -> None:
-        """Read what is left to be claimed of ``node``."""
-        clock = self._servers.clock
-        connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
-        try:
-            connecting = Deadline(connect_until, clock, read.deadline.cancelled)
-            wire = self._connections.get(node, connecting)
-        except UnavailableError:
-            read.fail_node(node)
-            return
-        # Two batches in the window; smaller ones for small reads, so that all readers get some.
-        config = self._servers.config
-        fair = read.total_bytes // (2 * config.num_connections)
-        batch_bytes = max(1, min(config.batch_bytes, fair))
-        with read.reading() as entered:
-            if entered:
-                stream = _Stream(read, node, wire, batch_bytes, self._replies, self._on_spoiled)
-                self._stream(stream, node)
-
-    def _stream(self, stream: _Stream, node: Node) -> None:
-        """Read what can be read from ``node``; keep what came whole and fail the rest."""
-        try:
-            while stream.receive_batch():
-                self._connections.succeeded(node)
-        except BadReplyError as error:
-            blame = False
-            if is_redirection(error.reply):
-                self._servers.topology.redirected(node)
-            elif error.reply.startswith(_FORBIDDEN):
-                self._servers.forbids_reads(node, str(error))
-            else:
-                blame = error.fault in _SERVER_FAULTS
-            self._connections.drop(node, str(error), blame=blame)
-            stream.give_up(error.fault)
-        except WireError as error:
-            is_silent = error.fault is WireFault.STALLED
-            blame = error.is_peers_fault
-            self._connections.drop(node, str(error), blame=blame, at_once=is_silent)
-            stream.give_up(error.fault)
 
 
 class BadReplyError(Exception):
@@ -223,8 +130,8 @@ class Batch:
         return b"".join(self.views())[: self._received]
 
 
-class _Stream:
-    """What one reader asks of one node for one read, over one connection."""
+class ValueStream:
+    """``on_spoiled(key, node)`` is told of chunks of which a value did not verify."""
 
     def __init__(
         self,
@@ -233,7 +140,7 @@ class _Stream:
         wire: Wire,
         batch_bytes: int,
         replies: SingleReplies,
-        on_spoiled: Callable[[ValueRequest, Node], None],
+        on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         self._read = read
         self._node = node
@@ -273,7 +180,7 @@ class _Stream:
                 self._verify(request, request.payload)
             for request in batch.left:
                 if fault in _VALUE_FAULTS and not is_behind:
-                    self._on_spoiled(request, self._node)
+                    self._on_spoiled(request.expected.key, self._node)
                 self._read.fail(request, Miss(fault, is_behind))
                 is_behind = True
 
@@ -311,7 +218,7 @@ class _Stream:
         try:
             request.verify(stored)
         except InvalidValueError as error:
-            self._on_spoiled(request, self._node)
+            self._on_spoiled(request.expected.key, self._node)
             self._read.fail(request, Miss(error.fault))
         else:
             self._read.settle(request)

@@ -1,4 +1,4 @@
-"""Chunks wanted now: reads under way, shared out over the reader threads.
+"""A read under way, shared out over the reader threads.
 
 The caller makes a `PendingRead` and waits. Readers `claim` runs of its values, receive them into
 the chunks' buffers and report each value as settled or failed. A reader works only inside
@@ -9,8 +9,7 @@ thread touches a buffer.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +41,6 @@ class ValueRequest:
     """
 
     chunk: int
-    name: bytes
     command: bytes
     line: bytes
     expected: ValueHeader
@@ -218,7 +216,6 @@ class PendingRead:
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
                     chunk=chunk,
-                    name=name,
                     command=command(verb, name, *options),
                     line=line,
                     expected=plan.header(key, stripe),
@@ -227,70 +224,3 @@ class PendingRead:
                     tail=memoryview(bytearray(len(CRLF))),
                     sealer=plan.sealer,
                 )
-
-
-class ReadQueue:
-    """Reads with work left, oldest first, and which of ``num_readers`` serve which node.
-    Thread-safe.
-
-    Of several nodes none has all readers: one that falls silent keeps those that wait for it, and
-    the others' chunks go by.
-    """
-
-    def __init__(self, num_readers: int) -> None:
-        self._reads: list[PendingRead] = []
-        self._num_readers = num_readers
-        self._readers: Counter[Node] = Counter()  # at each node
-        self._changed = threading.Condition()
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def add(self, read: PendingRead) -> bool:
-        """False once closed."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._reads.append(read)
-            self._changed.notify_all()
-            return True
-
-    def next(
-        self, timeout: float, num_nodes: int, is_near: Callable[[Node], bool]
-    ) -> tuple[PendingRead, Node] | None:
-        """What a reader serves until it calls `leave`: the oldest read, and of its nodes one that
-        ``is_near`` first. None after ``timeout`` seconds or when closed."""
-        most = self._num_readers if num_nodes < 2 else max(1, self._num_readers - 1)
-        with self._changed:
-            turn = self._find(most, is_near)
-            if turn is None and not self._closed:
-                self._changed.wait(timeout)
-                turn = self._find(most, is_near)
-            if turn is None or self._closed:
-                return None
-            self._readers[turn[1]] += 1
-            return turn
-
-    def leave(self, node: Node) -> None:
-        """Another reader may serve it in this one's stead."""
-        with self._changed:
-            self._readers[node] -= 1
-            if not self._readers[node]:
-                del self._readers[node]
-            if any(node in read.nodes_with_work() for read in self._reads):
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _find(self, most: int, is_near: Callable[[Node], bool]) -> tuple[PendingRead, Node] | None:
-        work = [(read, nodes) for read in self._reads if (nodes := read.nodes_with_work())]
-        self._reads = [read for read, _ in work]
-        for read, nodes in work:
-            if free := [node for node in nodes if self._readers[node] < most]:
-                return read, next(filter(is_near, free), free[0])
-        return None

@@ -1,0 +1,27 @@
+"""Weights that nobody changes, for workers without a model."""
+
+from __future__ import annotations
+
+from lmcache_connector.change_count import ChangeCount
+from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
+
+
+class FixedWeights(LoadedWeights):
+    def __init__(self) -> None:
+        self.version = 0
+        self.changes = ChangeCount()
+        self.has_news = True
+        self._question = 0
+
+    def ask(self, question: int) -> None:
+        self._question, self.has_news = question, True
+
+    def take(self) -> WeightsInMemory | None:
+        if not self.has_news:
+            return None
+        self.has_news = False
+        return WeightsInMemory(question=self._question)
+
+    def close(self) -> None:
+        self.changes.close()
