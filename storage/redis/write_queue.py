@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_connector.storage.tier import OnDone
