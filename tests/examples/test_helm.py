@@ -119,31 +119,6 @@ def test_the_connector_takes_what_is_rendered(
         assert address.sentinel_login() == (None, "sentinel-password")
 
 
-def test_an_engine_is_started_with_what_was_asked_for(chart: Any) -> None:
-    asked = {"kvEvents": {"enabled": True}, "otlpEndpoint": "http://c:4317", "args": ["--seed=1"]}
-    vllm = containers(of_kind(chart, "bundled", **asked))["vllm"]
-    assert vllm["args"][1:] == ["vllm", "--seed=1"]
-    for option in ("--kv-transfer-config", "--kv-events-config", "--otlp-traces-endpoint"):
-        assert option in vllm["args"][0]
-    events = json.loads(variables(vllm)["KV_EVENTS"])
-    assert events["topic"] == "kv@10.0.0.7@Qwen/Qwen3-0.6B"
-    plain = containers(of_kind(chart, "bundled"))["vllm"]
-    assert "--kv-events-config" not in plain["args"][0]
-    assert "--otlp" not in plain["args"][0]
-
-
-def test_the_defaults_need_nothing_that_the_cluster_lacks(chart: Any) -> None:
-    resources = render(chart)
-    assert {r["kind"] for r in resources} == {"ConfigMap", "Deployment", "Service"}
-    assert "secret" not in json.dumps(resources).lower()
-    pod = named(resources, "Deployment", "demo-vllm")["spec"]["template"]["spec"]
-    vllm = containers(resources)["vllm"]
-    (shm,) = [v for v in pod["volumes"] if v["name"] == "shm"]
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
-    assert {"name": "shm", "mountPath": "/dev/shm"} in vllm["volumeMounts"]
-    assert containers(resources)["check"].get("env") is None
-
-
 def test_the_image_is_built_from_a_vllm_that_is_tested() -> None:
     text = (ROOT / "examples" / "kubernetes" / "Dockerfile").read_text()
     (release,) = re.findall(r"^ARG VLLM=v(\d+\.\d+)\.\d+$", text, re.MULTILINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from lmcache_connector.cli.app import app
 from lmcache_connector.cli.target import connector_config
 from tests.support import ROOT
 from tests.support.redis.chunks import get_all, open_tier, put_all
@@ -59,22 +56,6 @@ def test_the_configuration_is_one_the_connector_takes(monkeypatch: pytest.Monkey
     assert tier is not None
     assert str(tier.address) == "rediss://valkey:6379"
     assert (tier.address.username, tier.address.password) == ("engine", "s")
-
-
-def test_what_refers_to_something_finds_it() -> None:
-    service = named("Service", "valkey")
-    for resource in ("StatefulSet", "Deployment"):
-        for found in (r for r in resources() if r["kind"] == resource):
-            labels = found["spec"]["template"]["metadata"]["labels"]
-            assert found["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    pods = named("StatefulSet", "valkey")["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"] == pods
-    (check, vllm) = (c for c in containers() if c["name"] != "valkey")
-    assert check["env"] == [e for e in vllm["env"] if e["name"].startswith("KV_CACHE")]
-    words = shlex.split(check["command"][2])
-    assert words[0] == "lmcache-connector"
-    assert CliRunner().invoke(app, [words[1], "--help"]).exit_code == 0
-    assert "/config/transfer.json" in shlex.split(vllm["args"][0])[-1]
 
 
 def variable(container: str, name: str) -> dict[str, Any]:

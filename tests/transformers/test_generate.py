@@ -29,15 +29,6 @@ def prompt(seed: int, length: int) -> torch.Tensor:
     return torch.tensor([random_prompt(seed, length)]) % 60 + 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models: threads would wait for each other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 @pytest.fixture(scope="module")
 def llama(model: Path) -> Any:
     return load(model)

@@ -5,8 +5,6 @@ The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import threading
 import time
@@ -229,18 +227,6 @@ def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
         instance.worker.shutdown()  # writes what is queued
         with server.client() as client:
             assert client.keys() == []
-
-
-def test_settings_of_the_whole_process_stay_as_they_were(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LMCache would set both, and a server started from here would inherit them."""
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    before = multiprocessing.get_start_method(allow_none=True)
-    instance = make_instance(port)
-    instance.worker.shutdown()
-    assert multiprocessing.get_start_method(allow_none=True) == before
-    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
 
 
 def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFixture[str]) -> None:
