@@ -106,7 +106,9 @@ def third_of_memory() -> Iterator[None]:
 
 @contextmanager
 def folder_of_a_reader(folder: Path) -> Iterator[None]:
-    """The checkout, with the file that the page tells its reader to write."""
+    """The checkout, with the file that the page tells its reader to write. What a line puts into
+    ``.cache``, as the demo does its model, is there for the lines of the next test."""
+    (ROOT / ".cache").mkdir(exist_ok=True)
     for path in ROOT.iterdir():
         (folder / path.name).symlink_to(path)
     (settings,) = re.findall(
