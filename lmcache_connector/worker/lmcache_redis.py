@@ -32,16 +32,15 @@ if TYPE_CHECKING:
 
 TIER = "lmcache_connector.redis_tier"
 PEERS = "lmcache_connector.peer_tier"
-"""The entries of LMCache's ``extra_config`` that hold a `RedisTier` and a `PeerTier`, or neither of
-one of them."""
+"""Entries of LMCache's ``extra_config``: a `RedisTier`, and a `PeerTier`. One may be missing."""
 
 
 @dataclass
 class LoadContext:
-    """The limits of one load, and what it took.
+    """The limits of one load, and its results.
 
     ``deadline`` is a reading of the tier's clock, in seconds. ``source`` is asked before all
-    others; what it sends is kept if it is trusted. ``fetched``: by each of the tiers asked.
+    others; its values stay in the CPU tier if it is trusted. ``fetched``: one entry per tier asked.
     """
 
     deadline: float
@@ -52,7 +51,7 @@ class LoadContext:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What `RedisStoragePlugin.store_context` was told."""
+    """The arguments of `RedisStoragePlugin.store_context`."""
 
     first_chunk: int = 0
     on_done: Callable[[bytes, bool], None] | None = None
@@ -160,8 +159,8 @@ class RedisStoragePlugin(StoragePluginInterface):
     def fetch(
         self, keys: Sequence[CacheEngineKey], deadline: float, cancelled: Callable[[], bool]
     ) -> tuple[int, LoadContext]:
-        """Bring chunks that memory lacks. How many of the leading ones are there now, and what
-        that took. ``deadline``: a reading of the tier's clock."""
+        """Fetch chunks that memory lacks. Returns how many of the leading ones memory has now, and
+        the load. ``deadline``: a reading of the tier's clock."""
         with self.load_context(deadline, cancelled) as context:
             objects = self.batched_get_blocking(list(keys))
         for memory in objects:
@@ -254,7 +253,7 @@ class RedisStoragePlugin(StoragePluginInterface):
 
 @dataclass(frozen=True)
 class _StoreEnd:
-    """Called when a chunk was written or given up: releases its object and tells who waits."""
+    """Called when a chunk was written or given up: releases its object and calls the callbacks."""
 
     key: CacheEngineKey
     memory: MemoryObj
