@@ -1,8 +1,7 @@
 """Which versions of vLLM and LMCache run with this release, and what follows for new ones.
 
-A newer version than those that were tested runs where it can, and shares nothing with them: it may
-compute or lay out KV in another way. ``make contract`` checks that a version has all that is used
-of it.
+A version newer than those below runs if it can, and shares nothing with them: it may compute or lay
+out KV in another way. ``make contract`` checks that a version has all that is used of it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ API_CHECKED = "API checked"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``releases``: how much is known of each, in the README's order. ``below``: the first that is
-    refused."""
+    """``releases``: tested or API checked, in the order of docs/support.md. ``below``: the first
+    release that is refused."""
 
     name: str
     distributions: tuple[str, ...]
@@ -56,8 +55,8 @@ BUILT_FOR_TORCH = (2, 13)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of the versions that are installed. ``unverified``: those nobody has tested, as
-    part of a name."""
+    """Of the installed versions. ``unverified``: those neither tested nor API checked, as parts of
+    a namespace."""
 
     unverified: tuple[str, ...] = ()
 
@@ -108,9 +107,9 @@ def warnings(standing: Standing) -> list[str]:
     if not standing.unverified:
         return []
     return [
-        f"{_found()} was not tested with this release ({VLLM_PACKAGE.name} "
-        f"{VLLM_PACKAGE.range_text}, {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): "
-        "nothing is shared with instances of tested versions, and the tiers' self-test runs"
+        f"{_found()} was not tested with this release, which supports {VLLM_PACKAGE.name} "
+        f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}: "
+        "nothing is shared with instances of these, and the tiers' self-test runs"
     ]
 
 
