@@ -25,7 +25,7 @@ from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
 from lmcache_connector.retention.leaving import LeavingChunks
-from lmcache_connector.retention.queues import AgeQueues, Holdings, Limits, Notes, Reason
+from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
@@ -111,7 +111,7 @@ class Ledger:
         self._num_changes = 0
         self._pinned_bytes = 0
         self._label_bytes: Counter[str] = Counter()
-        self._evicted: Counter[Reason] = Counter()
+        self._evicted: Counter[EvictionReason] = Counter()
         self._refused_pins = 0
 
     def __len__(self) -> int:
@@ -204,7 +204,9 @@ class Ledger:
         if self._leaving is not None:
             self._leaving.announce(self._next_to_go(count, may_go))
 
-    def _next_to_go(self, count: int, may_go: Callable[[bytes], bool]) -> dict[bytes, Reason]:
+    def _next_to_go(
+        self, count: int, may_go: Callable[[bytes], bool]
+    ) -> dict[bytes, EvictionReason]:
         """In the order of eviction."""
         now = self.settle()
         while True:
@@ -217,7 +219,7 @@ class Ledger:
                 return seen[key]
 
             found = ((key, reason) for reason, key in self._order(now, is_free) if is_free(key))
-            victims: dict[bytes, Reason] = {}
+            victims: dict[bytes, EvictionReason] = {}
             for key, reason in found:
                 victims.setdefault(key, reason)
                 if len(victims) == count:
@@ -280,14 +282,16 @@ class Ledger:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _order(self, now: float, may_go: Callable[[bytes], bool]) -> Iterator[tuple[Reason, bytes]]:
+    def _order(
+        self, now: float, may_go: Callable[[bytes], bool]
+    ) -> Iterator[tuple[EvictionReason, bytes]]:
         for key in self._expired:
-            yield Reason.EXPIRED, key
+            yield EvictionReason.EXPIRED, key
         is_anybodys = len(self._tenants) < 2 or not (self._over or self._are_all_greedy())
         for key in islice(self._passed, _LOOKS):
             tenant = self._chunks[key].tenant
             if is_anybodys or tenant is self._nobody or tenant in self._over:
-                yield Reason.OLDEST, key
+                yield EvictionReason.OLDEST, key
         is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
         if self._over and is_shared:
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
@@ -295,14 +299,14 @@ class Ledger:
         if is_shared and self._are_all_greedy():
             for tenant in (self._nobody, *self._over):
                 for key in tenant.queues.oldest_first(now):
-                    yield Reason.OLDEST, key
+                    yield EvictionReason.OLDEST, key
             return
         for key in chain(self._queues.oldest_first(now), self._passed):
-            yield Reason.OLDEST, key
+            yield EvictionReason.OLDEST, key
 
     def _excess(
         self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
-    ) -> Iterator[tuple[Reason, bytes]]:
+    ) -> Iterator[tuple[EvictionReason, bytes]]:
         """The tenant's oldest chunks above its share. Chunks that may not go do not count: while
         Redis is slow, most of the oldest wait to be written to it."""
         num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
@@ -311,7 +315,7 @@ class Ledger:
                 return
             if may_go(key):
                 num_bytes -= self._chunks[key].num_bytes
-                yield Reason.OVER_SHARE, key
+                yield EvictionReason.OVER_SHARE, key
 
     def _are_all_greedy(self) -> bool:
         """Whether all expected bytes are of tenants that have their share already, counting chunks

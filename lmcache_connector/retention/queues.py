@@ -16,7 +16,7 @@ MAX_USES = 1 << 14
 """Of notes; the oldest are forgotten."""
 
 
-class Reason(Enum):
+class EvictionReason(Enum):
     """Why a chunk was evicted. The values are labels of a metric."""
 
     EXPIRED = "expired"

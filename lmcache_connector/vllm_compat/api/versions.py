@@ -61,13 +61,13 @@ class Standing:
     unverified: tuple[str, ...] = ()
 
     def namespace(self, wanted: str) -> str:
-        """The user's namespace, or one of its own inside of it."""
+        """``wanted``, or for unverified versions a namespace of their own inside it."""
         return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """What fails in here fails because of a version that nobody has tested, if there is one:
-        raises :class:`UnsupportedError` with one sentence then."""
+        """With an unverified version, errors inside the ``with`` become :class:`UnsupportedError`
+        with one sentence."""
         try:
             yield
         except (AttributeError, ImportError, KeyError, TypeError) as error:
@@ -87,8 +87,8 @@ def check_lmcache() -> Standing:
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Whether ``base``, a class of a vLLM that nobody has tested, calls its methods as ``kind``
-    takes them. Raises :class:`UnsupportedError` with the first that it calls in another way."""
+    """Raises :class:`UnsupportedError` for the first method of ``kind`` whose parameters differ
+    from those of ``base``, a class of an unverified vLLM, or that ``kind`` lacks."""
     for name, ours in inspect.getmembers(kind, inspect.isroutine):
         if name not in vars(base) or name.startswith("__"):
             continue
@@ -103,7 +103,7 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def warnings(standing: Standing) -> list[str]:
-    """What to tell the user: nothing of versions that are tested."""
+    """Lines for the log; none for verified versions."""
     if not standing.unverified:
         return []
     return [
@@ -143,7 +143,7 @@ def _found() -> str:
 
 
 def installed_version(package: Package) -> str:
-    """Raises :class:`UnsupportedError` if none is."""
+    """Raises :class:`UnsupportedError` if the package is not installed."""
     for name in package.distributions:
         try:
             found = version(name)
