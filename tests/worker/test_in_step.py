@@ -112,10 +112,14 @@ def test_the_pass_finds_what_is_loaded_and_vllm_waits_for_nothing(rank: Rank) ->
 
 def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: Rank) -> None:
     assert rank.store(1, 0, 2) is Outcome.DONE
-    rank.worker._engine.forget(KEYS[1])
     with pytest.raises(RuntimeError, match="not in memory any more"):
-        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:2], 30),)))
-    assert rank.value(30) == 30
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:3], 30),)))
+    assert [rank.value(30), rank.value(31)] == [30, 31]
+    engine = rank.worker._engine
+    engine.forget_all()
+    rank.step(StepPlan(idle=True))
+    rank.step(StepPlan(idle=True))
+    assert engine.used_bytes == 0, "nothing refers to them any more"
 
 
 def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
@@ -188,8 +192,30 @@ def test_a_load_of_a_step_that_failed_is_reported_once(rank: Rank, is_made: bool
     assert outcome is (Outcome.DONE if is_made else Outcome.CANCELLED)
 
 
-def test_no_load_inside_a_step_relies_on_memory_that_a_controller_may_empty() -> None:
-    settings = EngineSettings(0, 1, 1.0, announces=True)
-    assert settings.loads_in_step
-    assert not replace(settings, overrides={"enable_controller": True}).loads_in_step
-    assert not replace(settings, announces=False).loads_in_step
+def test_what_is_removed_unannounced_is_there_until_a_plan_knows(rank: Rank) -> None:
+    """As by LMCache's controller. Its memory is not another's meanwhile."""
+    assert rank.store(1, 0, CAPACITY) is Outcome.DONE
+    held = [key for key in KEYS if rank.index.num_firm([key])]
+    plan = StepPlan(loads=(in_step(2, held, 20),))  # made before anything is heard
+    engine = rank.worker._engine
+    engine.forget_all()
+    assert engine.num_chunks == 0
+    assert engine.used_bytes == CAPACITY * GEOMETRY.chunk_bytes
+    rank.step(plan)
+    assert [rank.value(20 + i) for i in range(len(held))] == [KEYS.index(key) for key in held]
+    assert not any(key in rank.index for key in KEYS)
+    rank.step(StepPlan(idle=True))
+    assert engine.used_bytes == 0
+    assert rank.store(3, 0, CAPACITY) is Outcome.DONE
+
+
+def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
+    assert rank.store(1, 0, 2) is Outcome.DONE
+    engine = rank.worker._engine
+    engine.forget(KEYS[1])
+    plan = StepPlan(loads=(in_step(3, KEYS[:2], 30),))
+    assert rank.store(2, 0, 2) is Outcome.DONE
+    assert engine.used_bytes == 2 * GEOMETRY.chunk_bytes
+    rank.step(plan)
+    assert [rank.value(30), rank.value(31)] == [0, 1]
+    assert rank.index.num_firm(KEYS) == 2
