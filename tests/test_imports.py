@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 600, "stepwise": 1300},
     {"integrations": 440, "scheduler": 3800, "worker": 4_120},
     {"lookup": 900, "vllm_compat": 2610},
-    {"config": 750, "copy_kv_blocks": 1200, "peers": 2850},
+    {"config": 765, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 350,
         "cost_model": 1370,

@@ -20,7 +20,7 @@ from tests.support.engines.tiny_families import FAMILIES
 
 README = (ROOT / "README.md").read_text()
 SUPPORT_PAGE = (ROOT / "docs" / "support.md").read_text()
-MAX_WORDS = 800
+MAX_WORDS = 700
 CUDA_CLAIM = re.compile(r"CUDA[^.\n]*\d[\d.]* ?(times|GB/s|%|ms|s\b)")
 SUPPORTED = "# What is supported"
 
@@ -113,7 +113,9 @@ def test_pages_quote_what_was_measured() -> None:
 
 
 def test_it_is_one_page() -> None:
-    assert len(README.split()) <= MAX_WORDS
+    """Words hold a letter or a digit: bars of tables and of the picture are none."""
+    words = [token for token in README.split() if re.search(r"[^\W_]", token)]
+    assert len(words) <= MAX_WORDS
 
 
 def test_cuda_is_called_unmeasured_until_it_is_measured() -> None:

@@ -27,7 +27,7 @@ from lmcache_connector.cli.target import (
     p2p_config,
     read_transfer_config,
 )
-from lmcache_connector.config.strict import unknown_key
+from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory, settings_warnings
 from lmcache_connector.errors import ConfigError, UnsupportedError
@@ -127,11 +127,10 @@ def _transfer(document: Mapping[str, Any]) -> Finding:
             hints.append("and the connector's own settings inside kv_connector_extra_config")
     if meant == P2P and kv_port(document) is None:
         problems.append("kv_port must be a port between 1 and 65535")
-    for key in document:
-        if key in ConnectorConfig.model_fields:
-            problems.append(f"{key!r} belongs inside kv_connector_extra_config")
-        elif key not in TRANSFER_KEYS:
-            problems.append(unknown_key(key, TRANSFER_KEYS, "vLLM knows"))
+    outside = [key for key in document if key in ConnectorConfig.model_fields]
+    problems += [f"{key!r} belongs inside kv_connector_extra_config" for key in outside]
+    unknown = [key for key in document if key not in (*outside, *TRANSFER_KEYS)]
+    problems += unknown_keys(unknown, TRANSFER_KEYS, "vLLM knows")
     if problems:
         text, hint = "; ".join(problems), ", ".join(hints)
         return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)

@@ -50,11 +50,9 @@ def parse(
     instead. Raises :class:`ConfigError` with one line per problem.
     """
     valid = [name for name in model.model_fields if name not in given]
-    problems = [
-        f"{key!r} is {hints[key]}" if key in hints else unknown_key(key, valid)
-        for key in raw
-        if key not in valid
-    ]
+    unknown = [key for key in raw if key not in valid]
+    problems = [f"{key!r} is {hints[key]}" for key in unknown if key in hints]
+    problems += unknown_keys([key for key in unknown if key not in hints], valid)
     known = {key: value for key, value in raw.items() if key in valid}
     try:
         settings = model(**known, **given)
@@ -77,11 +75,20 @@ def gone_value(value: str, instead: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are") -> str:
-    """Names the nearest valid key, or else all of them behind the words ``valid_are``."""
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"{valid_are} {', '.join(valid)}"
-    return f"{key!r} is not a key: {hint}"
+def unknown_keys(
+    keys: Sequence[str], valid: Sequence[str], valid_are: str = "valid keys are"
+) -> Iterator[str]:
+    """A line for each that is near a valid key; one for the rest, which lists all valid keys
+    behind the words ``valid_are``."""
+    far = []
+    for key in keys:
+        if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
+            yield f"{key!r} is not a key: did you mean {near[0]!r}?"
+        else:
+            far.append(repr(key))
+    if far:
+        verb = "is not a key" if len(far) == 1 else "are not keys"
+        yield f"{', '.join(far)} {verb}: {valid_are} {', '.join(valid)}"
 
 
 def _explain(detail: Any) -> str:

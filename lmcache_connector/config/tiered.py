@@ -327,9 +327,20 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
             lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
         else:
             own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", limits.GONE, lmcache=lmcache)
+    return parse(ConnectorConfig, own, "kv_connector_extra_config", _NOT_HERE, lmcache=lmcache)
 
 
+_VLLMS = dict.fromkeys(
+    ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy"),
+    "vLLM's own: put it beside 'kv_connector'",
+)
+_NOT_HERE = {
+    **limits.GONE,
+    **_VLLMS,
+    "host": "a setting of LMCacheP2PConnector: here it is 'peer_listen', or 'peer_host'",
+    "bind_host": "a setting of LMCacheP2PConnector: here it is 'peer_listen'",
+    "insecure": "a setting of LMCacheP2PConnector: here it is 'peer_insecure'",
+}
 _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 _PULLED = "no setting any more, leave it out: decode instances fetch what has been computed"
 _GONE = {
@@ -347,10 +358,7 @@ _GONE = {
     "peer_listen": "'host', 'bind_host' and vLLM's 'kv_port' here",
     "peer_host": "'host' here",
     "peer_insecure": "'insecure' here",
-    **dict.fromkeys(
-        ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy"),
-        "vLLM's own: put it beside 'kv_connector'",
-    ),
+    **_VLLMS,
 }
 
 

@@ -100,7 +100,7 @@ _ALL = (
     ),
     counter("probes", "Background measurements of Redis' speed."),
     counter("load_jobs", "Loads planned."),
-    counter("loads_in_step", "Of these, made inside the step that used what they brought."),
+    counter("loads_in_step", "Loads made inside the step that used them."),
     counter("store_jobs", "Stores planned."),
     counter("prefetch_jobs", "Prefetches from Redis planned for queued requests."),
     counter("prefetched_bytes", "Bytes prefetched from Redis for queued requests."),

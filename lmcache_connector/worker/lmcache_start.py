@@ -18,7 +18,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.config.strict import unknown_key
+from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.threads import start_thread
 from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
@@ -173,7 +173,7 @@ def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
         raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
     valid = sorted(LMCacheEngineConfig.from_defaults().to_dict())
     if unknown := sorted(names - set(valid)):
-        raise ConfigError(f"lmcache.{unknown[0]}: {unknown_key(unknown[0], valid)}")
+        raise ConfigError(f"lmcache.{unknown[0]}: {next(unknown_keys(unknown[:1], valid))}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from lmcache_connector.config.tiered import ConnectorConfig, check_settings, par
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import Tier
 
+FIELDS = [name for name in ConnectorConfig.model_fields if name != "lmcache"]
 SECRET = "hunter2-very-secret"
 
 
@@ -44,6 +45,14 @@ def test_every_problem_is_named_at_once() -> None:
     assert "'qqqqqq' is not a key: valid keys are chunk_size, cpu_gib" in text
     for name in ("cpu_gib", "chunk_size", "compute_or_load", "store_generated", "namespace"):
         assert any(line.startswith(f"  - '{name}': ") for line in lines), name
+
+
+def test_keys_of_vllm_and_of_the_other_connector_are_told_where_they_belong() -> None:
+    assert problems(kv_port=1, bind_host="0.0.0.0", qqqqqq=1, xxxxxx=1) == [
+        "  - 'kv_port' is vLLM's own: put it beside 'kv_connector'",
+        "  - 'bind_host' is a setting of LMCacheP2PConnector: here it is 'peer_listen'",
+        f"  - 'qqqqqq', 'xxxxxx' are not keys: valid keys are {', '.join(FIELDS)}",
+    ]
 
 
 @pytest.mark.parametrize(
