@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1990, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1300},
-    {"integrations": 440, "scheduler": 3800, "worker": 4_120},
+    {"integrations": 440, "scheduler": 3800, "worker": 4_130},
     {"lookup": 900, "vllm_compat": 2610},
     {"config": 765, "copy_kv_blocks": 1200, "peers": 2850},
     {

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -454,6 +455,7 @@ class LMCacheEngineAdapter:
         """So much of a tenant's comes to the CPU tier in here."""
         with self._cpu.cpu_lock:
             self._ledger.expect(tenant, num_bytes)
+        self._announce_ahead(num_bytes)  # or each of its values would wait for a plan of its own
         try:
             yield
         finally:
@@ -478,20 +480,20 @@ class LMCacheEngineAdapter:
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
-            self._announce_ahead()  # or each value that follows would wait for a plan of its own
+            self._announce_ahead()
             if not self.leaving.wait(heard):
                 break
         return None
 
-    def _announce_ahead(self) -> None:
-        """Have enough free or announced that what comes next need not wait. That is looked at once
-        half of it is used up."""
-        ahead_bytes = self._capacity_bytes * _AHEAD_SHARE
+    def _announce_ahead(self, num_bytes: int = 0) -> None:
+        """Have enough free or announced that what comes next need not wait, ``num_bytes`` at least.
+        That is looked at once half of it is used up."""
+        ahead_bytes = max(self._capacity_bytes * _AHEAD_SHARE, num_bytes)
         free_bytes = self._capacity_bytes - self.used_bytes
         if free_bytes >= ahead_bytes or not self.num_chunks:
             return
         value_bytes = self.used_bytes / self.num_chunks
-        count = min(int((ahead_bytes - free_bytes) / value_bytes), _MAX_AHEAD)
+        count = min(ceil((ahead_bytes - free_bytes) / value_bytes), self.num_chunks, _MAX_AHEAD)
         if 2 * len(self.leaving) <= count:
             with self._cpu.cpu_lock:
                 self._policy.announce(self._cpu.hot_cache, count)
