@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 WAIT_SECONDS = 1.0
 """For a plan to come. Without requests and stores there is none."""
@@ -44,7 +44,7 @@ class LeavingChunks:
         self._tell = tell
         self._heard_of = threading.Condition()
         self._numbers: dict[bytes, int] = {}  # of the report that tells it; 0: none has yet
-        self.removed: dict[bytes, Memory] = {}
+        self.removed: dict[bytes, Any] = {}
         self._num_reports = self.heard = 0
         self._is_waited_for = True
 
