@@ -160,7 +160,7 @@ def _worker_settings(
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
             shares_memory=config.host_sharing,
-            announces=loads and _loads_in_step(config, vllm_config),
+            announces=loads and loads_in_step(config, vllm_config),
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),
@@ -168,7 +168,7 @@ def _worker_settings(
     )
 
 
-def _loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
+def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
     is_wanted = config.loads_in_step
     if is_wanted is None:
         is_wanted = vllm_config.device_config.device_type == "cpu"

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
+from tests.support.vllm_configs import vllm_config
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
 CAPACITY = 8
@@ -192,6 +197,28 @@ def test_a_load_of_a_step_that_failed_is_reported_once(rank: Rank, is_made: bool
         rank.step(StepPlan(idle=True))
     (outcome,) = [each.outcome for each in rank.results if each.job_id == 2]
     assert outcome is (Outcome.DONE if is_made else Outcome.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("executor", "device", "setting", "expected"),
+    [
+        ("uni", "cpu", None, True),
+        ("mp", "cpu", None, True),
+        ("external_launcher", "cpu", True, True),
+        ("mp", "cpu", False, False),
+        ("mp", "cuda", None, False),
+        ("mp", "cuda", True, True),
+        ("ray", "cpu", True, False),
+        (object, "cpu", None, False),  # an executor of somebody's own
+    ],
+)
+def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_order(
+    model: Path, executor: Any, device: str, setting: bool | None, expected: bool
+) -> None:
+    config = vllm_config(model)
+    config.parallel_config.distributed_executor_backend = executor
+    config.device_config.device_type = device
+    assert loads_in_step(ConnectorConfig(loads_in_step=setting), config) is expected
 
 
 def test_what_is_removed_unannounced_is_there_until_a_plan_knows(rank: Rank) -> None:
