@@ -92,9 +92,9 @@ class WeightsInMemory:
 class Claim:
     """For whom the CPU tier keeps chunks, and how: see :mod:`lmcache_connector.retention`.
 
-    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them whatever
-    else comes. After ``ttl_seconds`` this request needs them no more; ``None``: that is not known.
-    ``priority``: with each step they are kept twice as long without being used.
+    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them while
+    pins are within their limits. ``ttl_seconds``: how long this request needs them; ``None``: that
+    is not known. ``priority``: each step doubles how long they may stay unused.
     """
 
     tenant: bytes = b""
@@ -213,11 +213,11 @@ class TransferUpdate:
 class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
-    ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
-    planned store this load relies on (0: none). ``after_passes``: forward passes of earlier steps
-    may still use the blocks, or the step zeroes them before its own. ``source`` is asked before
-    other peers and Redis. ``in_step``: all of it is in memory, and the forward pass of the step
-    reads it.
+    ``needs_redis``: some chunk may have to come from Redis or a peer. ``after_job``: the last
+    planned store that this load relies on (0: none). ``after_passes``: forward passes of earlier
+    steps may still use the blocks, or the step zeroes them before its own. ``source``: the only
+    instance to fetch from. ``in_step``: all chunks are in memory, and the forward pass of the step
+    reads them.
     """
 
     job_id: int

@@ -99,8 +99,8 @@ class ConnectorConfig(StrictSettings):
     namespace: Namespace = "default"
     """Instances share only inside one namespace. Letters, digits, ``_``, ``.`` and ``-``."""
     hash_key: HashKey | None = None
-    """Shared secret, at least 16 bytes. Without it, names of chunks cannot be computed nor values
-    forged."""
+    """Shared secret, at least 16 bytes. If it is set, nobody who lacks it can compute names of
+    chunks or forge stored values."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
     window_interval: Annotated[int, Field(gt=0)] | None = None

@@ -1,6 +1,6 @@
 """Which of a request's blocks hold which chunks of a part of the model, and which are in use.
 
-Blocks that a window has left behind are gone: in their place vLLM lists the null block.
+vLLM frees the blocks behind a window, and lists the null block in their place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NULL_BLOCK = 0
 def blocks_between(
     part: Part, block_ids: Sequence[Sequence[int]], start_token: int, end_token: int
 ) -> BlockIds:
-    """Those with tokens ``[start_token, end_token)``, for each of the part's groups. ``block_ids``
+    """Blocks with tokens ``[start_token, end_token)``, for each of the part's groups. ``block_ids``
     lists the request's blocks per KV cache group of the model."""
     size = part.block_size
     return tuple(
@@ -28,7 +28,7 @@ def blocks_between(
 def blocks_of(
     part: Part, block_ids: Sequence[Sequence[int]], chunk_size: int, chunks: Iterable[int]
 ) -> BlockIds:
-    """Those of whole chunks, one chunk after the other."""
+    """Blocks of whole chunks, chunk by chunk."""
     each = [
         blocks_between(part, block_ids, chunk * chunk_size, (chunk + 1) * chunk_size)
         for chunk in chunks
@@ -39,20 +39,20 @@ def blocks_of(
 
 
 def are_there(blocks: BlockIds, num_blocks: int) -> bool:
-    """Whether there are so many blocks in each group, and none of them is gone."""
+    """Whether each group has ``num_blocks`` blocks, none of which vLLM has freed."""
     return all(len(ids) == num_blocks and NULL_BLOCK not in ids for ids in blocks)
 
 
 class BlocksInUse:
-    """Blocks that vLLM may hand out although a forward pass under way still uses them: what was
-    freed since the last few steps were planned. No later pass uses those.
+    """Blocks that vLLM may reuse while a forward pass under way still uses them: those freed since
+    the last few steps were planned. No later pass uses these blocks.
 
-    With several batches under way vLLM frees the blocks of a request whose last passes have been
-    queued and have not ended. Its own passes come after those on the device. A load does not,
-    unless it waits.
+    With several batches under way, vLLM frees the blocks of a request whose last passes have been
+    queued and have not ended. On the device, vLLM's own passes follow those passes. A load does
+    not, unless it waits.
 
-    ``num_batches`` steps are under way at once. Windows and states free blocks without a word: for
-    them, without ``is_told``, every block counts as in use.
+    ``num_batches`` steps are under way at once. vLLM does not report the blocks that it frees
+    behind windows and states: without ``is_told``, every block counts as in use.
     """
 
     def __init__(self, num_batches: int, *, is_told: bool) -> None:

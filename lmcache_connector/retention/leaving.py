@@ -1,4 +1,4 @@
-"""Chunks that are announced to the scheduler side before they may be evicted.
+"""Chunks whose eviction is announced to the scheduler side before it happens.
 
 ::
 
@@ -52,7 +52,7 @@ class LeavingChunks:
         return len(self._numbers)
 
     def announce(self, keys: Collection[bytes]) -> bool:
-        """These are to be evicted. Whether all of them may go now."""
+        """Announce the eviction of these. Returns whether all of them may be evicted now."""
         with self._heard_of:
             new = [key for key in keys if key not in self._numbers]
             self._numbers |= dict.fromkeys(new, 0)
@@ -61,7 +61,11 @@ class LeavingChunks:
             return all(0 < self._numbers[key] <= self.heard for key in keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
+<<<<<<< HEAD
         """These have been used, or have come again."""
+=======
+        """Take the announcement of these back: they were used, or are gone."""
+>>>>>>> main
         if not self._numbers:
             return
         with self._heard_of:
@@ -87,8 +91,8 @@ class LeavingChunks:
             self._numbers.clear()
 
     def report(self, keys: Iterable[bytes]) -> tuple[frozenset[bytes], int]:
-        """Which of these are leaving, for the report being made, and the number that it gets with
-        that; 0 if none are. Those are counted: one that is lost is missed with the next."""
+        """Which of these are announced, for the report being made, and that report's number; 0 if
+        none are. Numbers are consecutive: the next report shows that one was lost."""
         with self._heard_of:
             found = frozenset(key for key in keys if key in self._numbers)
             if not found:
@@ -98,7 +102,7 @@ class LeavingChunks:
             return found, self._num_reports
 
     def hear(self, num_reports: int) -> None:
-        """A plan has come that was made with so many of the reports."""
+        """A plan has come that was made with ``num_reports`` of the reports."""
         with self._heard_of:
             self.heard = num_reports
             gone = [key for key in self.removed if 0 < self._numbers[key] <= num_reports]

@@ -159,17 +159,19 @@ class ForwardCall:
     is_checked: bool = False
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | None:
-        """``None``: it asks for what the tiers know nothing of. ``arguments``: of ``forward``, by
-        name. Raises :class:`UnsupportedError` for batches, padding and positions of one's own."""
+    def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | str:
+        """Or why tokens do not say all of the pass. ``arguments``: of ``forward``, by name. Raises
+        :class:`UnsupportedError` for batches, padding and positions of one's own."""
         asked = {
             name for name, value in arguments.items() if value is not None and value is not False
         }
         input_ids = arguments.get("input_ids")
-        if not isinstance(input_ids, torch.Tensor) or not asked <= _UNDERSTOOD:
-            return None
+        if other := sorted(asked - _UNDERSTOOD):
+            return f"the pass has {', '.join(other)}, and tiers know token ids alone"
+        if not isinstance(input_ids, torch.Tensor):
+            return "the pass has no input_ids"
         if arguments.get("use_cache") is False:
-            return None
+            return "use_cache is False"
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             raise several_sequences()
         number = input_ids.shape[1]

@@ -190,8 +190,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         if not cache.is_unmodified or cache.get_seq_length() != num_cached:
             return _WRITTEN
         call = ForwardCall.of(arguments, num_cached)
-        if call is None:
-            return "the pass has more inputs than token ids, or is read for more than its logits"
+        if isinstance(call, str):
+            return call
         is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
         if altered := self._alterations.find(self._device, looks_anew=is_checked):
             return altered

@@ -316,8 +316,8 @@ class ChangedKeys:
 
 
 class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
-    """The chunks of LMCache's CPU tier. The ledger hears of each that comes or goes, whoever sees
-    to it."""
+    """The chunks of LMCache's CPU tier. Tells the ledger of every chunk that is added or
+    removed."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
 
 
 class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
-    """Lets a ledger say what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
+    """The ledger chooses what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
 
     def __init__(self, ledger: Ledger, engine_key: Callable[[bytes], CacheEngineKey]) -> None:
         self._ledger = ledger
@@ -348,13 +348,13 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         return ChunkTable(self._ledger)
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: ChunkTable) -> None:
-        """A job's chunks count as used together, in the order of their prompt."""
+        """Nothing: the engine adapter tells the ledger of all chunks of a job, in prompt order."""
 
     def update_on_put(self, key: CacheEngineKey) -> None:
-        """The table has told the ledger."""
+        """Nothing: `ChunkTable` has told the ledger."""
 
     def update_on_force_evict(self, key: CacheEngineKey) -> None:
-        """The table has told the ledger."""
+        """Nothing: `ChunkTable` has told the ledger."""
 
     def get_evict_candidates(
         self, cache_dict: ChunkTable, num_candidates: int = 1

@@ -3,7 +3,7 @@
 LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
 objects come from the CPU tier's allocator and hold one value each: as many bytes as the geometry of
 its key says, in canonical order. The plugin releases every object that it does not return, and
-every object that it hands to the tier once that is written.
+those of stores once the tier has written them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ if TYPE_CHECKING:
 
 TIER = "lmcache_connector.redis_tier"
 PEERS = "lmcache_connector.peer_tier"
-"""The entries of LMCache's ``extra_config`` that hold a `RedisTier` and a `PeerTier`, or neither of
-one of them."""
+"""Entries of LMCache's ``extra_config``: a `RedisTier`, and a `PeerTier`. One may be missing."""
 
 
 @dataclass
 class LoadContext:
-    """The limits of one load, and what it took.
+    """The limits of one load, and its results.
 
-    ``deadline`` is a reading of the tier's clock, in seconds. ``source`` is asked before all
-    others; what it sends is kept if it is trusted. ``fetched``: by each of the tiers asked.
+    ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
+    from; its values stay in the CPU tier if it is trusted. ``fetched``: one entry per tier asked.
     """
 
     deadline: float
@@ -52,7 +51,7 @@ class LoadContext:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What `RedisStoragePlugin.store_context` was told."""
+    """The arguments of `RedisStoragePlugin.store_context`."""
 
     first_chunk: int = 0
     on_done: Callable[[bytes, bool], None] | None = None
@@ -60,7 +59,7 @@ class StoreContext:
 
 
 class _Contexts(threading.local):
-    """The contexts that the current thread is in."""
+    """Of the current thread."""
 
     load: LoadContext | None = None
     store = StoreContext()
@@ -123,8 +122,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         finally:
             self._contexts.store = StoreContext()
 
-    # The engine asks these before it loads. Only a load can tell what is there, and the scheduler
-    # has looked already, so the answer costs nothing: a missing chunk makes the load short.
+    # The engine calls these before it loads. The scheduler side has looked the chunks up, and only
+    # a load can tell which are still there: all count as present, a missing one ends the load.
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         return self._contexts.load is not None
@@ -160,8 +159,8 @@ class RedisStoragePlugin(StoragePluginInterface):
     def fetch(
         self, keys: Sequence[CacheEngineKey], deadline: float, cancelled: Callable[[], bool]
     ) -> tuple[int, LoadContext]:
-        """Bring chunks that memory lacks. How many of the leading ones are there now, and what
-        that took. ``deadline``: a reading of the tier's clock."""
+        """Fetch chunks that memory lacks. Returns how many of the leading ones memory has now, and
+        the load. ``deadline``: a reading of the tier's clock."""
         with self.load_context(deadline, cancelled) as context:
             objects = self.batched_get_blocking(list(keys))
         for memory in objects:
@@ -178,7 +177,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue the chunks for writing; never blocks. Peers take what they want by themselves."""
+        """Queue the chunks for Redis; never blocks. Nothing is written to peers: they read."""
         if self._tier is None:
             return
         context = self._contexts.store
@@ -190,7 +189,7 @@ class RedisStoragePlugin(StoragePluginInterface):
             on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
             self._tier.put(chunk_key(key), self._value(key, memory), on_end, order)
 
-    # Redis evicts by itself, and what is in it belongs to all instances.
+    # Redis evicts by itself, and its values belong to all instances: nothing to pin or remove.
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -210,8 +209,8 @@ class RedisStoragePlugin(StoragePluginInterface):
     def _read(
         self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
     ) -> list[bool]:
-        """Read chunks into ``objects`` from the first source that has them. Whether each is there.
-        While another source is left to ask, one may take half of the time."""
+        """Read each chunk into its object from the first source that has it. Returns whether each
+        was read. Every source but the last gets half of the time that is left."""
         names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
@@ -254,7 +253,7 @@ class RedisStoragePlugin(StoragePluginInterface):
 
 @dataclass(frozen=True)
 class _StoreEnd:
-    """Called when a chunk was written or given up: releases its object and tells who waits."""
+    """Called when a chunk was written or given up: releases its object and calls the callbacks."""
 
     key: CacheEngineKey
     memory: MemoryObj
@@ -275,7 +274,7 @@ def chunk_key(key: CacheEngineKey) -> bytes:
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:
-    """Release what follows the first None, which the engine cannot use."""
+    """Release the objects behind the first None: the engine cannot use them."""
     if None not in objects:
         return objects
     end = objects.index(None)
