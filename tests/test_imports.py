@@ -35,7 +35,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "kv_layout": 630,
         "metrics": 520,
         "requests": 1030,
-        "retention": 814,
+        "retention": 815,
         "storage/redis": 3045,
         "tracing": 90,
         "weight_names": 270,

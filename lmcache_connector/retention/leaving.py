@@ -61,11 +61,7 @@ class LeavingChunks:
             return all(0 < self._numbers[key] <= self.heard for key in keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-<<<<<<< HEAD
-        """These have been used, or have come again."""
-=======
-        """Take the announcement of these back: they were used, or are gone."""
->>>>>>> main
+        """Take the announcement of these back: they were used, or have come again."""
         if not self._numbers:
             return
         with self._heard_of:

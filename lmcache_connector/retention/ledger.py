@@ -24,13 +24,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
-<<<<<<< HEAD
 from lmcache_connector.retention.leaving import LeavingChunks, Memory
-from lmcache_connector.retention.queues import AgeQueues, Holdings, Limits, Notes, Reason
-=======
-from lmcache_connector.retention.leaving import LeavingChunks
 from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
->>>>>>> main
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
@@ -125,13 +120,9 @@ class Ledger:
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-<<<<<<< HEAD
-        """A chunk has come. Until it is used or fetched for somebody it is nobody's."""
+        """The tier has taken in a chunk. It has no tenant until it is used or fetched."""
         if self._leaving is not None:
             self._leaving.keep((key,))
-=======
-        """The tier has taken in a chunk. It has no tenant until it is used or fetched."""
->>>>>>> main
         self.drop(key)
         now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
@@ -190,17 +181,10 @@ class Ledger:
         self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
-<<<<<<< HEAD
     def drop(self, key: bytes, memory: Memory | None = None) -> None:
-        """The chunk has gone; it may have been gone before. It lay in ``memory``."""
+        """The tier has removed the chunk, now or before. It lay in ``memory``."""
         if self._leaving is not None and memory is not None:
             self._leaving.remove(key, memory)
-=======
-    def drop(self, key: bytes) -> None:
-        """The tier has removed the chunk, now or before."""
-        if self._leaving is not None:
-            self._leaving.keep((key,))
->>>>>>> main
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._leave(key, chunk)
