@@ -53,7 +53,10 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 @pytest.fixture(scope="module")
 def two(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
     """Two tensor-parallel ranks, blocks of 128 tokens. They write compressed values."""
-    settings = transfer["kv_connector_extra_config"] | {"redis_codec": "blosc2"}
+    settings = transfer["kv_connector_extra_config"] | {
+        "redis_codec": "blosc2",
+        "loads_in_step": True,
+    }
     compressing = transfer | {"kv_connector_extra_config": settings}
     with start(compressing, tensor_parallel_size=2) as instance:
         yield instance
