@@ -57,16 +57,6 @@ class LoadedAdapterList:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderSeen:
-    """Which folder a path led to on one host. Another one has another device or inode."""
-
-    host: str
-    path: str
-    device: int
-    inode: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsInMemory:
     """The weights one rank has in memory, its drafter's included.
 
@@ -75,7 +65,6 @@ class WeightsInMemory:
     those that were loaded at start; ``None`` if they were changed before they were read.
     ``question``: the last one this answers. ``form``: how vLLM keeps them, and on what machine.
     ``loaded_after``: they were read from the disk after this time, in seconds since 1970.
-    ``folders``: on the way to their files, at that time.
     """
 
     version: int = 0
@@ -85,7 +74,6 @@ class WeightsInMemory:
     is_visible: bool = True
     form: str = ""
     loaded_after: float = float("inf")
-    folders: tuple[FolderSeen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from lmcache_connector.cli.report import CliError, Report, size
 from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory
-from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "peer_secret", "router_secret")
@@ -28,10 +25,6 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
-# Options of this command, and settings of the connector that are none.
-_OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
-_SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
-_NEAR = 0.8
 # What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
 _OURS = {
     r"--kv-t.*": "give it with --kv-config",
@@ -43,6 +36,8 @@ _KV_BYTES = "--kv-cache-memory-bytes"
 # Whoever names one of these has chosen how much memory vLLM's own KV cache takes.
 _KV_MEMORY = (_KV_BYTES, "--gpu-memory-utilization")
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+_BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 # Whoever names one of these has chosen whether to compile.
@@ -103,9 +98,10 @@ def plan(options: Options) -> Server:
     environment = {}
     notes = [f"{name} holds a secret of the settings; this line needs it" for name in secrets]
     has_one_rank = not _names(options.vllm_options, _RANKS)
-    if is_for_cpu and not cores_are_chosen() and has_one_rank:
-        environment[RESERVED_CORES] = "1"
-        notes.append(f"{RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
+    are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
+    if is_for_cpu and not are_chosen and has_one_rank:
+        environment[_RESERVED_CORES] = "1"
+        notes.append(f"{_RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
     is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:
@@ -142,15 +138,6 @@ def _check_options(options: Options) -> None:
         for pattern, hint in _OURS.items():
             if re.fullmatch(pattern, name):
                 raise CliError(f"{name} is not for vLLM here", hint)
-        if name in _SETTINGS:
-            hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
-            raise CliError(f"{name} is a setting of the connector", hint)
-        # No option of vLLM's is as near to one of ours.
-        for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
-            raise CliError(f"{option.partition('=')[0]} is not an option", f"did you mean {near}?")
-    for option, value in pairwise(options.vllm_options):
-        if option == "--config" and value.lstrip().startswith("{"):
-            raise CliError("--config is vLLM's own option, for a YAML file", "use --kv-config")
 
 
 def _transfer(options: Options) -> dict[str, Any]:

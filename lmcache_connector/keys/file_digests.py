@@ -28,7 +28,6 @@ _SHA256 = 64  # hexadecimal digits
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_THREADS = 8
 _LARGE_BYTES = 4 << 30
-_LOCK_SECONDS = 1800.0
 # The clock of a file system ticks in milliseconds. Two changes within this time may have
 # the same signature.
 _SETTLED_NS = 2_000_000_000
@@ -47,14 +46,9 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
     digests |= _known(rest, kept)
     rest = [file for file in rest if file not in digests]
     if rest:
-        subject = os.path.realpath(rest[0].parent)
-        with kept.alone(subject, _LOCK_SECONDS):
-            digests |= _known(rest, kept)  # what another process has read meanwhile
-            rest = [file for file in rest if file not in digests]
-            found: dict[str, str] = {}
-            read = _read(rest, found)
-            kept.add(found)
-        digests |= dict(zip(rest, read, strict=True))
+        found: dict[str, str] = {}
+        digests |= dict(zip(rest, _read(rest, found), strict=True))
+        kept.add(found)
     return [digests[file] for file in files]
 
 
@@ -72,9 +66,7 @@ def content_name(file: Path) -> str | None:
 
 
 def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
-    if not files:
-        return {}
-    entries = kept.load()
+    entries = kept.load() if files else {}
     signed = {file: str(Signature.of(file.stat())) for file in files}
     return {file: bytes.fromhex(entries[key]) for file, key in signed.items() if key in entries}
 

@@ -21,13 +21,6 @@ def problems(**settings: Any) -> list[str]:
     return str(raised.value).splitlines()[1:]
 
 
-def test_nothing_set_is_the_cpu_tier_alone() -> None:
-    config = parse_config({})
-    assert config.redis_tier_config() is None
-    assert config.hash_key_bytes is None
-    assert config == ConnectorConfig()
-
-
 def test_every_problem_is_named_at_once() -> None:
     lines = problems(
         chunk_sise=256,
@@ -109,12 +102,6 @@ def test_a_secret_that_cannot_be_read_is_a_problem_that_names_the_file(
     assert str(file) in line
 
 
-def test_a_missing_variable_is_a_problem_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    (line,) = problems(hash_key="env:NO_SUCH_KEY")
-    assert "NO_SUCH_KEY" in line
-
-
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     url = f"redis://user:{SECRET}@host:6379"
@@ -166,15 +153,6 @@ def test_settings_are_read_wherever_the_connector_is_named(
     with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
         check_settings(connector, extra)
     check_settings("NixlConnector", extra)
-
-
-def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
-    assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
-    assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
-    assert parse_config({"prefetch": False}).prefetch_bytes == 0
-    assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
-    small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
-    assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"
 
 
 @pytest.mark.parametrize(
