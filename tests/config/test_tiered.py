@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.tiered import check_settings, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import Tier
 
