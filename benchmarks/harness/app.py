@@ -38,6 +38,7 @@ BENCHMARKS = {
     "convoy": "a burst of eight requests on one new prefix, against vLLM alone",
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
     "growth": "how costs scale with prompts, cached chunks, requests and instances",
+    "lmcache-next": "LMCache's next engines as the CPU tier, against the one in use",
     "models": "model families with windows and states: hits, bytes and times of each tier",
     "field": "third-party tools: vLLM alone, this connector, LMCacheMPConnector",
     "policies": "what the CPU tier saves on block traces, against other policies and the optimum",
