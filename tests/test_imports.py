@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1990, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1280},
-    {"integrations": 440, "scheduler": 3800, "worker": 4_105},
+    {"integrations": 440, "scheduler": 3800, "worker": 4_115},
     {"lookup": 900, "vllm_compat": 2550},
     {"config": 765, "copy_kv_blocks": 1200, "peers": 2850},
     {
@@ -35,7 +35,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "kv_layout": 630,
         "metrics": 520,
         "requests": 1030,
-        "retention": 775,
+        "retention": 815,
         "storage/redis": 3005,
         "tracing": 90,
         "weight_names": 240,

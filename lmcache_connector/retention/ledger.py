@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
-from lmcache_connector.retention.leaving import LeavingChunks
+from lmcache_connector.retention.leaving import LeavingChunks, Memory
 from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
 PIN_SECONDS = 3600.0
@@ -121,6 +121,8 @@ class Ledger:
 
     def admit(self, key: bytes, num_bytes: int) -> None:
         """The tier has taken in a chunk. It has no tenant until it is used or fetched."""
+        if self._leaving is not None:
+            self._leaving.keep((key,))
         self.drop(key)
         now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
@@ -179,10 +181,10 @@ class Ledger:
         self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
-    def drop(self, key: bytes) -> None:
-        """The tier has removed the chunk, now or before."""
-        if self._leaving is not None:
-            self._leaving.keep((key,))
+    def drop(self, key: bytes, memory: Memory | None = None) -> None:
+        """The tier has removed the chunk, now or before. It lay in ``memory``."""
+        if self._leaving is not None and memory is not None:
+            self._leaving.remove(key, memory)
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._leave(key, chunk)

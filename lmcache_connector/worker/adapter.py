@@ -132,7 +132,6 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
-        self._loads_in_step = settings.engine.loads_in_step
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
 
     @property
@@ -407,7 +406,7 @@ class WorkerAdapter:
             self._tiers.calibration(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
-            changes_at=self._weights.changes.place if self._loads_in_step else "",
+            changes_at=self._weights.changes.place if self._settings.engine.announces else "",
         )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
