@@ -34,6 +34,7 @@ from benchmarks.harness.engine_timings import decode_tokens_per_second, with_emp
 from benchmarks.harness.engines import Engines, Way
 from benchmarks.harness.ratios import median, median_ratio, pairwise, spread
 from examples.tiny_model import DEMO_SHAPE
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.net.address import Address
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.peers.commands import Greeting
@@ -188,7 +189,7 @@ def _look_up(number: int) -> dict[str, Any]:
         addresses = [Address("127.0.0.1", port) for port in pipe.recv()]
         config = RedisTierConfig(url="redis://peers")
         own = Greeting(1, "asker")
-        topology = PeerTopology(config, addresses, own, 0, time.monotonic)
+        topology = PeerTopology(config, addresses, own, Share(0), time.monotonic)
         lookup = PeerLookup(config, [_PARTS], topology, connect_share=1.0)
         try:
             return {"peers": number} | _ask(lookup, pipe, number)

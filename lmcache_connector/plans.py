@@ -442,7 +442,8 @@ class RankStart:
     this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
     KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
     that share a KV cache group the scheduler's process sees one. ``changes_at``: where its
-    :class:`ChangeCount` is; empty if it makes no loads inside a step.
+    :class:`ChangeCount` is; empty if it makes no loads inside a step. ``reads``: the ranks whose
+    memory it reads; what they store it does not.
     """
 
     configuration: tuple[tuple[str, str], ...]
@@ -450,6 +451,7 @@ class RankStart:
     layer_widths: tuple[tuple[int, ...], ...] = ()
     formats: tuple[str, ...] = ()
     changes_at: str = ""
+    reads: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

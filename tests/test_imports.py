@@ -25,14 +25,14 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1990, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1280},
-    {"integrations": 440, "scheduler": 3800, "worker": 4_115},
-    {"lookup": 900, "vllm_compat": 2550},
-    {"config": 765, "copy_kv_blocks": 1200, "peers": 2850},
+    {"integrations": 440, "scheduler": 3815, "worker": 4_215},
+    {"lookup": 900, "vllm_compat": 2560},
+    {"config": 765, "copy_kv_blocks": 1200, "peers": 2940},
     {
         "audit": 350,
         "cost_model": 1370,
-        "kv_events": 330,
-        "kv_layout": 630,
+        "kv_events": 335,
+        "kv_layout": 635,
         "metrics": 520,
         "requests": 1030,
         "retention": 815,
@@ -41,7 +41,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "weight_names": 240,
     },
     {"plans": 500, "storage": 630, "storage/redis/client": 600, "vllm_compat/api": 280},
-    {"change_count": 100, "errors": 60, "keys": 625, "kv_parts": 350, "net": 520, "threads": 200},
+    {"change_count": 100, "errors": 60, "keys": 625, "kv_parts": 430, "net": 520, "threads": 200},
 )
 MAX_LAYERS = 8
 # What a package imports of those below, where it is less than everything.
@@ -50,6 +50,7 @@ ONLY = {
     "storage/redis": {"storage/redis/client", "storage", "kv_parts", "keys", "net"},
     "storage/redis/client": {"net"},
     "peers": {
+        "kv_parts",
         "storage/redis",
         "storage/redis/client",
         "storage",

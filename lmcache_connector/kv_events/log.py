@@ -1,7 +1,8 @@
 """What routers are told: which blocks entered and left which tier of this instance.
 
 Blocks are named as vLLM names them in its own events, so that a block of GPU memory and the same
-block in a lower tier have one name. A chunk is in a tier when every rank has put it there. What
+block in a lower tier have one name. A chunk is in a tier when every rank that has to has put it
+there. What
 Redis drops by itself is learned when it is looked for and missing. A chunk of Redis is told as
 removed, too, when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others have been written or
 used since: it may still be there, and a router's credit is all that is lost.
@@ -91,7 +92,9 @@ class KvEventLog:
         is_wanted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._all_ranks = (1 << world_size) - 1
+        self._num_ranks = world_size
+        self.needed: Callable[[bytes], int] = lambda key: (1 << world_size) - 1
+        """Which ranks have to put a chunk in a tier, as a bit set: see :class:`ChunkIndex`."""
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
         self._uses_count = ttl_seconds is None or refresh_ttl
         self._is_wanted = is_wanted
@@ -144,18 +147,18 @@ class KvEventLog:
         chunk = self._chunks.get(key)
         if chunk is None:
             return
-        before = chunk.holders.get(tier, 0)
-        chunk.holders[tier] = after = before & ~(1 << rank)
+        before, needed = chunk.holders.get(tier, 0), self.needed(key)
+        chunk.holders[tier] = after = before & ~(1 << rank & needed or needed)
         if tier is Tier.REDIS and not after:
             self._in_redis.pop(key, None)
-        if before == self._all_ranks:
+        if before & needed == needed:
             self._news.append(_removed(tier, chunk))
         if chunk.is_over:
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
         """Learn that Redis was asked for a chunk and does not have it."""
-        for rank in range(self._all_ranks.bit_length()):
+        for rank in range(self._num_ranks):
             self.gone(Tier.REDIS, rank, key)
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
@@ -193,8 +196,9 @@ class KvEventLog:
             if not isinstance(ended, dict):
                 events.append(ended)
             elif num_left and ended:
-                chunk = ended.popitem()[1]
-                tiers = [t for t, held in chunk.holders.items() if held == self._all_ranks]
+                key, chunk = ended.popitem()
+                needed = self.needed(key)
+                tiers = [t for t, held in chunk.holders.items() if held & needed == needed]
                 events += [_removed(tier, chunk) for tier in tiers]
                 num_left -= 1
                 continue
@@ -211,9 +215,9 @@ class KvEventLog:
         chunk = self._chunks.get(key)
         if chunk is None:
             return
-        before = chunk.holders.get(tier, 0)
+        before, needed = chunk.holders.get(tier, 0), self.needed(key)
         chunk.holders[tier] = after = before | 1 << rank
-        if before != after == self._all_ranks:
+        if before & needed != needed == after & needed:
             self._news.append(BlocksStored(tier, chunk.blocks))
         if tier is Tier.REDIS:
             self._renew(key)

@@ -1,13 +1,13 @@
-"""Which KV heads and layers a rank holds, which of them it writes, and which it reads.
+"""Which KV heads and layers a rank holds, and which other ranks hold the same.
 
 The unit that travels is one KV head (a *shard*), so instances of any tensor-parallel size read
 each other's chunks. With 4 KV heads::
 
-    tp_size     read_shards by tp_rank                 write_shards by tp_rank
-    1           (0,1,2,3)                              (0,1,2,3)
-    2           (0,1) (2,3)                            (0,1) (2,3)
-    8           (0) (0) (1) (1) (2) (2) (3) (3)        (0) () (1) () (2) () (3) ()
-    MLA, any n  (0) on every rank                      (0) on rank 0, () elsewhere
+    tp_size     shards by tp_rank                      ranks that hold the same
+    1           (0,1,2,3)                              (0)
+    2           (0,1) (2,3)                            (0) (1)
+    8           (0) (0) (1) (1) (2) (2) (3) (3)        (0,1) (2,3) (4,5) (6,7)
+    MLA, any n  (0) on every rank                      (0,...,n-1)
 
 This is how vLLM places them: ``QKVParallelLinear`` gives rank ``r`` the head ``r // replicas`` when
 there are more ranks than heads, and a run of ``heads // tp_size`` heads otherwise; with MLA every
@@ -18,10 +18,12 @@ described here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from lmcache_connector.kv_layout.paged_cache import Plane
+from lmcache_connector.kv_parts.owners import Alike
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 
@@ -34,16 +36,14 @@ class TopologyError(ValueError):
 class RankTopology:
     """One rank's part of the KV cache of a model.
 
-    ``read_shards``: global KV head indices this rank holds, in buffer order; a load fills them all.
-    ``write_shards``: those of them this rank stores; empty where another rank holds a replica and
-    stores it. ``layer_start``, ``num_layers``: this rank's layers, counted over the whole model in
-    the order of ``layer_counts``. ``num_shards_total``: KV heads of the model, 1 with MLA.
+    ``shards``: global KV head indices this rank holds, in buffer order. ``layer_start``,
+    ``num_layers``: this rank's layers, counted over the whole model in the order of
+    ``layer_counts``. ``num_shards_total``: KV heads of the model, 1 with MLA.
     """
 
     rank: int
     world_size: int
-    read_shards: tuple[int, ...]
-    write_shards: tuple[int, ...]
+    shards: tuple[int, ...]
     layer_start: int
     num_layers: int
     num_shards_total: int
@@ -72,14 +72,21 @@ def all_ranks(
                 RankTopology(
                     rank=len(ranks),
                     world_size=tp_size * len(layer_counts),
-                    read_shards=held,
-                    write_shards=held if tp_rank % replicas == 0 else (),
+                    shards=held,
                     layer_start=sum(layer_counts[:pp_rank]),
                     num_layers=num_layers,
                     num_shards_total=num_kv_heads,
                 )
             )
     return tuple(ranks)
+
+
+def ranks_alike(ranks: Sequence[RankTopology]) -> Alike:
+    """Those that hold the same heads of the same layers, together."""
+    groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for each in ranks:
+        groups.setdefault((each.shards, each.layer_start), []).append(each.rank)
+    return tuple(map(tuple, groups.values()))
 
 
 def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> tuple[int, ...]:

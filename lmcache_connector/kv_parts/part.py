@@ -76,13 +76,28 @@ def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequ
 
 
 def parents_of_part(
-    chunk_keys: Sequence[bytes], chunks: Sequence[int], part: int, num_parts: int
+    chunk_keys: Sequence[bytes],
+    chunks: Sequence[int],
+    keys: Sequence[bytes],
+    part: int,
+    num_parts: int,
+    num_owners: int = 1,
 ) -> tuple[bytes, ...]:
-    """The key before each of ``chunks``, of the same part; empty before a request's first.
-    ``chunk_keys``: of the request, from its first chunk on."""
-    return tuple(
-        part_key(chunk_keys[chunk - 1], part, num_parts) if chunk else b"" for chunk in chunks
-    )
+    """The key before each of ``chunks``, of the same part and the same of ``num_owners``; empty
+    before the first of a request. ``chunk_keys``: of the request, from its first chunk on;
+    ``keys``: those of the chunks, or of the same part."""
+    found = list[bytes]()
+    for chunk, key in zip(chunks, keys, strict=False):
+        before, own = chunk - 1, turn(key, num_owners)
+        while before >= 0 and turn(chunk_keys[before], num_owners) != own:
+            before -= 1
+        found.append(part_key(chunk_keys[before], part, num_parts) if before >= 0 else b"")
+    return tuple(found)
+
+
+def turn(key: bytes, num_owners: int) -> int:
+    """Which of so many in turn owns what is stored under this key: the same for all parts."""
+    return int.from_bytes(key[:4], "little") % num_owners if num_owners > 1 else 0
 
 
 def part_of(key: bytes, num_parts: int) -> int:

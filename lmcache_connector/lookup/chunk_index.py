@@ -1,10 +1,12 @@
 """Which chunks the CPU tiers of all ranks hold, as far as the scheduler knows, and which of them
 requests want.
 
-A chunk is *there* when every rank has it, and *planned* while store jobs for it run. Both count as
-hits: workers run jobs in order, so a load planned after a store finds what it stored. The index may
-be late: a load that finds a chunk gone fails and is recomputed. It is never late for chunks that it
-calls *firm*: no rank evicts one before a plan says that its announcement has been heard here.
+A chunk is *there* when every rank has it, or can read it from its owner, and *planned* while store
+jobs for it run. Both count as hits: workers run jobs in order, so a load planned after a store
+finds what it stored. Where another rank stores it, a request waits for the end of that. The index
+may be late: a load that finds a chunk gone fails and is recomputed. It is never late for chunks
+that it calls *firm*: no rank evicts one before a plan says that its announcement has been heard
+here.
 
 The workers are told of two things that they do not see. A request that vLLM's own prefix cache
 serves loads nothing and stores nothing new, but its prompt is in use, and its hints hold for chunks
@@ -18,20 +20,31 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
-from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
+from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part, turn
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 
 class ChunkIndex:
-    """``world_size``: how many ranks must hold a chunk for it to be there."""
+    """``world_size``: how many ranks must hold a chunk for it to be there. ``needed``: which of
+    them, as a bit set, where some read it from others: see :class:`Owners`."""
 
     def __init__(self, world_size: int) -> None:
         self._all_ranks = (1 << world_size) - 1
+        self.needed: Callable[[bytes], int] | None = None
+        self._num_owners: Sequence[int] = ()
         self._holders: dict[bytes, int] = {}  # key -> bit set of the ranks that hold it
         self._planned: dict[bytes, int] = {}  # key -> the latest store job for it
         self._leaving: dict[bytes, int] = {}  # key -> bit set of the ranks that will evict it
         self._num_leaving = [0] * world_size
         self.heard_leaving: tuple[int, ...] = ()
+
+    def share(self, needed: Callable[[bytes], int], num_owners: Sequence[int]) -> None:
+        """Ranks read from each other: see :class:`Owners`. ``num_owners``: by part."""
+        self.needed, self._num_owners = needed, num_owners
+
+    def num_owners(self, part: int) -> int:
+        """How many ranks take turns to store what they hold alike of this part."""
+        return self._num_owners[part] if self._num_owners else 1
 
     def __len__(self) -> int:
         """Chunks that at least one rank holds."""
@@ -43,13 +56,27 @@ class ChunkIndex:
     def has_each(self, keys: Iterable[bytes]) -> list[bool]:
         """``key in self`` for each key, in one pass: long prompts have hundreds."""
         holders, planned, all_ranks = self._holders, self._planned, self._all_ranks
-        return [holders.get(key) == all_ranks or key in planned for key in keys]
+        if self.needed is None:
+            return [holders.get(key) == all_ranks or key in planned for key in keys]
+        return [key in planned or self._is_there(key) for key in keys]
+
+    def _is_there(self, key: bytes) -> bool:
+        holders = self._holders.get(key, 0)
+        if self.needed is None or holders == self._all_ranks:
+            return holders == self._all_ranks
+        needed = self.needed(key)
+        return holders & needed == needed
 
     def planned_job(self, key: bytes) -> int:
         """The store job a load of this chunk must wait for, 0 if it is already there."""
-        if self._holders.get(key) == self._all_ranks:
-            return 0
-        return self._planned.get(key, 0)
+        return 0 if self._is_there(key) else self._planned.get(key, 0)
+
+    def is_stored_elsewhere(self, keys: Iterable[bytes]) -> bool:
+        """Whether one of these is being stored by some rank for others too. They cannot tell when
+        that has ended."""
+        if self.needed is None or not self._planned:
+            return False
+        return any(self.planned_job(k) and self.needed(k) != self._all_ranks for k in keys)
 
     def plan(self, keys: Iterable[bytes], job_id: int) -> None:
         """Learn that a store job for these chunks was planned."""
@@ -104,9 +131,13 @@ class ChunkIndex:
             self.heard_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
-        """Learn that this rank does not hold the chunk."""
-        self._stays(1 << rank, key)
-        holders = self._holders.get(key, 0) & ~(1 << rank)
+        """Learn that this rank does not hold the chunk, or could not read it where it is: then it
+        is as good as gone, until it is stored again."""
+        gone = 1 << rank
+        if self.needed is not None and not self.needed(key) & gone:
+            gone |= self.needed(key)
+        self._stays(gone, key)
+        holders = self._holders.get(key, 0) & ~gone
         if holders:
             self._holders[key] = holders
         else:
@@ -139,7 +170,13 @@ class PrefixUses:
                 keys += [key for key, is_held in zip(own, are_held, strict=True) if is_held]
                 continue
             num_held = are_held.index(False) if False in are_held else len(own)
-            keys += own[max(0, num_held - 1) : num_held]  # the last: it builds on all the others
+            num_owners = self._index.num_owners(number)
+            last = dict[int, bytes]()  # of each turn: it builds on all the others of its owners
+            for key in reversed(own[:num_held]):
+                last.setdefault(turn(key, num_owners), key)
+                if len(last) == num_owners:
+                    break
+            keys += last.values()
         if keys:
             self.new.append(PrefixUse(claim, tuple(keys)))
 

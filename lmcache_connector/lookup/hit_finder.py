@@ -75,6 +75,9 @@ class HitFinder:
         if isinstance(places, Pending):
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
+        end = hit.stop - hit.first
+        if self.index.is_stored_elsewhere(key for each in keys for key in each[:end]):
+            return PENDING
         if not asked.is_counted:
             of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
             tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}

@@ -147,7 +147,10 @@ _ALL = (
         known=_READS,
     ),
     counter("peer_chunks", "Chunks that loads read from peers: hit, or why not.", "result"),
-    counter("peer_mapped_chunks", "Chunks copied from the memory of engines on the same host."),
+    counter(
+        "peer_mapped_chunks",
+        "Chunks copied from the memory of engines, or other ranks, on the same host.",
+    ),
     counter(
         "peer_fallbacks",
         "Reads by socket because the memory of an engine on the same host could not be read.",

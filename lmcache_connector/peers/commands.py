@@ -4,7 +4,7 @@
 ``GET NAME``, ``GETRANGE``            a value, see docs/formats.md; ``nil`` for what is not here
 ``EXISTS NAME...``, ``STRLEN NAME``   rank 0 answers ``EXISTS`` for the values of all ranks
 ``HOLDS NAMESPACE KEYS``              for each of up to 512 keys, one after the other, whether its
-                                      chunk is here: ``1`` or ``0``
+                                      chunk is here, or is to be with another rank: ``1`` or ``0``
 ``PEER``                              a line about this instance, see :class:`Greeting`
 ``TRANSFER MS READER ID...``          of each KV transfer how the keys of its chunks begin, once it
                                       is over; 0 before, ``nil`` if it is unknown. While none is
@@ -93,6 +93,10 @@ class Chunks(Protocol):
     def memory(self) -> int | None: ...
 
     def holds(self, key: bytes) -> bool: ...
+
+    def is_elsewhere(self, key: bytes) -> bool:
+        """Whether another rank stores it for this one too."""
+        ...
 
     def lease(self, key: bytes) -> Lease | None:
         """``None`` if it is not there."""
@@ -372,8 +376,9 @@ class Commands:
         if len(words[1]) > MAX_ASKED * CHUNK_KEY_BYTES:
             return _error("fewer keys")
         keys = (words[1][i : i + CHUNK_KEY_BYTES] for i in range(0, len(words[1]), CHUNK_KEY_BYTES))
-        is_ours, holds = words[0] == self._namespace.encode(), self._chunks.holds
-        return Reply((b"+", bytes(b"01"[is_ours and holds(key)] for key in keys), CRLF))
+        is_ours, chunks = words[0] == self._namespace.encode(), self._chunks
+        held = (is_ours and (chunks.holds(key) or chunks.is_elsewhere(key)) for key in keys)
+        return Reply((b"+", bytes(b"01"[each] for each in held), CRLF))
 
     def _strlen(self, client: Client, words: list[bytes]) -> Reply:
         found = self._find(words[0], (self._own,)) if words else None

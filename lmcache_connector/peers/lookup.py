@@ -95,9 +95,16 @@ class PeerLookup(RedisLookup):
                 del self._owed[node]
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
-        nodes = self._topology.peers()
+        by_owner: dict[int, list[int]] = {}
+        for index, owner in enumerate(map(self._topology.share.owner, keys)):
+            by_owner.setdefault(owner, []).append(index)
+        nodes = {
+            self._topology.of_rank(peer, rank): list(indices)
+            for peer in self._topology.peers()
+            for rank, indices in by_owner.items()
+        }
         usable = (n for n in nodes if n not in self._owed and not self._servers.is_open(n))
-        return {node: list(range(len(keys))) for node in usable}
+        return {node: nodes[node] for node in usable}
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
         asked = (keys[i : i + MAX_ASKED] for i in range(0, len(keys), MAX_ASKED))

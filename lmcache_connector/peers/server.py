@@ -112,6 +112,11 @@ class PeerServer:
         self._thread = start_thread("lmc-peer-server", self._serve)
 
     @property
+    def has_door(self) -> bool:
+        """Whether it is found by its name on this host, and no other engine is."""
+        return self._door is not None
+
+    @property
     def port(self) -> int:
         """Of the first listener."""
         return int(self._listeners[0].getsockname()[1])

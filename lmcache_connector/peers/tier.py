@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from lmcache_connector.kv_parts.part import turn
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.mapped import MappedPeers
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 # To hear which peer holds what: on a network of today an answer takes a hundredth of it.
 _ASK_SECONDS = 0.1
 _CONNECT_SHARE = 0.1
+_LOOK_SECONDS, _SAMPLE_SECONDS = 0.05, 1.0
 
 
 class PeerTier:
@@ -48,6 +51,7 @@ class PeerTier:
         maps: bool = True,
     ) -> None:
         self.geometries = geometries
+        self._share = topology.share
         self._clock = clock
         self._topology = topology
         self._counters = Counters()
@@ -56,8 +60,7 @@ class PeerTier:
             config, [geometries], topology, clock, connect_share=_CONNECT_SHARE
         )
         self._servers = Servers(config, topology, clock, random.random, kind="peer")
-        shards = tuple(part.shards for part in geometries.parts)
-        self._plan = plan_values(config, geometries, shards, Sealer(config.hash_key))
+        self._plan = plan_values(config, geometries, Sealer(config.hash_key))
         self._readers = ValueReaders(
             self._servers, self._plan, self._counters, on_spoiled=self._distrust
         )
@@ -76,15 +79,63 @@ class PeerTier:
     ) -> ReadResult:
         """As in `ReadableTier`: leading chunks, as far as each is with some peer, or those of
         ``source``."""
-        limit, started = Deadline(deadline, self._clock, cancelled), self._clock()
+        limit = Deadline(deadline, self._clock, cancelled)
         self._servers.refresh()
         nodes: Sequence[Node | Sequence[Node]]
         if source is None:
             nodes = self._nodes(keys, limit)
         elif self._mapped is not None and (here := self._topology.here(source.engine_id)):
-            nodes = [here] * len(keys)
+            nodes = [self._topology.of_rank(here, self._share.owner(key)) for key in keys]
         else:
             nodes = [self._nodes_at(source, key) for key in keys]
+        return self._read_at(nodes, keys, buffers, limit)
+
+    def read_ranks(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: float,
+        cancelled: Callable[[], bool] = never,
+    ) -> list[bool]:
+        """Which of the chunks, all of other ranks of this engine, have come."""
+        limit = Deadline(deadline, self._clock, cancelled)
+        nodes = [self._topology.own_rank(self._share.owner(key)) for key in keys]
+        return self._read_at(nodes, keys, buffers, limit).hits
+
+    def find_ranks(self, sample: Sequence[bytes], is_given_up: threading.Event) -> frozenset[int]:
+        """Whose memory can be read, of the ranks of this engine that store for others: what they
+        have of a ``sample``. Tries again until it ``is_given_up``: they start one by one."""
+        found, is_over = set[int](), self._mapped is None
+        for rank in self._share.others:
+            while not (is_over or self._reads(rank, sample)):
+                is_over = is_given_up.wait(_LOOK_SECONDS)
+            if not is_over:
+                found.add(rank)
+        return frozenset(found)
+
+    def _reads(self, rank: int, sample: Sequence[bytes]) -> bool:
+        """A try leaves nothing behind that would keep off the next one, or loads."""
+        node = self._topology.own_rank(rank)
+        if (address := self._topology.address_here(node)) is None or not Path(address).exists():
+            return False
+        keys = [key for key in sample if rank in self._share.holders(key)]
+        buffers = [memoryview(bytearray(self.geometries.of(k).chunk_bytes)) for k in keys]
+        limit = Deadline(self._clock() + _SAMPLE_SECONDS, self._clock)
+        mapped = MappedPeers(self._plan, self._topology.address_here, self._clock)
+        try:
+            return mapped.read(keys, buffers, node, limit) == [True] * len(keys)
+        finally:
+            mapped.close()
+
+    def _read_at(
+        self,
+        nodes: Sequence[Node | Sequence[Node]],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        limit: Deadline,
+    ) -> ReadResult:
+        """``nodes``: of the leading chunks."""
+        started = self._clock()
         hits = [False] * len(keys)
         if self._mapped is not None:
             hits = self._read_mapped(self._mapped, keys, buffers, nodes, limit)
@@ -141,13 +192,16 @@ class PeerTier:
         return is_ended
 
     def _nodes_at(self, source: PeerSource, key: bytes) -> Sequence[Node]:
-        """The rank of ``source`` that has each of the values of ``key``: the same as here, or, in
-        another number of tensor-parallel ranks, the first that holds the head."""
+        """The rank of ``source`` that has each of the values of ``key``: as here, or, in another
+        number of tensor-parallel ranks, the one of those that hold the head."""
         values, topology = self._plan.of(key), self._topology
-        ranks = [topology.port_offset] * len(values.stripes)
+        ranks = [self._share.owner(key)] * len(values.stripes)
         if source.num_ranks != topology.num_ranks:
             num_heads = values.geometry.num_shards_total
-            ranks = [stripe.shard * source.num_ranks // num_heads for stripe in values.stripes]
+            place = turn(key, max(1, source.num_ranks // num_heads))
+            ranks = [
+                stripe.shard * source.num_ranks // num_heads + place for stripe in values.stripes
+            ]
         nodes = {r: topology.admit(source.host, source.port + r) for r in dict.fromkeys(ranks)}
         return [nodes[rank] for rank in ranks]
 
@@ -160,7 +214,8 @@ class PeerTier:
         self._servers.refresh()
         only = self._topology.node_of(b"")
         if only is not None:  # what it lacks, the read will show
-            return () if self._servers.is_open(only) else [only] * len(keys)
+            nodes = [self._topology.node_of(key) or only for key in keys]
+            return () if any(map(self._servers.is_open, set(nodes))) else nodes
         soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
         with self._asking:
             places = self._lookup.find_places(keys, soon)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
@@ -21,38 +22,56 @@ _DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
 HERE = "host "
 """How names of engines on this host begin, as nodes."""
+_RANK = " rank "
+"""Before the number of another rank than the one that is asked as a rule, in names of nodes."""
 _GUEST_SECONDS = 60.0
 _MAX_GUESTS = 256
 
 
 class PeerTopology(Topology):
-    """``port_offset``: of the rank that is asked of each; ``greeting``: how this engine's own
-    server would greet. Others with as many ranks are peers, and itself is none. ``host``: where
-    those on this host are found."""
+    """``share``: of the rank that asks. The same rank is asked of each peer, or the one that owns a
+    chunk. ``greeting``: how this engine's own server would greet. Others with as many ranks are
+    peers, and itself is none. ``host``: where those on this host are found."""
 
     def __init__(
         self,
         config: RedisTierConfig,
         addresses: Sequence[Address],
         greeting: Greeting,
-        port_offset: int,
+        share: Share,
         clock: Callable[[], float],
         host: HostFolder | None = None,
     ) -> None:
         super().__init__(config, clock, "peers")
+        self.share = share
+        self._ranks = (share.rank, *sorted(share.others))
         self._config = config
         self._host = host
         self._found_here: dict[Node, SocketName] = {}
         self._clock = clock
         self._addresses = addresses
         self._greeting = greeting
-        self.port_offset = port_offset
         self._own: set[Node] = set()
         self._distrusted: dict[Node, float] = {}  # and until when
         self._endpoints: dict[Node, Endpoint] = {}
         self._admitting = threading.Lock()
         self._guests: dict[Node, tuple[Endpoint, float]] = {}  # and until when
         self._next_look = float("-inf")
+        names, num_ranks = (
+            (digest(config.namespace), digest(greeting.engine_id)),
+            greeting.num_ranks,
+        )
+        self._own_ranks = {
+            self.own_rank(rank): SocketName(*names, rank, num_ranks) for rank in self._ranks[1:]
+        }
+
+    def of_rank(self, node: Node, rank: int) -> Node:
+        """That rank of the peer ``node``."""
+        return node if rank == self.share.rank else Node(f"{node}{_RANK}{rank}")
+
+    def own_rank(self, rank: int) -> Node:
+        """Another rank of this engine."""
+        return self.of_rank(Node(f"{HERE}{digest(self._greeting.engine_id)}"), rank)
 
     def admit(self, host: str, port: int) -> Node:
         """A node for an instance's rank that a request names. Thread-safe."""
@@ -71,7 +90,7 @@ class PeerTopology(Topology):
 
     def address_here(self, node: str) -> str | None:
         """The path of a peer's socket, if it is on this host."""
-        name = self._found_here.get(Node(node))
+        name = self._found_here.get(Node(node)) or self._own_ranks.get(Node(node))
         return self._host.address(name) if name is not None and self._host is not None else None
 
     @property
@@ -91,9 +110,12 @@ class PeerTopology(Topology):
         found: dict[Node, Endpoint] = {}
         for address in self._addresses:
             for host in _hosts(address):
-                port = address.port + self.port_offset
-                found[Node(str(Address(host, address.port)))] = host, port
-        self._endpoints = dict(sorted(found.items())[:MAX_PEERS])
+                found[Node(str(Address(host, address.port)))] = host, address.port
+        self._endpoints = {
+            self.of_rank(node, rank): (host, port + rank)
+            for node, (host, port) in sorted(found.items())[:MAX_PEERS]
+            for rank in self._ranks
+        }
 
     def is_current(self) -> bool:
         return self._is_looked_up and (self._host is None or self._host.is_as_seen)
@@ -109,14 +131,18 @@ class PeerTopology(Topology):
         if self._host is None:
             return
         own = digest(self._greeting.engine_id)
-        wanted = digest(self._config.namespace), self.port_offset, self._greeting.num_ranks
+        wanted = digest(self._config.namespace), self.share.rank, self._greeting.num_ranks
         found = [name for name in self._host.engines(*wanted) if name.engine != own]
-        self._found_here = {Node(f"{HERE}{name.engine}"): name for name in found}
+        self._found_here = {
+            self.of_rank(Node(f"{HERE}{name.engine}"), rank): replace(name, rank=rank)
+            for name in found
+            for rank in self._ranks
+        }
 
     def node_of(self, key: bytes) -> Node | None:
         """The one peer that there is; ``None`` where somebody has to be asked first."""
         nodes = self.peers()
-        return nodes[0] if len(nodes) == 1 else None
+        return self.of_rank(nodes[0], self.share.owner(key)) if len(nodes) == 1 else None
 
     def peers(self) -> tuple[Node, ...]:
         """Those on this host, and those that are configured."""
@@ -124,21 +150,27 @@ class PeerTopology(Topology):
         return tuple(
             node
             for node in (*self._found_here, *self._endpoints)
-            if node not in self._own and self._distrusted.get(node, now) <= now
+            if _RANK not in node
+            and node not in self._own
+            and self._distrusted.get(node, now) <= now
         )
 
     def distrust(self, node: Node) -> None:
         """It has sent what is not what it says: for a while it is no peer. From any thread."""
-        self._distrusted[node] = self._clock() + _DISTRUST_SECONDS
+        engine = Node(node.partition(_RANK)[0])
+        self._distrusted[engine] = self._clock() + _DISTRUST_SECONDS
 
     def nodes(self) -> tuple[Node, ...]:
-        now = self._clock()
-        return (*self.peers(), *(node for node, (_, until) in self._guests.items() if until > now))
+        now, peers = self._clock(), self.peers()
+        ranks = (self.of_rank(node, rank) for node in peers for rank in self._ranks[1:])
+        guests = (node for node, (_, until) in self._guests.items() if until > now)
+        return (*peers, *ranks, *guests)
 
     def connect(self, node: Node, max_bytes: int) -> Client:
         if (guest := self._guests.get(node)) is not None:
             return self._dialer.connect(*guest[0], max_bytes)
-        if (name := self._found_here.get(node)) is not None and self._host is not None:
+        name = self._found_here.get(node) or self._own_ranks.get(node)
+        if name is not None and self._host is not None:
             client = self._connect_here(self._host, name, max_bytes)
         elif (endpoint := self._endpoints.get(node)) is not None:
             client = self._dialer.connect(*endpoint, max_bytes)
@@ -147,7 +179,7 @@ class PeerTopology(Topology):
         try:
             never_redial(client)  # before it is asked who it is
             found = Greeting.parse(client.execute_command("PEER"))
-            if found.engine_id == self._greeting.engine_id:
+            if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
                 self._own.add(node)
                 raise ValueError("it is this engine itself, which is not asked")
             if found.num_ranks != self._greeting.num_ranks:

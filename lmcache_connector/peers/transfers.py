@@ -124,7 +124,12 @@ class Transfers:
             if not transfer.is_over:
                 return NotOver.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier reader may be done
-            kept = (key for key, lease in transfer.leases.items() if lease is not None)
+            is_elsewhere = self._chunks.is_elsewhere  # there they are kept, and told of
+            kept = (
+                key
+                for key, lease in transfer.leases.items()
+                if lease is not None or is_elsewhere(key)
+            )
             return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
 
     def done(self, reader: bytes, transfer_id: str) -> None:

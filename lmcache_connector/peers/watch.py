@@ -1,9 +1,9 @@
 """Asks the instances that requests name, off the scheduler's thread: for KV transfers, and for
 chunks that they may hold.
 
-One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks
-for a transfer, which can be read once it is over on each, and rank 0 for chunks. An instance that
-does not answer costs its own requests, within the time-outs of a connection.
+One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks:
+a transfer can be read once it is over on each, a chunk if each says that it is there. An instance
+that does not answer costs its own requests, within the time-outs of a connection.
 """
 
 from __future__ import annotations
@@ -247,16 +247,17 @@ class _Guest:
             self._clients.append(self._dialer.connect(host, port + rank, _MAX_ANSWER_BYTES))
 
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """How the keys of those chunks begin that are there, by what rank 0 says."""
-        held = set[bytes]()
-        for first in range(0, len(keys), MAX_ASKED):
-            asked = keys[first : first + MAX_ASKED]
-            said = self._clients[0].execute_command("HOLDS", self._namespace, b"".join(asked))
-            if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
-                raise ValueError("an answer that is none")
-            is_held = (bit == ord("1") for bit in said)
-            held |= {key[:KEY_PREFIX_BYTES] for key, is_ in zip(asked, is_held, strict=True) if is_}
-        return frozenset(held)
+        """How the keys of those chunks begin that are there, by what all ranks say."""
+        for client in self._clients:
+            held = list[bytes]()
+            for first in range(0, len(keys), MAX_ASKED):
+                asked = keys[first : first + MAX_ASKED]
+                said = client.execute_command("HOLDS", self._namespace, b"".join(asked))
+                if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
+                    raise ValueError("an answer that is none")
+                held += [key for key, bit in zip(asked, said, strict=True) if bit == ord("1")]
+            keys = held
+        return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
@@ -20,6 +21,7 @@ from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
@@ -39,6 +41,8 @@ from lmcache_connector.scheduler.transfers import Transfers, TransferSettings
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.weight_names import WeightFiles, WeightNames
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lmcache_connector.lookup.any_lookup import AnyLookup
@@ -92,7 +96,7 @@ class SchedulerBuild:
         if self.stores and config.redis_tier_config() is not None:
             wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
         make_hasher = partial(make_root_hasher, config, model.lookahead)
-        learn = partial(learn_layers, model, policy, asked, noise)
+        learn = partial(learn_start, model, policy, asked, noise, index, events)
         start = EngineStart(model.world_size, make_hasher, time.monotonic, learn)
         sampler = AuditSampler(config.audit_share, random.Random().random)
         return Scheduler(
@@ -192,7 +196,8 @@ class SchedulerBuild:
 
             greeting, addresses = Greeting(model.world_size, self.engine_id), config.peer_addresses
             host = open_folder(config.host_folder) if config.host_sharing else None
-            topology = PeerTopology(peer_config, addresses, greeting, 0, time.monotonic, host)
+            share = Share(0, model.owners)
+            topology = PeerTopology(peer_config, addresses, greeting, share, time.monotonic, host)
             lookups[Tier.PEER] = PeerLookup(peer_config, geometries, topology, time.monotonic)
         if (redis_config := config.redis_tier_config()) is not None:
             lookups[Tier.REDIS] = RedisLookup(redis_config, geometries)
@@ -225,14 +230,25 @@ class SchedulerBuild:
         return RequestBook(settings, start, weights, identifier, epochs, tally, transfers.part_of)
 
 
-def learn_layers(
+def learn_start(
     model: ModelDescription,
     policy: LoadPolicy,
     asked: AnyLookup | None,
     noise: NoiseGauge,
+    index: ChunkIndex,
+    events: KvEventLog,
     starts: Sequence[RankStart],
 ) -> None:
-    """What all ranks say of their layers: this process sees one of a KV cache group."""
+    """What all ranks say of their layers: this process sees one of a KV cache group. And what each
+    of them stores."""
+    if any(start.reads for start in starts):
+        events.needed = model.owners.needed([start.reads for start in starts])
+        index.share(events.needed, model.owners.numbers)
+    others = [Share(rank, model.owners).others for rank in range(model.world_size)]
+    if any(ranks - start.reads for ranks, start in zip(others, starts, strict=True)):
+        logger.info(
+            "lmcache-connector: each rank stores what others hold alike: memory cannot be read"
+        )
     from lmcache_connector.storage.geometry import PartGeometries
 
     found = [

@@ -219,8 +219,10 @@ class LoadPlanner:
                 parents=parents_of_part(
                     state.keys.keys,
                     chunks if part.rule is Rule.PREFIX else (),
+                    keys[chunks.start : end],
                     number,
                     len(parts),
+                    self.index.num_owners(number),
                 ),
                 tail_tokens=end_token % chunk_size if tail and tail.chunk in chunks else 0,
             )

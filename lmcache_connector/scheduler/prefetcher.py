@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.part import Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
@@ -47,6 +48,7 @@ class Prefetcher:
     policy: LoadPolicy
     tally: Tally
     new_job_id: Callable[[], int]
+    index: ChunkIndex
 
     def __post_init__(self) -> None:
         self._room = self.settings.prefetch_bytes
@@ -197,11 +199,14 @@ class Prefetcher:
         """``chunks`` of one part."""
         part, parts = chunks[0][0], self.settings.parts
         numbers = tuple(chunk for _, chunk, _ in chunks)
+        keys = tuple(key for _, _, key in chunks)
         builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
-            keys=tuple(key for _, _, key in chunks),
+            keys=keys,
             chunks=numbers,
             block_ids=(),
-            parents=parents_of_part(state.keys.keys, builds_on, part, len(parts)),
+            parents=parents_of_part(
+                state.keys.keys, builds_on, keys, part, len(parts), self.index.num_owners(part)
+            ),
         )

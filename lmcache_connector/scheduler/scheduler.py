@@ -104,7 +104,7 @@ class Scheduler:
         self._uses = PrefixUses(settings.parts, self.index)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)
-        self.prefetcher = Prefetcher(settings, policy, tally, jobs.new_id)
+        self.prefetcher = Prefetcher(settings, policy, tally, jobs.new_id, self.index)
         self._dispatcher = JobDispatcher(
             settings,
             self.book,

@@ -240,7 +240,7 @@ class StorePlanner:
                     chunks=(tail.chunk,),
                     block_ids=blocks,
                     skip_blocks=(first - start) // part.block_size,
-                    parents=parents_of_part(state.keys.keys, builds_on, number, num_parts),
+                    parents=self._parents(state, builds_on, (key,), number),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -258,17 +258,24 @@ class StorePlanner:
         self, state: RequestState, part: int, chunks: list[int], blocks: list[BlockIds]
     ) -> PartRun:
         """``blocks`` of each chunk, per group."""
-        keys, num_parts = state.keys.keys, len(self.settings.parts)
-        builds_on = chunks if self.settings.parts[part].rule is Rule.PREFIX else ()
+        keys, parts = state.keys.keys, self.settings.parts
+        own = keys_of_part([keys[chunk] for chunk in chunks], part, len(parts))
+        builds_on = chunks if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
-            keys=tuple(keys_of_part([keys[chunk] for chunk in chunks], part, num_parts)),
-            parents=parents_of_part(keys, builds_on, part, num_parts),
+            keys=tuple(own),
+            parents=self._parents(state, builds_on, own, part),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
             ),
         )
+
+    def _parents(
+        self, state: RequestState, chunks: Sequence[int], keys: Sequence[bytes], part: int
+    ) -> tuple[bytes, ...]:
+        num_parts, num_owners = len(self.settings.parts), self.index.num_owners(part)
+        return parents_of_part(state.keys.keys, chunks, keys, part, num_parts, num_owners)
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:

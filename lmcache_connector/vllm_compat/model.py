@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_layout.topology import PartLayout
+from lmcache_connector.kv_layout.topology import PartLayout, ranks_alike
+from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
@@ -43,6 +44,10 @@ class ModelDescription:
     @property
     def world_size(self) -> int:
         return len(self.parts[0].ranks)
+
+    @property
+    def owners(self) -> Owners:
+        return Owners(tuple(ranks_alike(part.ranks) for part in self.parts))
 
 
 def describe_model(

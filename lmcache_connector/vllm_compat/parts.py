@@ -151,7 +151,7 @@ def _part(
                 num_tokens=1 if is_state else chunk_size,
                 layer_start=rank.layer_start,
                 layer_widths=_widths_of(rank, widths),
-                shards=rank.read_shards,
+                shards=rank.shards,
                 num_shards_total=rank.num_shards_total,
                 dtype=_dtype_name(layers),
             )

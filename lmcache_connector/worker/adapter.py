@@ -10,6 +10,7 @@ lock from the very threads it waits for.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.requests.adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
-from lmcache_connector.threads import Task
+from lmcache_connector.threads import Background, Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
@@ -43,6 +44,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
+from lmcache_connector.worker.self_test import store_sample
 from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
+_FIND_SECONDS = 5.0
 # Of the CPU tier, what KV transfers to other instances keep until it is read.
 _TRANSFER_SHARE = 1 / 4
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
@@ -68,6 +71,7 @@ class WorkerSettings:
     ``parts`` are the model's. ``probe_keys`` name the chunks that measure Redis; without any, Redis
     is not measured. ``configuration``: see :class:`RankStart`. ``finishes_stores``: no copy out of
     the paged cache may go on between two steps. ``lease_seconds``: see :class:`Transfers`.
+    ``loads``: what is stored is also loaded here.
     """
 
     engine: EngineSettings
@@ -77,6 +81,7 @@ class WorkerSettings:
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
     lease_seconds: float = 60.0
+    loads: bool = True
 
 
 class WorkerAdapter:
@@ -132,7 +137,18 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
+        share = self._engine.share
+        self._found_ranks, self._finding_ends = Task[frozenset[int]](), threading.Event()
+        self._found_ranks.settle(share.others if not settings.loads else frozenset())
+        self._find_until, self._finding = float("inf"), Background("lmc-ranks")
+        is_read = bool(
+            share.others and make_peer_server and tiers.peers and chunks.memory is not None
+        )
+        self._sample = store_sample(self._engine, parts) if is_read else ()
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
+        if is_read and tiers.peers and self._server and self._server.has_door:
+            find = partial(tiers.peers.find_ranks, self._sample, self._finding_ends)
+            self._found_ranks = self._finding.submit(find)
 
     @property
     def rank(self) -> int:
@@ -294,6 +310,8 @@ class WorkerAdapter:
 
     def shutdown(self) -> None:
         """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
+        self._finding_ends.set()
+        self._finding.close()
         seconds = limits.SHUTDOWN_SECONDS
         self._wait_for_no_plan()
         self.finish_stores()
@@ -323,6 +341,9 @@ class WorkerAdapter:
         self._engine.leaving.await_plans(may_come=False)
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        while self._sample:  # all ranks have started, or there would be no jobs
+            self._engine.forget(self._sample[0])
+            self._sample = self._sample[1:]
         if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
             self._jobs.refuse((job,))
             return
@@ -397,9 +418,10 @@ class WorkerAdapter:
 
     def _start(self) -> RankStart | None:
         """What was found out at start: once, when Redis has been measured or was too slow."""
-        if self._is_start_told or self._tiers.is_calibrating:
+        if self._is_start_told or self._tiers.is_calibrating or self._is_finding_ranks():
             return None
         self._is_start_told = True
+        self._engine.share.reads = self._found_ranks.value or frozenset()
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
@@ -407,7 +429,17 @@ class WorkerAdapter:
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",
+            reads=frozenset(self._engine.share.reads),
         )
+
+    def _is_finding_ranks(self) -> bool:
+        """Whether it is not known yet whose memory can be read. All ranks have started when the
+        first step comes, or are about to."""
+        now = self._clock()
+        self._find_until = min(self._find_until, now + _FIND_SECONDS)
+        if now >= self._find_until:
+            self._finding_ends.set()
+        return not self._found_ranks.is_done
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

@@ -20,6 +20,7 @@ from lmcache_connector.config.warnings import (
 )
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
@@ -85,6 +86,7 @@ def build_worker(
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
         lease_seconds=config.lease_seconds,
+        loads=vllm_config.kv_transfer_config.is_kv_consumer,
     )
     doubt = cuda_code_warning()
     if doubt is not None:
@@ -161,6 +163,7 @@ def _worker_settings(
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
             shares_memory=config.host_sharing,
             announces=loads and loads_in_step(config, vllm_config),
+            owners=model.owners,
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),
@@ -197,9 +200,8 @@ def _redis_tier_maker(
     # Imported here: without a Redis tier the client library is not needed.
     from lmcache_connector.storage.redis.tier import RedisTier
 
-    rank = model.rank
-    write_shards = tuple(part.ranks[rank].write_shards for part in model.parts)
-    return partial(RedisTier, tier_config, _geometries(model), write_shards)
+    is_writer = Share(model.rank, model.owners).is_owner
+    return partial(RedisTier, tier_config, _geometries(model), is_writer)
 
 
 def _peer_tier_maker(
@@ -214,8 +216,9 @@ def _peer_tier_maker(
 
     greeting = Greeting(model.world_size, str(transfer.engine_id))
     host = open_host_folder(config)
+    share = Share(model.rank, model.owners)
     topology = PeerTopology(
-        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic, host
+        tier_config, config.peer_addresses, greeting, share, time.monotonic, host
     )
     return partial(PeerTier, tier_config, _geometries(model), topology)
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -135,7 +137,12 @@ class LMCacheEngineAdapter:
         if is_told:
             self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
         self._cpu.batched_msg_sender = self._changed
-        self.chunks = CpuTierChunks(self._cpu, self._database, self._sizes.geometries, self._shared)
+        self.share = Share(settings.rank, settings.owners)
+        if self._plugin is not None:
+            self._plugin.is_elsewhere = self.share.is_elsewhere
+        self.chunks = CpuTierChunks(
+            self._cpu, self._database, self._sizes.geometries, self._shared, self.share
+        )
         self._writes: RedisWrites | None = None
         if redis_tier is not None:
             self._writes = RedisWrites(
@@ -159,15 +166,15 @@ class LMCacheEngineAdapter:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
         Chunks it has are not copied, but go on to Redis if the job says so, and the events tell of
-        them: the scheduler side did not know. What does not pass the
-        ``gate`` is dropped. ``parts``: the caches of this job. Raises what the copy raises.
+        them: the scheduler side did not know. What another rank stores, and what does not pass the
+        ``gate``, is left out. ``parts``: the caches of this job. Raises what the copy raises.
         """
         parts = parts or self._parts
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
             self._changed.tell(held)
-            missing = only(run, [i for i, key in enumerate(run.keys) if key not in held])
+            missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
             transfer = RunTransfer(
                 part=run.part,
                 paged=parts[run.part],
@@ -228,11 +235,15 @@ class LMCacheEngineAdapter:
         for transfer in transfers:
             num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
-                self._retrieve(transfer, deadline if job.needs_redis else None, job.source)
+                self._retrieve(transfer, deadline, job.source, asks_all=job.needs_redis)
             if num_bytes:  # or the next piece would push out what is another's
                 self._use(job)
             if transfer.num_chunks < len(transfer.keys):
-                self._changed.tell(transfer.keys[transfer.num_chunks :])
+                first, *others = transfer.keys[transfer.num_chunks :]
+                # Whether the others can be read elsewhere was not asked.
+                self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
+                if not cancelled.is_set():
+                    self._changed.tell((first,))
                 break
         if job.needs_redis:
             self._announce_ahead()
@@ -276,7 +287,7 @@ class LMCacheEngineAdapter:
         is_sound = gate.passes(cancelled)
         has_read()
         if is_sound:
-            self._retrieve(transfer, deadline if job.needs_redis else None)
+            self._retrieve(transfer, deadline, asks_all=job.needs_redis)
             self._use(job)
         return transfer
 
@@ -284,12 +295,13 @@ class LMCacheEngineAdapter:
         """Requests have these chunks in their prompts, wherever they take them from. The engine's
         step calls it: what it comes to is worked out when it counts."""
         for use in uses:
-            self._ledger.notes.use(use)
+            here = tuple(key for key in use.keys if not self.share.is_elsewhere(key))
+            self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
         """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
         ``deadline`` is a reading of ``time.monotonic``."""
-        missing = [key for key in job.keys if not self.holds(key)]
+        missing = [key for key in job.keys if self._is_missing(key)]
         if self._plugin is None or not missing:
             return JobTransfer.of(())
         engine_keys = list(map(self._database.engine_key, missing))
@@ -386,20 +398,25 @@ class LMCacheEngineAdapter:
     def _retrieve(
         self,
         transfer: RunTransfer,
-        redis_deadline: float | None,
+        deadline: float,
         source: PeerSource | None = None,
+        *,
+        asks_all: bool,
     ) -> None:
-        """``redis_deadline``: ``None`` to ask the CPU tier alone."""
+        """Of what is in the CPU tiers of this engine's ranks alone, unless it ``asks_all``."""
         tokens = self._tokens(transfer)
-        if self._plugin is None or redis_deadline is None:
+        is_elsewhere = any(map(self.share.is_elsewhere, transfer.keys))
+        if self._plugin is None or not (asks_all or is_elsewhere):
             self._engine.retrieve(tokens, transfer=transfer)
         else:
             is_cancelled = transfer.cancelled.is_set
-            with self._plugin.load_context(redis_deadline, is_cancelled, source) as context:
-                if source is None or source.is_trusted:
-                    self._engine.retrieve(tokens, transfer=transfer)
-                else:
+            with self._plugin.load_context(
+                deadline, is_cancelled, source, asks_all=asks_all
+            ) as context:
+                if is_elsewhere or not (source is None or source.is_trusted):
                     self._retrieve_once(transfer)
+                else:
+                    self._engine.retrieve(tokens, transfer=transfer)
             transfer.fetched = tuple(context.fetched)
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
@@ -443,10 +460,14 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
+    def _is_missing(self, key: bytes) -> bool:
+        """Whether the CPU tier lacks what it is to hold."""
+        return not (self.share.is_elsewhere(key) or self.holds(key))
+
     def _bytes_missing(self, transfers: Sequence[RunTransfer]) -> int:
         """What the CPU tier lacks of their chunks."""
         return sum(
-            transfer.paged.geometry.chunk_bytes * sum(not self.holds(key) for key in transfer.keys)
+            transfer.paged.geometry.chunk_bytes * sum(map(self._is_missing, transfer.keys))
             for transfer in transfers
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase, chunk_key_of, value_bytes
@@ -33,8 +34,8 @@ class ChunkLease:
 
 
 class CpuTierChunks:
-    """Thread-safe: LMCache's own lock is taken to lease, and to list. ``geometries``: this rank's.
-    A chunk comes to the tier when its store has copied it."""
+    """Thread-safe: LMCache's own lock is taken to lease, and to list. ``geometries`` and ``share``:
+    this rank's. A chunk comes to the tier when its store has copied it."""
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class CpuTierChunks:
         database: PlannedTokenDatabase,
         geometries: PartGeometries,
         shared: SharedMemory,
+        share: Share,
     ) -> None:
+        self.is_elsewhere = share.is_elsewhere
         self._shared = shared
         self._cpu = cpu
         self._database = database

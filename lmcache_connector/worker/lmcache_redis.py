@@ -40,12 +40,15 @@ class LoadContext:
     """The limits of one load, and its results.
 
     ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
-    from; its values stay in the CPU tier if it is trusted. ``fetched``: one entry per tier asked.
+    from; its values stay in the CPU tier if it is trusted. Unless the load ``asks_all``, it reads
+    from other ranks of this engine alone, what they store for this one. ``fetched``: one entry per
+    tier asked.
     """
 
     deadline: float
     cancelled: Callable[[], bool] = never
     source: PeerSource | None = None
+    asks_all: bool = True
     fetched: list[Fetched] = field(default_factory=list)
 
 
@@ -85,6 +88,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         self._sources = {tier: source for tier, source in sources if source is not None}
         self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
         self._contexts = _Contexts()
+        self.is_elsewhere: Callable[[bytes], bool] = lambda key: False
+        """See `Share.is_elsewhere`: what comes of these is not kept."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -95,9 +100,11 @@ class RedisStoragePlugin(StoragePluginInterface):
         deadline: float,
         cancelled: Callable[[], bool] = never,
         source: PeerSource | None = None,
+        *,
+        asks_all: bool = True,
     ) -> Iterator[LoadContext]:
         """Bound and measure the loads that this thread makes inside the ``with``."""
-        context = self._contexts.load = LoadContext(deadline, cancelled, source)
+        context = self._contexts.load = LoadContext(deadline, cancelled, source, asks_all)
         try:
             yield context
         finally:
@@ -146,7 +153,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         hits = self._read([keys[i] for i in missing], list(missing.values()), context)
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
-                if context.source is None or context.source.is_trusted:
+                is_trusted = context.source is None or context.source.is_trusted
+                if is_trusted and not self.is_elsewhere(chunk_key(keys[index])):
                     self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
             else:
@@ -214,15 +222,23 @@ class RedisStoragePlugin(StoragePluginInterface):
         names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
+        elsewhere = [i for i in left if self._peers is not None and self.is_elsewhere(names[i])]
+        if self._peers is not None and elsewhere:  # that is the CPU tier, as all else sees it
+            wanted = [names[i] for i in elsewhere], [values[i] for i in elsewhere]
+            until = _half(context.deadline) if context.asks_all else context.deadline
+            here = self._peers.read_ranks(*wanted, until, context.cancelled)
+            for index, hit in zip(elsewhere, here, strict=True):
+                hits[index] = hit
+            left = [index for index in left if not hits[index]]
+        if not context.asks_all:
+            return hits
         reads = [(tier, source.read) for tier, source in self._sources.items()]
         if context.source is not None and self._peers is not None:
             reads = [(Tier.PEER, partial(self._peers.read, source=context.source))]
         for number, (tier, read) in enumerate(reads, start=1):
             if not left:
                 break
-            until = context.deadline
-            if number < len(reads):
-                until -= max(0.0, until - time.monotonic()) / 2
+            until = context.deadline if number == len(reads) else _half(context.deadline)
             wanted = [names[i] for i in left], [values[i] for i in left]
             result = read(*wanted, until, context.cancelled)
             came = [index for index, hit in zip(left, result.hits, strict=True) if hit]
@@ -271,6 +287,11 @@ class _StoreEnd:
 def chunk_key(key: CacheEngineKey) -> bytes:
     """The chunk key, which our token database hands to LMCache as an integer."""
     return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")
+
+
+def _half(deadline: float) -> float:
+    """Of the time until then."""
+    return deadline - max(0.0, deadline - time.monotonic()) / 2
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:

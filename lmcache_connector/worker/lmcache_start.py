@@ -20,6 +20,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.threads import start_thread
 from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
 from lmcache_connector.worker.lmcache_plugs import ValueSizes
@@ -59,7 +60,8 @@ class EngineSettings:
     want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
     Redis again. ``shares_memory``: others of this host may map the CPU tier. ``announces``: a
-    scheduler side hears of what is to be evicted before it is.
+    scheduler side hears of what is to be evicted before it is. ``owners``: of what several ranks
+    hold alike; ``None``: this one stores all that it holds.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class EngineSettings:
     pace: Pace = field(default_factory=Pace)
     shares_memory: bool = False
     announces: bool = False
+    owners: Owners | None = None
 
 
 def cuda_code_warning() -> str | None:

@@ -7,6 +7,7 @@ serves anything, on the real paged cache, and leaves it as it was.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_plugs import JobTransfer
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.waiting_jobs import StepGate
 
@@ -54,6 +56,17 @@ def run_self_test(
         sum(result.store_seconds for result in results),
         sum(result.load_seconds for result in results),
     )
+
+
+def store_sample(engine: LMCacheEngineAdapter, parts: Sequence[PagedPart]) -> tuple[bytes, ...]:
+    """Of whatever lies in the paged cache, a chunk of each part, for other ranks to find out
+    whether they can read it here. Its keys."""
+    trials = [_Trial.of(engine, parts, number, time.monotonic) for number in range(len(parts))]
+    for trial in trials:
+        if trial is not None:
+            trial.store()
+    engine.drop_events()
+    return tuple(part_key(_KEY, number, len(parts)) for number in range(len(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +116,7 @@ class _Trial:
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)
         never, started = threading.Event(), self.clock()
-        store = StoreJob(0, "self-test", (self.run_of_one,), redis_keys=frozenset())
-        stored = self.engine.store(store, self.engine.fence(), never, StepGate())
+        stored = self.store()
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()
@@ -122,6 +134,10 @@ class _Trial:
                     "refusing to start, please report this with your model and vLLM command line"
                 )
         return SelfTestResult(stored.num_bytes, store_seconds, load_seconds)
+
+    def store(self) -> JobTransfer:
+        job = StoreJob(0, "self-test", (self.run_of_one,), redis_keys=frozenset())
+        return self.engine.store(job, self.engine.fence(), threading.Event(), StepGate())
 
     def read(self) -> list[torch.Tensor]:
         """uint8 ``[rows, heads, tokens, content bytes]`` of each layer, on the CPU."""

@@ -55,16 +55,15 @@ class RedisTierStats:
 class RedisTier:
     """One rank's chunks in Redis. Thread-safe.
 
-    ``write_shards``: for each part the KV heads of its geometry that this rank writes, all when
-    None; of the ranks that hold a head, one writes it. ``clock`` returns seconds, ``random``
-    numbers in [0, 1).
+    ``is_writer``: whether this rank writes what is under a key; of those that hold the same, one
+    does. ``clock`` returns seconds, ``random`` numbers in [0, 1).
     """
 
     def __init__(
         self,
         config: RedisTierConfig,
         geometries: PartGeometries,
-        write_shards: tuple[tuple[int, ...], ...] | None = None,
+        is_writer: Callable[[bytes], bool] = lambda key: True,
         *,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
@@ -77,15 +76,13 @@ class RedisTier:
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
         self._writes = WriteQueue(config.write_queue_bytes)
-        shards = tuple(part.shards for part in geometries.parts)
-        sealer = Sealer(config.hash_key)
-        read_plan = plan_values(config, geometries, shards, sealer)
-        self._write_plan = plan_values(config, geometries, write_shards or shards, sealer)
+        self._is_writer = is_writer
+        plan = plan_values(config, geometries, Sealer(config.hash_key))
         self._spoiled = SpoiledChunks()
         self._spoiled_at = float("-inf")
-        self._readers = ValueReaders(self._servers, read_plan, self._counters, self._found_spoiled)
+        self._readers = ValueReaders(self._servers, plan, self._counters, self._found_spoiled)
         self._writers = Writers(
-            self._servers, self._writes, self._write_plan, self._counters, self._spoiled,
+            self._servers, self._writes, plan, self._counters, self._spoiled,
             _num_writers(config.num_connections),
         )  # fmt: skip
         self._readers.start()
@@ -109,7 +106,7 @@ class RedisTier:
         """As in `WritableTier`."""
         check_sizes(self.geometries, [key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
-        if not self._write_plan.of(key).stripes:
+        if not self._is_writer(key):
             write.finish(True)
             return True
         node = self._writers.node_of(key)
@@ -198,17 +195,8 @@ class RedisTier:
             write.finish(False)
 
 
-def plan_values(
-    config: RedisTierConfig,
-    geometries: PartGeometries,
-    shards: tuple[tuple[int, ...], ...],
-    sealer: Sealer,
-) -> ValuePlan:
-    """All values of some heads. ``shards``: of each part."""
-    parts = []
-    for geometry, wanted in zip(geometries.parts, shards, strict=True):
-        stripes = geometry.stripes(config.max_payload_bytes)
-        parts.append(PartValues(geometry, tuple(s for s in stripes if s.shard in wanted)))
+def plan_values(config: RedisTierConfig, geometries: PartGeometries, sealer: Sealer) -> ValuePlan:
+    parts = (PartValues(each, each.stripes(config.max_payload_bytes)) for each in geometries.parts)
     return ValuePlan(config, geometries, tuple(parts), sealer)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.tiny_model import ModelShape, build_tiny_model
 from tests.support.engines.instance import StartInstance
 from tests.support.engines.settings import kv_transfer
 from tests.support.engines.storm import StormReport, Weather, run_storm
@@ -14,6 +17,7 @@ from tests.support.redis.servers import CACHE, running_valkey
 
 BAD_VALUES = {"aborts": 0.02, "damages": 0.02, "resets": 0.01}
 UPDATES = {"num_requests": 120, "updates": 0.01, "resets": 0.01}
+RANKS = "ranks"
 
 
 @pytest.mark.parametrize(
@@ -28,8 +32,10 @@ UPDATES = {"num_requests": 120, "updates": 0.01, "resets": 0.01}
         pytest.param(
             None, BAD_VALUES | {"num_requests": 120}, {"audit_share": 1.0}, marks=pytest.mark.soak
         ),
+        # Two ranks that hold the same, each of which reads what the other stores.
+        pytest.param(RANKS, BAD_VALUES | {"num_requests": 120}, {}, marks=pytest.mark.soak),
     ],
-    ids=["short", "long", "windows", "updates", "two at a time", "audited"],
+    ids=["short", "long", "windows", "updates", "two at a time", "audited", "ranks"],
 )
 @pytest.mark.timeout(1800)
 def test_a_storm(
@@ -41,18 +47,21 @@ def test_a_storm(
     tmp_path: Path,
 ) -> None:
     """Room for two requests in vLLM's cache, for few chunks in memory and some more in Valkey."""
-    folder = build_family(family, tmp_path) if family else tiny_model
+    has_parts = family not in (None, RANKS)
     sizes = {
-        "num_gpu_blocks_override": 72 if family else 20,
+        "num_gpu_blocks_override": 72 if has_parts else 20,
         "max_model_len": 2048,
         "max_num_seqs": int(others.get("max_num_seqs", 8)),
     }
-    with running_valkey(CACHE | {"maxmemory": "48mb"}) as valkey:
-        transfer = kv_transfer(
-            redis_url=valkey.url,
-            cpu_gib=(16 if family else 8) / 1024,
-            audit_share=others.get("audit_share", 0.0),
-        )
+    more: dict[str, Any] = {"cpu_gib": (16 if has_parts else 8) / 1024}
+    folder = build_family(str(family), tmp_path) if has_parts else tiny_model
+    if family == RANKS:
+        folder = build_tiny_model(tmp_path / "model", replace(ModelShape(), num_kv_heads=1))
+        more |= {"cpu_gib": 4 / 1024, "host_folder": str(tmp_path / "host")}
+        sizes["tensor_parallel_size"] = 2
+    with running_valkey(CACHE | {"maxmemory": "12mb" if family == RANKS else "48mb"}) as valkey:
+        audit_share = others.get("audit_share", 0.0)
+        transfer = kv_transfer(redis_url=valkey.url, audit_share=audit_share, **more)
         with start(transfer, folder, **sizes, max_num_batched_tokens=512) as engine:
             sky = Weather(valkey.port, **{"aborts": 0.005, **weather})  # type: ignore[arg-type]
             report: StormReport = engine.call(run_storm, 1, sky)
@@ -60,5 +69,7 @@ def test_a_storm(
     assert report.far == []
     assert report.checked_blocks > 0
     assert report.preemptions > 0
-    for tier in ("cpu",) if family else ("cpu", "redis"):
+    for tier in ("cpu",) if has_parts else ("cpu", "redis"):
         assert report.counts.total("hit_tokens", tier) > 0
+    if family == RANKS:
+        assert report.counts.total("peer_mapped_chunks") > 0

@@ -232,3 +232,16 @@ def test_what_lies_in_redis_for_one_instance_alone_stays_its_own(tier: Tier, sha
     for event in (BlocksStored(tier, run), BlocksRemoved(tier, run.hashes, shared)):
         told = to_vllm(event)
         assert told.locality == ("REMOTE" if shared and tier is Tier.REDIS else "LOCAL")
+
+
+def test_of_ranks_that_read_from_each_other_the_owner_counts() -> None:
+    log = log_of("a", world_size=2)
+    log.needed = lambda key: 2
+    log.apply(report(1, admitted="a", written="a"))
+    a = blocks(b"a")
+    assert log.take() == [BlocksStored(Tier.REDIS, a), BlocksStored(Tier.CPU, a)]
+    log.apply(report(0, evicted="a"))  # which it could not read
+    assert log.take() == [BlocksRemoved(Tier.CPU, a.hashes)]
+    log.apply(report(1, admitted="a"))
+    log.clear()
+    assert set(log.take()[1:]) == {BlocksRemoved(tier, a.hashes) for tier in (Tier.CPU, Tier.REDIS)}

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
+from lmcache_connector.kv_layout.topology import (
+    RankTopology,
+    TopologyError,
+    all_ranks,
+    ranks_alike,
+)
+from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 
@@ -44,35 +50,33 @@ def instance_pairs(draw: st.DrawFn) -> tuple[list[RankTopology], list[RankTopolo
     return instances[0], instances[1]
 
 
-def cells(topology: RankTopology, shards: tuple[int, ...]) -> set[tuple[int, int]]:
+def cells(topology: RankTopology) -> set[tuple[int, int]]:
     return {
         (layer, shard)
         for layer in range(topology.layer_start, topology.layer_end)
-        for shard in shards
+        for shard in topology.shards
     }
 
 
-@given(instance_pairs())
-def test_what_one_instance_writes_is_exactly_what_any_other_reads(
-    pair: tuple[list[RankTopology], list[RankTopology]],
+@given(instance_pairs(), st.binary(min_size=32, max_size=32))
+def test_what_the_owners_of_a_chunk_hold_is_exactly_what_any_instance_reads(
+    pair: tuple[list[RankTopology], list[RankTopology]], key: bytes
 ) -> None:
     writer, reader = pair
-    written = Counter(chain.from_iterable(cells(rank, rank.write_shards) for rank in writer))
-    read = set().union(*(cells(rank, rank.read_shards) for rank in reader))
-    assert set(written) == read
+    shares = [Share(rank.rank, Owners((ranks_alike(writer),))) for rank in writer]
+    owned = [r for r, share in zip(writer, shares, strict=True) if share.is_owner(key)]
+    written = Counter(chain.from_iterable(map(cells, owned)))
+    assert set(written) == set().union(*map(cells, reader))
     assert set(written.values()) == {1}
 
 
 @given(instance_pairs())
-def test_ranks_are_numbered_and_hold_what_they_write(
-    pair: tuple[list[RankTopology], list[RankTopology]],
-) -> None:
+def test_ranks_are_numbered(pair: tuple[list[RankTopology], list[RankTopology]]) -> None:
     for instance in pair:
         assert [rank.rank for rank in instance] == list(range(len(instance)))
         for rank in instance:
             assert rank.world_size == len(instance)
-            assert set(rank.write_shards) <= set(rank.read_shards)
-            assert rank.read_shards == tuple(sorted(set(rank.read_shards)))
+            assert rank.shards == tuple(sorted(set(rank.shards)))
 
 
 @given(instance_pairs())
@@ -87,7 +91,7 @@ def test_every_rank_makes_a_chunk_geometry(
                 num_tokens=16,
                 layer_start=rank.layer_start,
                 layer_widths=(8,) * rank.num_layers,
-                shards=rank.read_shards,
+                shards=rank.shards,
                 num_shards_total=rank.num_shards_total,
                 dtype="float16",
             )

@@ -84,3 +84,39 @@ def test_the_index_agrees_with_plain_sets(events: list[tuple[str, int, bytes]]) 
             assert index.planned_job(one) == (0 if everywhere else planned.get(one, 0))
         assert len(index) == len({key for _, key in holders})
         assert index.num_planned == len(planned)
+
+
+def shared_by_two() -> ChunkIndex:
+    """Of two ranks, each reads what the other owns: rank 0 that of A, rank 1 that of B."""
+    index = ChunkIndex(2)
+    index.needed = {A: 1, B: 2, KEYS[2]: 3}.__getitem__
+    return index
+
+
+def test_a_chunk_is_there_when_those_that_must_have_it() -> None:
+    index = shared_by_two()
+    index.apply(0, [CacheEvent(A, True), CacheEvent(KEYS[2], True)])
+    assert index.has_each([A, B, KEYS[2]]) == [True, False, False]
+    index.apply(1, [CacheEvent(B, True), CacheEvent(KEYS[2], True)])
+    assert index.has_each([A, B, KEYS[2]]) == [True, True, True]
+    assert [index.num_firm([key]) for key in (A, B, KEYS[2])] == [0, 0, 1]
+
+
+def test_what_a_rank_could_not_read_is_as_good_as_gone() -> None:
+    index = shared_by_two()
+    index.apply(0, [CacheEvent(A, True)])
+    index.apply(1, [CacheEvent(A, False)])
+    assert A not in index
+    assert len(index) == 0
+    index.apply(0, [CacheEvent(A, True)])  # its owner has found it when it was to store it again
+    assert A in index
+
+
+def test_stores_of_other_ranks_are_waited_for() -> None:
+    index = shared_by_two()
+    index.plan([A, KEYS[2]], job_id=1)
+    assert index.has_each([A, KEYS[2]]) == [True, True]
+    assert index.is_stored_elsewhere([B, A])
+    assert not index.is_stored_elsewhere([KEYS[2]])
+    index.apply(0, [CacheEvent(A, True)])
+    assert not index.is_stored_elsewhere([A])

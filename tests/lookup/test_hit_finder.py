@@ -335,3 +335,18 @@ def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) ->
     assert windowed.find(asked) == 3
     asked.lose(part_key(asked.keys.keys[2], 1, 2))
     assert windowed.find(asked) == 2
+
+
+def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
+    scene = Scene()
+    asked = scene.new_request(1)
+    keys = asked.keys.keys
+    scene.tier.seconds, scene.tier.num_held = [0.0] * 4, 0
+    scene.index = scene.finder.index = ChunkIndex(2)
+    scene.index.needed = lambda key: 2
+    scene.index.apply(1, [CacheEvent(key, True) for key in keys[:2]])
+    scene.index.plan(keys[2:3], 1)
+    assert scene.find(asked) is PENDING
+    scene.index.apply(1, [CacheEvent(keys[2], True)])
+    scene.index.settle(keys[2:3], 1)
+    assert scene.find(asked) == 3

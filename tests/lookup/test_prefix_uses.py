@@ -38,3 +38,11 @@ def test_all_windows_held_are_told() -> None:
     uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]))
     uses.add(KEYS, Claim())
     assert uses.take() == (PrefixUse(Claim(), (prefix[5], window[1], window[5])),)
+
+
+def test_of_ranks_that_store_in_turn_each_hears_of_its_last_chunk() -> None:
+    index = index_of(*KEYS[:4])
+    index.share(lambda key: 1, [2])
+    uses = PrefixUses((FULL,), index)
+    uses.add(KEYS, Claim())
+    assert uses.take() == (PrefixUse(Claim(), (KEYS[3], KEYS[2])),)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.peers import host, server
 from lmcache_connector.peers.commands import Greeting
@@ -59,7 +60,7 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
 def topology(path: Path, own: str = "reader") -> PeerTopology:
     config = RedisTierConfig(url="redis://peers")
     greeting = Greeting(1, own)
-    return PeerTopology(config, (), greeting, 0, time.monotonic, HostFolder(path))
+    return PeerTopology(config, (), greeting, Share(0), time.monotonic, HostFolder(path))
 
 
 @contextmanager

@@ -30,8 +30,7 @@ from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
 
 FOUND_SECONDS = 5.0
 CONFIG = RedisTierConfig(url="redis://peers")
-SHARDS = tuple(part.shards for part in PARTS.parts)
-PLAN = plan_values(CONFIG, PARTS, SHARDS, Sealer(None))
+PLAN = plan_values(CONFIG, PARTS, Sealer(None))
 HASH_KEY = b"a secret of enough bytes"
 
 

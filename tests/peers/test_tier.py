@@ -6,10 +6,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
+from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Commands, Greeting, Reply
@@ -17,7 +19,9 @@ from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
-from lmcache_connector.plans import Tier
+from lmcache_connector.peers.watch import TransferWatch
+from lmcache_connector.plans import PeerSource, Tier
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -48,7 +52,7 @@ def settings(**more: object) -> RedisTierConfig:
 
 def topology_of(addresses: Sequence[str], rank: int = 0, greeting: Greeting = OWN) -> PeerTopology:
     parsed = [Address.parse(each, may_be_dns=True) for each in addresses]
-    return PeerTopology(settings(), parsed, greeting, rank, time.monotonic)
+    return PeerTopology(settings(), parsed, greeting, Share(rank), time.monotonic)
 
 
 def at(*servers: PeerServer | int) -> list[str]:
@@ -264,7 +268,7 @@ def test_whom_nobody_waits_for_stays_connected() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(serving(HeldChunks(range(8)))) for _ in range(4)]
         parsed = [Address.parse(each) for each in at(*servers)]
-        topology = CountedTopology(settings(), parsed, OWN, 0, time.monotonic)
+        topology = CountedTopology(settings(), parsed, OWN, Share(0), time.monotonic)
         lookup = AnyLookup({Tier.PEER: PeerLookup(settings(), [PARTS], topology)}, time.monotonic)
         stack.callback(lookup.close)
         for _ in range(40):
@@ -294,3 +298,97 @@ def test_impossible_addresses(text: str) -> None:
 def test_addresses(text: str, address: Address, is_loopback: bool) -> None:
     found = Address.parse(text, may_be_dns=True)
     assert (found, str(found), found.is_loopback) == (address, text, is_loopback)
+
+
+# -- ranks that hold the same, of which one owns each chunk --------------------------------------
+
+PAIR = Owners((((0, 1),),))
+HEAD = replace(GEOMETRY, shards=(0,), num_shards_total=1)
+ONE_HEAD = PartGeometries((HEAD,))
+SHARES = [Share(rank, PAIR) for rank in range(2)]
+
+
+@contextmanager
+def a_pair(indices: Sequence[int]) -> Iterator[str]:
+    """The address of an engine whose two ranks have these chunks, each those that it owns."""
+    port = free_ports(2)
+    with ExitStack() as stack:
+        for rank, share in enumerate(SHARES):
+            held = HeldChunks([i for i in indices if share.is_owner(chunk_key(i))], ONE_HEAD)
+            assert 0 < len(held.data) < len(indices)
+            held.elsewhere = {chunk_key(i) for i in range(99)} - {
+                chunk_key(i) for i in range(99) if share.is_owner(chunk_key(i))
+            }
+            serves = {"ranks": (ONE_HEAD, ONE_HEAD), "rank": rank, "engine_id": "pair"}
+            stack.enter_context(serving(held, port=port + rank, **serves))  # type: ignore[arg-type]
+        yield f"127.0.0.1:{port}"
+
+
+def pair_topology(address: str, rank: int) -> PeerTopology:
+    parsed = [Address.parse(address)]
+    greeting = Greeting(2, "the reader")
+    return PeerTopology(settings(), parsed, greeting, SHARES[rank], time.monotonic)
+
+
+def read_heads(tier: PeerTier, count: int, source: PeerSource | None = None) -> list[bool]:
+    """Which of the first chunks have come."""
+    buffers = [bytearray(HEAD.chunk_bytes) for _ in range(count)]
+    keys, views = [chunk_key(i) for i in range(count)], [memoryview(b) for b in buffers]
+    hits = tier.read(keys, views, time.monotonic() + 5.0, source=source).hits
+    for index, (hit, buffer) in enumerate(zip(hits, buffers, strict=True)):
+        assert not hit or buffer == chunk_data(index, HEAD)
+    return hits
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_chunk_is_read_from_the_rank_that_owns_it(rank: int) -> None:
+    with a_pair(range(8)) as address:
+        tier = PeerTier(settings(), ONE_HEAD, pair_topology(address, rank))
+        try:
+            once_dialled(lambda: read_heads(tier, 8) == [True] * 8)
+            assert read_heads(tier, 12) == [True] * 8 + [False] * 4
+        finally:
+            assert tier.close(5.0)
+
+
+def test_the_owner_is_asked_for_a_chunk() -> None:
+    with a_pair(range(8)) as address:
+        lookup = PeerLookup(
+            settings(), [ONE_HEAD] * 2, pair_topology(address, 0), connect_share=1.0
+        )
+        keys, found = [chunk_key(i) for i in range(12)], list[bool]()
+
+        def is_whole() -> bool:
+            found[:] = lookup.exist(keys, time.monotonic() + 5.0)
+            return all(found[:8])
+
+        try:
+            once_dialled(is_whole)
+            assert found == [True] * 8 + [False] * 4
+        finally:
+            lookup.close()
+
+
+def test_an_engine_of_one_rank_reads_from_the_owners_of_two() -> None:
+    """Which a request has named."""
+    with a_pair(range(8)) as address:
+        host, _, port = address.partition(":")
+        source = PeerSource(host, int(port), 2, is_trusted=True)
+        tier = PeerTier(settings(), ONE_HEAD, topology_of([]))
+        try:
+            once_dialled(lambda: read_heads(tier, 8, source) == [True] * 8)
+        finally:
+            assert tier.close(5.0)
+
+
+def test_all_ranks_are_asked_what_an_engine_holds() -> None:
+    with a_pair(range(8)) as address:
+        watch = TransferWatch(settings(connect_timeout_seconds=1.0), "reader")
+        try:
+            keys = [chunk_key(i) for i in range(12)]
+            awaited = watch.ask(Address.parse(address), "", 60.0, keys)
+            assert awaited.settled.wait(10.0)
+            assert awaited.answer is not None
+            assert [awaited.answer.holds(key) for key in keys] == [True] * 8 + [False] * 4
+        finally:
+            watch.close()

@@ -359,3 +359,11 @@ def test_strange_questions_are_answered(
             with contextlib.suppress(redis.ResponseError):
                 client.execute_command(verb, *words)
         assert client.ping()
+
+
+def test_what_another_rank_stores_is_not_missing_here(
+    transfers: Transfers, chunks: HeldChunks
+) -> None:
+    chunks.elsewhere = {KEYS[7]}
+    send(transfers, "t", (0, 6, 7))
+    assert transfers.state(b"d", "t") == names(0, 7)

@@ -15,6 +15,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.background_lookup import PENDING, Pending, RequestLookup
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Fetched, JobResult, Outcome, PrefetchJob, Tier
@@ -60,7 +61,7 @@ class Scene:
             self.model.calibrate(tier, 1e9, 0.0)
         policy = LoadPolicy(self.model, SIZE, (MIB,), lambda: 0.0)
         self.tally, self.hits = Tally(), Answers()
-        self.prefetcher = Prefetcher(settings, policy, self.tally, count(1).__next__)
+        self.prefetcher = Prefetcher(settings, policy, self.tally, count(1).__next__, ChunkIndex(1))
         self._hasher = PrefixHasher({}, SIZE)
 
     def queue(self, name: str, num_chunks: int | None, tokens: Sequence[int] = ()) -> RequestState:

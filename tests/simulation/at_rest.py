@@ -41,9 +41,12 @@ class RouterView:
 
 
 class AtRest:
-    """Of one engine."""
+    """Of one engine. ``shares``: each chunk is in the memory of one rank, for all."""
 
-    def __init__(self, ranks: Sequence[Rank], index: Any, view: RouterView | None) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], index: Any, view: RouterView | None, *, shares: bool
+    ) -> None:
+        self._shares = shares
         self._ranks = ranks
         self._index = index
         self._view = view
@@ -78,12 +81,21 @@ class AtRest:
             return
         held = [rank.keys_in_memory() for rank in self._ranks]
         by_all, by_some = set.intersection(*held), set.union(*held)
-        self._check_index(by_all, by_some)
+        if self._shares:
+            if by_all:
+                raise SimulationFailure(f"ONCE: {len(by_all)} chunks are in the memory of all")
+            by_all = self._known(by_some)  # what a rank failed to read is forgotten
+        self._check_index(by_all, by_some if not self._shares else by_all)
         for number, keys in enumerate(held):
             self._check_owners(self._ranks[number], keys)
             self._check_pins(number, now)
         if self._view is not None:
             self._check_view(self._view.tiers["CPU"], by_all)
+
+    def _known(self, keys: set[bytes]) -> set[bytes]:
+        ordered = sorted(keys)
+        held = zip(ordered, self._index.has_each(ordered), strict=True)
+        return {key for key, is_held in held if is_held}
 
     def _check_index(self, by_all: set[bytes], by_some: set[bytes]) -> None:
         keys = sorted(by_some | self._blocks_of.keys())

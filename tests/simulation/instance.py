@@ -177,8 +177,14 @@ class Instance:
         self._changed.set()
 
     def keys_in_memory(self) -> set[bytes]:
-        """Chunks that all ranks hold in their CPU tiers."""
-        return set.intersection(*(rank.keys_in_memory() for rank in self._ranks))
+        """Chunks that all ranks hold in their CPU tiers, or the one that does for all."""
+        held = [rank.keys_in_memory() for rank in self._ranks]
+        return set.union(*held) if self.shape.shares else set.intersection(*held)
+
+    @property
+    def num_read_from_ranks(self) -> int:
+        """Chunks out of the memory of the engine's other ranks."""
+        return sum(rank.num_read_from_ranks for rank in self._ranks)
 
     @property
     def is_idle(self) -> bool:
@@ -224,12 +230,14 @@ class Instance:
         }
         if metadata:
             self._scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        for rank in self._ranks if shape.shares else ():
+            rank.meet(self._ranks)
         self._aggregator = KVOutputAggregator(shape.world_size)
         view = None
         if shape.kv_events:
             view = self._scheduler.kv_event_publisher = RouterView()
         index = self._scheduler.connector._scheduler_side.index
-        self.at_rest = AtRest(self._ranks, index, view)
+        self.at_rest = AtRest(self._ranks, index, view, shares=shape.shares)
 
     def _transfer(self) -> KVTransferConfig:
         return KVTransferConfig(

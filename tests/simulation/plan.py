@@ -9,7 +9,7 @@ from tests.simulation.faults import Deployment, RefusingServer
 from tests.simulation.instance import VOCABULARY
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Network, Path
-from tests.simulation.rank import CHUNK_SIZE, PEER_PORT, Shape
+from tests.simulation.rank import CHUNK_SIZE, NUM_HEADS, PEER_PORT, Shape
 from tests.simulation.redis_model import Cluster, RedisModel
 
 MAX_INSTANCES = 6
@@ -124,9 +124,13 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
     if has_tenants:  # a tenant keeps no more than its share until it is written
         settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     world_size = chance.choice([1, 1, 2])
+    peers = () if is_slow else _peers(kernel, deployment.network, world_size)
+    # Whoever reads of others can read of its own ranks.
+    shares = world_size > 1 and bool(peers) and chance.random() < 0.5
     shape = Shape(
         world_size=world_size,
-        peers=() if is_slow else _peers(kernel, deployment.network, world_size),
+        num_heads=1 if shares else NUM_HEADS,
+        peers=peers,
         depth=chance.choice([1, 2]),
         num_blocks=chance.choice([20, 24, 40]),
         cpu_chunks=48 if is_slow else chance.choice([8, 24]),

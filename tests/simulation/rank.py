@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.retention.queues import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
+from tests.simulation.setup import ONE_HEAD
 from tests.simulation.weights import Weights, Worker
 from tests.support.memory import forget_memory
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
@@ -31,10 +32,12 @@ WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one instance. ``depth``: steps scheduled ahead. Sizes in blocks and chunks, times in
+    """Of one instance. ``num_heads``: KV heads of the model; a single one is on all ranks, which
+    store each chunk once. ``depth``: steps scheduled ahead. Sizes in blocks and chunks, times in
     seconds. ``settings``: ``kv_connector_extra_config``."""
 
     world_size: int = 1
+    num_heads: int = NUM_HEADS
     depth: int = 1
     num_blocks: int = 40
     cpu_chunks: int = 24
@@ -50,7 +53,16 @@ class Shape:
     @property
     def chunk_bytes(self) -> int:
         """Of each rank."""
-        return CHUNK_SIZE * NUM_LAYERS * (NUM_HEADS // self.world_size) * WIDTH
+        return CHUNK_SIZE * NUM_LAYERS * self.heads_per_rank * WIDTH
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(1, self.num_heads // self.world_size)
+
+    @property
+    def shares(self) -> bool:
+        """Whether a chunk is in the memory of one rank."""
+        return self.num_heads < self.world_size
 
     @property
     def cpu_gib(self) -> float:
@@ -88,15 +100,15 @@ class Rank:
         self.token_seconds = shape.token_seconds
         self._kernel = kernel
         self._shape = shape
-        share = NUM_HEADS // shape.world_size
-        heads = range(rank * share, (rank + 1) * share)
+        first = rank * shape.num_heads // shape.world_size
+        heads = range(first, first + shape.heads_per_rank)
         self.memory = KVMemory(NUM_LAYERS, shape.num_blocks, BLOCK_SIZE, heads, WIDTH)
         self.connector = LMCacheTieredConnector(
             config, KVConnectorRole.WORKER, kv_cache_config(shape)
         )
         Worker(weights).initialize(self.connector, self.memory.caches(torch.bfloat16))
         worker: Any = self.connector._worker
-        self._engine = worker._engine
+        self._engine, self._peers = worker._engine, worker._peers
 
     def run(
         self, metadata: Any, step: Step, check_call: Callable[[str, float], None]
@@ -143,6 +155,15 @@ class Rank:
     def holdings(self) -> Holdings:
         return self._engine.holdings()  # type: ignore[no-any-return]
 
+    def meet(self, ranks: Sequence[Rank]) -> None:
+        """All ranks of the engine: whose memory this one reads."""
+        if self._peers is not None:  # else it loads nothing
+            self._peers.engines = [rank._engine for rank in ranks]
+
+    @property
+    def num_read_from_ranks(self) -> int:
+        return self._peers.num_mapped if self._peers is not None else 0
+
     def evict(self) -> None:
         forget_memory(self.connector._worker)
 
@@ -176,7 +197,7 @@ def config_of(model: Path, shape: Shape, transfer: KVTransferConfig, rank: int =
     """Making one takes as long as a tenth of a world: those of a kind share the most of it."""
     config = copy.copy(
         _engine_config(
-            model,
+            model / ONE_HEAD if shape.num_heads == 1 else model,
             depth=shape.depth,
             max_batched_tokens=shape.max_batched_tokens,
             world_size=shape.world_size,
@@ -193,7 +214,7 @@ def config_of(model: Path, shape: Shape, transfer: KVTransferConfig, rank: int =
 def kv_cache_config(shape: Shape) -> KVCacheConfig:
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_HEADS // shape.world_size,
+        num_kv_heads=shape.heads_per_rank,
         head_size=HEAD_SIZE,
         dtype=torch.bfloat16,
     )

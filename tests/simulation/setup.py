@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from examples.tiny_model import ModelShape
 
 _READ_GRACE_SECONDS = 0.1
+ONE_HEAD = "one-head"
+"""Where the model of one KV head is, beside the other's files."""
+_SILENT_SHARE = 0.02
 
 
 def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
@@ -37,7 +40,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     torch.set_num_threads(1)
     copier = _SlowCopier(CpuCopier())
     _replace("worker.rank_tiers", make_copier=lambda device: copier, run_self_test=lambda *_: None)
-    _replace("worker.adapter", ask_for_amx=lambda: None)
+    _replace("worker.adapter", ask_for_amx=lambda: None, store_sample=lambda *_: ())
     _replace("worker.lmcache_engine", start_engine=lmcache_model.start_engine)
     model = _module("vllm_compat.model")
     _replace("vllm_compat.model", configuration_digests=_remembered(model.configuration_digests))
@@ -45,7 +48,39 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     _replace("vllm_compat.parts", find_packing=lambda *_: plain)
     _watch_reads(RedisTier)
     _watch_reads(PeerTier)
+    tier: Any = PeerTier
+    tier.find_ranks, tier.read_ranks = _all_others, _read_ranks
+    _module("peers.server").PeerServer.has_door = True
+    _module("worker.lmcache_peers").CpuTierChunks.memory = -1
+    build_tiny_model(folder / ONE_HEAD, replace(shape or TINY, num_kv_heads=1))
     return build_tiny_model(folder, shape or TINY)
+
+
+def _all_others(tier: Any, sample: Sequence[bytes], is_given_up: Any) -> frozenset[int]:
+    return tier._share.others  # type: ignore[no-any-return]
+
+
+def _read_ranks(
+    tier: Any,
+    keys: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    deadline: float,
+    cancelled: Callable[[], bool],
+) -> list[bool]:
+    """Out of the memory of the engine's other ranks, in the time that this takes. Now and then one
+    does not answer."""
+    kernel, found = RUNTIME.kernel, list[bool]()
+    is_answered = kernel.chance.random() > _SILENT_SHARE
+    for key, buffer in zip(keys, buffers, strict=True):
+        kernel.sleep(0.0001)
+        lease = tier.engines[tier._share.owner(key)].chunks.lease(key) if is_answered else None
+        if lease is not None:
+            buffer[:] = lease.view
+            tier.num_mapped += 1
+            kernel.sleep(0.0001)
+            lease.release()
+        found.append(lease is not None)
+    return found
 
 
 def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
@@ -55,6 +90,7 @@ def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[st
 
     def remembered(vllm_config: Any, kv_cache_config: Any, packings: Any) -> dict[str, str]:
         shape = (
+            vllm_config.model_config.model,
             vllm_config.parallel_config.tensor_parallel_size,
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.scheduler_config.async_scheduling,

@@ -281,6 +281,7 @@ class World:
             self.counts["hits from peers"] += instance.num_peer_hits
             self.counts["handed over"] += instance.num_handed_over
             self.counts["hits from memory"] += instance.num_cpu_hits
+            self.counts["read from other ranks"] += instance.num_read_from_ranks
             self.counts["loads inside steps"] += instance.num_in_step
             self.counts["fetched ahead"] += instance.num_prefetched
             self.counts["failed loads"] += instance.num_failed_loads

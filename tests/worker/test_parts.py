@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
-from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks, ranks_alike
+from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
 from lmcache_connector.plans import (
     AuditJob,
@@ -76,7 +77,7 @@ def parts(tp_size: int) -> tuple[PartLayout, ...]:
                         num_tokens=1 if part == STATE else CHUNK,
                         layer_start=0,
                         layer_widths=(CONTENT[part],) * len(layers),
-                        shards=rank.read_shards,
+                        shards=rank.shards,
                         num_shards_total=rank.num_shards_total,
                         dtype="uint8",
                     )
@@ -122,10 +123,10 @@ class Rank:
         )
         make_tier = None
         if self.server is not None:
-            writes = tuple(part.ranks[self.rank].write_shards for part in model)
+            owners = Owners(tuple(ranks_alike(part.ranks) for part in model))
             config = RedisTierConfig(url=self.server.url, read_timeout_seconds=LONG)
             own = geometries(self.tp_size, self.rank)
-            make_tier = partial(RedisTier, config, own, writes)
+            make_tier = partial(RedisTier, config, own, Share(self.rank, owners).is_owner)
         self.worker = WorkerAdapter(settings, self.caches, make_tier, FixedWeights())
 
     def _view(self, slot: int, part: int) -> torch.Tensor:

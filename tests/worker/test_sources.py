@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
@@ -26,7 +27,7 @@ PARTS = PartGeometries((GEOMETRY,))
 def two() -> Iterator[tuple[Rank, Rank, PeerServer]]:
     """One that serves what it has, and one that has no peers of its own."""
     settings = RedisTierConfig(url="redis://peers")
-    topology = PeerTopology(settings, (), Greeting(1, "reader"), 0, time.monotonic)
+    topology = PeerTopology(settings, (), Greeting(1, "reader"), Share(0), time.monotonic)
     tier = PeerTier(settings, PARTS, topology)
     first, second = Rank(), Rank(peers=tier)
     try:

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import pytest
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.plans import (
     Claim,
@@ -39,7 +41,13 @@ MINE, CROWD = Claim(b"mine"), Claim(b"crowd")
 
 
 def key(prompt: int, chunk: int) -> bytes:
-    return bytes([1, prompt, chunk]) + bytes(29)
+    return bytes([chunk, prompt, 1]) + bytes(29)
+
+
+@lru_cache
+def one_copier() -> Copier:
+    """For all engines: making one takes a second."""
+    return make_copier(torch.device("cpu"))
 
 
 @dataclass
@@ -49,6 +57,8 @@ class Rank:
     redis: RedisTier | None = None
     peers: PeerTier | None = None
     shares_memory: bool = False
+    rank: int = 0
+    owners: Owners | None = None
     cache: torch.Tensor = field(init=False)
     engine: LMCacheEngineAdapter = field(init=False)
     num_jobs: int = 0
@@ -57,16 +67,18 @@ class Rank:
     def __post_init__(self) -> None:
         self.cache = torch.zeros((2, NUM_BLOCKS, 2, 64, 2048), dtype=torch.uint8)
         caches = {f"layers.{i}": self.cache[i] for i in range(2)}
-        part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
+        self.part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
         rank_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
         settings = EngineSettings(
-            *(0, 1, rank_gib),
+            *(self.rank, 2 if self.owners else 1, rank_gib),
             tenant_share=0.5,
             pin_share=0.5,
             shares_memory=self.shares_memory,
+            owners=self.owners,
         )
-        copier = make_copier(torch.device("cpu"))
-        self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis, self.peers)
+        self.engine = LMCacheEngineAdapter(
+            settings, [self.part], one_copier(), self.redis, self.peers
+        )
 
     def store(self, prompt: int, claim: Claim, num_chunks: int = 4) -> None:
         self.num_jobs += 1
@@ -85,6 +97,7 @@ class Rank:
         *,
         needs_redis: bool = False,
         source: PeerSource | None = None,
+        is_cancelled: bool = False,
     ) -> int:
         """How many leading chunks came back, all of them as they were stored."""
         self.num_jobs += 1
@@ -92,8 +105,10 @@ class Rank:
         run = run_of(prompt, num_chunks)
         needs_redis |= source is not None
         job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim, source=source)
-        until = time.monotonic() + 10.0
-        moved = self.engine.load(job, None, threading.Event(), until)
+        until, cancelled = time.monotonic() + 10.0, threading.Event()
+        if is_cancelled:
+            cancelled.set()
+        moved = self.engine.load(job, None, cancelled, until)
         self.fetched, count = moved.fetched, moved.num_chunks
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()

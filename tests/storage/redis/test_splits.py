@@ -12,7 +12,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lmcache_connector.kv_layout.topology import RankTopology, all_ranks
+from lmcache_connector.kv_layout.topology import RankTopology, all_ranks, ranks_alike
+from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -47,7 +48,7 @@ def part_of(index: int, rank: RankTopology) -> bytes:
     """One rank's part of the chunk, as it lies in its buffer."""
     whole = whole_chunk(index)
     layers = range(rank.layer_start, rank.layer_end)
-    return b"".join(whole[h, layer] for h in rank.read_shards for layer in layers)
+    return b"".join(whole[h, layer] for h in rank.shards for layer in layers)
 
 
 def geometries_of(rank: RankTopology) -> PartGeometries:
@@ -55,7 +56,7 @@ def geometries_of(rank: RankTopology) -> PartGeometries:
         num_tokens=TOKENS,
         layer_start=rank.layer_start,
         layer_widths=(WIDTH,) * rank.num_layers,
-        shards=rank.read_shards,
+        shards=rank.shards,
         num_shards_total=HEADS,
         dtype="bfloat16",
     )
@@ -72,9 +73,10 @@ class Instance:
     def __init__(self, url: str, split: Split, stack: ExitStack) -> None:
         self.ranks = ranks_of(split)
         # Claims keep others from writing a chunk for a while; here they are to write it soon.
-        settings = config(url)
+        settings, owners = config(url), Owners((ranks_alike(self.ranks),))
         self.tiers = [
-            RedisTier(settings, geometries_of(rank), (rank.write_shards,)) for rank in self.ranks
+            RedisTier(settings, geometries_of(rank), Share(rank.rank, owners).is_owner)
+            for rank in self.ranks
         ]
         self.lookup = RedisLookup(settings, [geometries_of(rank) for rank in self.ranks])
         for tier in self.tiers:
@@ -151,7 +153,7 @@ def test_replicas_write_each_value_once(valkey: Server) -> None:
         instance.write()
         written = sum(tier.stats().counts.bytes_written for tier in instance.tiers)
         assert written == NUM_CHUNKS * HEADS * LAYERS * LAYER_BYTES
-        assert [tier.stats().counts.bytes_written > 0 for tier in instance.tiers] == [
-            True,
-            False,
-        ] * 4
+        shares = [Share(rank, Owners((ranks_alike(instance.ranks),))) for rank in range(8)]
+        for share, tier in zip(shares, instance.tiers, strict=True):
+            num_chunks = sum(share.is_owner(chunk_key(index)) for index in range(NUM_CHUNKS))
+            assert tier.stats().counts.bytes_written == num_chunks * LAYERS * LAYER_BYTES

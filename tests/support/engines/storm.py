@@ -8,6 +8,7 @@ and compared in the end with what the same prompt's KV is when nothing is loaded
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -263,9 +264,19 @@ def blocks_of(probe: EngineProbe, name: str, num_tokens: int) -> Blocks:
     running = [n for n in probe.scheduler.requests if n == name or n.startswith(name + "-")]
     if not running:
         return {}
-    runner = probe.core.model_executor.driver_worker.worker.model_runner
-    caches = runner.compilation_config.static_forward_context
     groups = probe.scheduler.kv_cache_manager.get_block_ids(running[0])
+    by_rank = probe.on_ranks(copy_blocks, groups, num_tokens)
+    return {
+        (f"rank {rank} {layer}", first): copies
+        for rank, found in enumerate(by_rank)
+        for (layer, first), copies in found.items()
+    }
+
+
+def copy_blocks(worker: Any, groups: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
+    """Of one rank."""
+    runner = worker.model_runner
+    caches = runner.compilation_config.static_forward_context
     found: Blocks = {}
     for group, ids in zip(runner.kv_cache_config.kv_cache_groups, groups, strict=True):
         size = group.kv_cache_spec.block_size

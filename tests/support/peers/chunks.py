@@ -50,6 +50,7 @@ class HeldChunks:
         self.lock = threading.Condition()
         self.leases: Counter[bytes] = Counter()
         self.data = {chunk_key(i): chunk_data(i, parts.of(chunk_key(i))) for i in indices}
+        self.elsewhere: set[bytes] = set()
         self.memory: int | None = None
         self.offsets: dict[bytes, int] = {}
 
@@ -66,6 +67,9 @@ class HeldChunks:
 
     def holds(self, key: bytes) -> bool:
         return key in self.data
+
+    def is_elsewhere(self, key: bytes) -> bool:
+        return key in self.elsewhere
 
     def lease(self, key: bytes) -> CountedLease | None:
         if key not in self.data:

@@ -1,0 +1,207 @@
+"""Two ranks that hold the same: each chunk is in the memory of one, and in the blocks of both."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.kv_parts.owners import Owners, Share
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.host import HostDoor, HostFolder, SocketName, digest
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import PrefetchJob, Tier
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.self_test import store_sample
+from tests.support.peers.chunks import serving
+from tests.support.redis.servers import Server
+from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank, key, run_of
+
+PARTS = PartGeometries((GEOMETRY,))
+PAIR = Owners((((0, 1),),))
+CONFIG = RedisTierConfig(url="redis://peers")
+
+
+@dataclass
+class Pair:
+    """The ranks of one engine. ``url``: of a Redis behind them."""
+
+    folder: HostFolder
+    stack: ExitStack
+    url: str | None = None
+    ranks: list[Rank] = field(default_factory=list)
+    tiers: list[PeerTier] = field(default_factory=list)
+    servers: list[ExitStack] = field(default_factory=list)
+
+    def start(self, rank: int) -> Rank:
+        share, greeting = Share(rank, PAIR), Greeting(2, "pair")
+        topology = PeerTopology(CONFIG, (), greeting, share, time.monotonic, self.folder)
+        tier, redis = PeerTier(CONFIG, PARTS, topology), None
+        if self.url is not None:
+            redis = RedisTier(RedisTierConfig(url=self.url), PARTS, share.is_owner)
+        made = Rank(redis, tier, shares_memory=True, rank=rank, owners=PAIR)
+        self.stack.callback(made.engine.close, 1.0)
+        self.stack.callback(tier.close, 1.0)
+        name = SocketName(digest("default"), digest("pair"), rank, 2)
+        self.sample = store_sample(made.engine, [made.part])
+        server = self.stack.enter_context(ExitStack())
+        door = HostDoor(self.folder, name)
+        server.enter_context(
+            serving(made.engine.chunks, ranks=(PARTS,) * 2, rank=rank, engine_id="pair", door=door)
+        )
+        self.ranks.append(made)
+        self.tiers.append(tier)
+        self.servers.append(server)
+        return made
+
+    def find(self) -> None:
+        """As after the start of all ranks."""
+        for rank, tier in zip(self.ranks, self.tiers, strict=True):
+            rank.engine.share.reads = tier.find_ranks(self.sample, threading.Event())
+        for rank in self.ranks:
+            for each in self.sample:
+                rank.engine.forget(each)
+            rank.engine.take_events()
+
+    def store(self, prompt: int, num_chunks: int = 4) -> None:
+        for rank in self.ranks:
+            rank.store(prompt, MINE, num_chunks)
+
+    def held(self) -> list[set[bytes]]:
+        return [set(rank.engine.chunks.all_keys()) for rank in self.ranks]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        made = Pair(HostFolder(tmp_path / "host"), stack)
+        for rank in range(2):
+            made.start(rank)
+        made.find()
+        yield made
+
+
+def test_each_chunk_is_in_one_memory_and_in_the_blocks_of_both(pair: Pair) -> None:
+    assert [rank.engine.share.reads for rank in pair.ranks] == [{1}, {0}]
+    pair.store(1)
+    zero, one = pair.held()
+    assert zero | one == {key(1, chunk) for chunk in range(4)}
+    assert zero == {key(1, chunk) for chunk in (0, 2)}
+    assert not zero & one
+    used = [rank.engine.used_bytes for rank in pair.ranks]
+    assert used == [2 * GEOMETRY.chunk_bytes] * 2
+    for rank, tier in zip(pair.ranks, pair.tiers, strict=True):
+        assert rank.load(1, MINE) == 4  # the bytes are compared there
+        assert tier.num_mapped == 2
+        assert rank.fetched == ()  # of the CPU tier, as all others see it
+    assert pair.held() == [zero, one]
+    assert [rank.engine.used_bytes for rank in pair.ranks] == used
+
+
+def test_what_the_owner_has_let_go_of_is_a_miss_that_is_told(pair: Pair) -> None:
+    pair.store(1)
+    pair.ranks[1].engine.forget(key(1, 1))
+    for rank in pair.ranks:
+        rank.engine.take_events()
+        assert rank.load(1, MINE) == 1
+        (event,) = [e for e in rank.engine.take_events() if e.key == key(1, 1)]
+        assert not event.admitted
+    # Stored again by its owner alone.
+    pair.store(1)
+    assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
+    assert not set.intersection(*pair.held())
+
+
+def test_a_load_that_was_given_up_tells_nothing_of_other_ranks(pair: Pair) -> None:
+    pair.store(1)
+    pair.ranks[0].engine.take_events()
+    assert pair.ranks[0].load(1, MINE, is_cancelled=True) == 0
+    told = {event.key for event in pair.ranks[0].engine.take_events()}
+    assert told <= {key(1, 0), key(1, 2)}
+
+
+def test_an_owner_that_does_not_serve_any_more_costs_its_chunks(pair: Pair) -> None:
+    pair.store(1)
+    pair.servers[1].close()
+    assert pair.ranks[0].load(1, MINE) == 1
+    assert pair.ranks[1].load(1, MINE) == 4
+
+
+def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
+    """Its other rank has not started: nobody waits for that for ever."""
+    with ExitStack() as stack:
+        pair = Pair(HostFolder(tmp_path / "host"), stack)
+        rank = pair.start(0)
+        given_up = threading.Event()
+        given_up.set()
+        rank.engine.share.reads = pair.tiers[0].find_ranks(pair.sample, given_up)
+        assert rank.engine.share.reads == frozenset()
+        rank.store(1, MINE)
+        assert rank.engine.used_bytes == (4 + len(pair.sample)) * GEOMETRY.chunk_bytes
+
+
+def test_evictions_end_no_load_with_other_bytes(pair: Pair) -> None:
+    """The owner's tier is flooded while the other rank reads."""
+    reader, owner = pair.ranks
+    stopping = threading.Event()
+
+    def flood() -> None:
+        for prompt in cycle(range(10, 25)):
+            owner.store(prompt, CROWD, 4)
+            if stopping.is_set():
+                return
+
+    thread = threading.Thread(target=flood)
+    pair.store(1)
+    thread.start()
+    try:
+        counts = []
+        for _ in range(60):
+            reader.store(1, MINE)
+            counts.append(reader.load(1, MINE))  # the bytes are compared there
+    finally:
+        stopping.set()
+        thread.join()
+    assert set(counts) <= {1, 4}
+
+
+# -- with a Redis ----------------------------------------------------------------------------------
+
+
+def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
+    tmp_path: Path, valkey: Server
+) -> None:
+    with ExitStack() as stack:
+        pair = Pair(HostFolder(tmp_path / "host"), stack, valkey.url)
+        for number in range(2):
+            pair.start(number)
+        pair.find()
+        pair.store(1)
+        written = []
+        for rank in pair.ranks:
+            assert rank.redis is not None
+            assert rank.redis.flush(10.0)
+            written.append(rank.redis.stats().counts.bytes_written)
+        assert written == [2 * GEOMETRY.chunk_bytes] * 2
+        for rank in pair.ranks:
+            rank.engine.forget_all()
+        fetch = PrefetchJob(9, "r", (run_of(1, 4),), 10.0)
+        moved = pair.ranks[0].engine.fetch(fetch, threading.Event(), time.monotonic() + 10.0)
+        assert (moved.num_chunks, moved.num_keys) == (2, 2)
+        assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
+        # The other two come from Redis, as their owner lacks them, and are not kept.
+        assert pair.ranks[0].load(1, MINE, needs_redis=True) == 4
+        assert [each.tier for each in pair.ranks[0].fetched if each.num_bytes] == [Tier.REDIS]
+        assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
+        assert pair.ranks[1].load(1, MINE, needs_redis=True) == 4
+        assert pair.held() == [{key(1, 0), key(1, 2)}, {key(1, 1), key(1, 3)}]
+        assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
