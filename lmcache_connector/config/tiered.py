@@ -84,7 +84,7 @@ class ConnectorConfig(StrictSettings):
     ``python -m tests.support.settings_page`` writes."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """The unit of lookup, storage and eviction. A multiple of vLLM's block sizes; by default
+    """The unit of look-up, storage and eviction. A multiple of vLLM's block sizes; by default
     128, or the next multiple. Instances that share need the same."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
