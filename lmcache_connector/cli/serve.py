@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report, size
-from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
-from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.cli.target import (
+    USUAL_BLOCK,
+    connector_config,
+    p2p_config,
+    read_transfer_config,
+)
+from lmcache_connector.config.tiered import ConnectorConfig, check_chunk_size
 from lmcache_connector.config.warnings import available_memory
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
@@ -45,6 +51,7 @@ _KV_MEMORY = (_KV_BYTES, "--gpu-memory-utilization")
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
+_BLOCK_SIZE = ("--block-size",)
 # Whoever names one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
@@ -96,6 +103,11 @@ def plan(options: Options) -> Server:
     _check_options(options)
     document = _transfer(options)
     config = _PARSERS[document["kv_connector"]](document)
+    if isinstance(config, ConnectorConfig) and not _names(options.vllm_options, _BLOCK_SIZE):
+        try:
+            check_chunk_size(config.chunk_size, USUAL_BLOCK)
+        except ConfigError as error:
+            raise CliError(str(error)) from None
     transfer, secrets = _hidden(document)
     vllm, is_for_cpu = _installed_vllm()
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
