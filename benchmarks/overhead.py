@@ -16,10 +16,11 @@ what vLLM's own calls for any connector cost does not count there. All engines a
 ``--launches`` times. Each ratio is the median over all rounds; the quartiles are in ``ratios``.
 
 ``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and stored bytes,
-not with what a step computes. ``quiet_step_cost_us`` compares median steps: most plan nothing, and
-nothing is stored beside them. Both have a variant ``..._vs_empty``. ``audit_s`` is by how much an
-audit delays the hit that is audited, ``audits_us_per_hit`` what that is per hit with the default
-share.
+not with what a step computes. ``decode_throughput_beside_hits`` is that of requests that decode
+while hits from memory come, over that while vLLM's own hits come, of the same prompts.
+``quiet_step_cost_us`` compares median steps: most plan nothing, and nothing is stored beside them.
+Both have a variant ``..._vs_empty``. ``audit_s`` is by how much an audit delays the hit that is
+audited, ``audits_us_per_hit`` what that is per hit with the default share.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rich.progress import Progress
 
 from benchmarks.harness.engine_timings import (
     audit_seconds,
+    decode_beside_hits,
     decode_step_microseconds,
     decode_tokens_per_second,
     lookup_microseconds,
@@ -75,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-requests", type=int, default=8, help="that decode together")
     parser.add_argument("--decode-tokens", type=int, default=256, help="each of them generates")
     parser.add_argument("--decode-rounds", type=int, default=3, help="per launch")
+    parser.add_argument("--hits", type=int, default=8, help="that come beside decoding requests")
+    parser.add_argument("--hit-tokens", type=int, default=1500, help="length of each")
     parser.add_argument("--audit-rounds", type=int, default=8, help="per launch")
     parser.add_argument("--chunk-size", type=int, help="of the connector, in tokens")
 
@@ -111,7 +115,7 @@ class Contest:
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     ttfts, speeds, decode_steps = _contests(args)
-    steps, lookups, audits, store_jobs = [], [], [], 0
+    steps, lookups, audits, beside, store_jobs = [], [], [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
             for engine in engines.values():  # compilation, first touches
@@ -123,6 +127,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
             steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
+            beside += _beside_hits(args, both)
             audited = random_prompt(90_000, args.tokens)
             both.call(ttft_seconds, audited)
             audits += both.call(audit_seconds, audited, args.audit_rounds)
@@ -136,6 +141,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "model": args.model,
         "prompt_tokens": args.tokens,
         **{f"{name}_{_SUFFIXES[against]}": median(r) for (name, against), r in ratios.items()},
+        "decode_throughput_beside_hits": median(beside, 3),
         "decode_step_cost_us": _step_cost_us(speeds, _STORING_OUT, args.decode_requests),
         "decode_step_cost_us_vs_empty": _step_cost_us(speeds, _STORING_EMPTY, args.decode_requests),
         "quiet_step_cost_us": _longer_us(decode_steps, _STORING_OUT),
@@ -191,6 +197,26 @@ def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float
         ("decode_throughput", empty): speeds.ratios(_STORING, _STORING_EMPTY),
         ("empty_connector_throughput", same): speeds.ratios(_STORING_EMPTY, _STORING_OUT),
     }
+
+
+def _beside_hits(args: argparse.Namespace, both: VllmInstance) -> list[float]:
+    """Throughput beside hits from memory over that beside vLLM's own, of each round."""
+    hits = [random_prompt(70_000 + i, args.hit_tokens) for i in range(args.hits)]
+    both.call(ttft_seconds, hits[0])  # the first hit of each kind is audited
+    for hit in (*hits, *hits[:2]):
+        both.call(ttft_seconds, hit)
+    ratios = []
+    for number in range(1 + 2 * args.decode_rounds):
+        seen = {}
+        for must_load in (True, False) if number % 2 else (False, True):
+            seed, before = 60_000 + 1000 * number, both.counts().total("load_jobs")
+            prompts = [random_prompt(seed + i, 200) for i in range(args.decode_requests)]
+            work = prompts, args.decode_tokens, hits, must_load
+            seen[must_load] = both.call(decode_beside_hits, *work)
+            num_loads = both.counts().total("load_jobs") - before
+            assert num_loads >= args.hits if must_load else num_loads == 0
+        ratios.append(seen[True] / seen[False])
+    return ratios[1:]  # in the first one, prompts were new
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from lmcache_connector.vllm_compat.api.names import (
 from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
-from lmcache_connector.vllm_compat.machines import core_warning, engine_index
+from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.short_loads import before_each_reset, compute_the_rest
 from lmcache_connector.vllm_compat.weights import weights_identity
@@ -145,9 +145,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._parse_config()
         self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         if role is KVConnectorRole.SCHEDULER:
-            for text in (*warnings(STANDING), core_warning(vllm_config)):
-                if text is not None:
-                    _warn_once(text)
+            for text in warnings(STANDING):
+                _warn_once(text)
             self._scheduler = self._make_scheduler()
             self._guard = SchedulerGuard(self._scheduler, self._failures)
 

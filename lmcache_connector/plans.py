@@ -57,16 +57,6 @@ class LoadedAdapterList:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderSeen:
-    """Which folder a path led to on one host. Another one has another device or inode."""
-
-    host: str
-    path: str
-    device: int
-    inode: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsInMemory:
     """The weights one rank has in memory, its drafter's included.
 
@@ -75,7 +65,6 @@ class WeightsInMemory:
     those that were loaded at start; ``None`` if they were changed before they were read.
     ``question``: the last one this answers. ``form``: how vLLM keeps them, and on what machine.
     ``loaded_after``: they were read from the disk after this time, in seconds since 1970.
-    ``folders``: on the way to their files, at that time.
     """
 
     version: int = 0
@@ -85,16 +74,15 @@ class WeightsInMemory:
     is_visible: bool = True
     form: str = ""
     loaded_after: float = float("inf")
-    folders: tuple[FolderSeen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """For whom the CPU tier keeps chunks, and how: see :mod:`lmcache_connector.retention`.
 
-    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them whatever
-    else comes. After ``ttl_seconds`` this request needs them no more; ``None``: that is not known.
-    ``priority``: with each step they are kept twice as long without being used.
+    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them while
+    pins are within their limits. ``ttl_seconds``: how long this request needs them; ``None``: that
+    is not known. ``priority``: each step doubles how long they may stay unused.
     """
 
     tenant: bytes = b""
@@ -213,11 +201,11 @@ class TransferUpdate:
 class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
-    ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
-    planned store this load relies on (0: none). ``after_passes``: forward passes of earlier steps
-    may still use the blocks, or the step zeroes them before its own. ``source`` is asked before
-    other peers and Redis. ``in_step``: all of it is in memory, and the forward pass of the step
-    reads it.
+    ``needs_redis``: some chunk may have to come from Redis or a peer. ``after_job``: the last
+    planned store that this load relies on (0: none). ``after_passes``: forward passes of earlier
+    steps may still use the blocks, or the step zeroes them before its own. ``source``: the only
+    instance to fetch from. ``in_step``: all chunks are in memory, and the forward pass of the step
+    reads them.
     """
 
     job_id: int

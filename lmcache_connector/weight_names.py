@@ -16,8 +16,7 @@ host, and bytes that do not fit them are named by themselves.
 from __future__ import annotations
 
 import logging
-import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
@@ -27,7 +26,7 @@ from blake3 import blake3
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.plans import FolderSeen, WeightsInMemory
+from lmcache_connector.plans import WeightsInMemory
 
 logger = logging.getLogger(__name__)
 
@@ -44,29 +43,13 @@ class WeightFiles:
     name: str
     files: tuple[Path, ...] = ()
 
-    @property
-    def folders(self) -> tuple[FolderSeen, ...]:
-        """Those on the way to the files, as they are now."""
-        return tuple(_seen(place) for place in self._places if place.is_dir())
-
-    def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
+    def changed_since(self, seconds: float) -> Path | None:
         """A file, or a link or folder on the way to one, that was written, replaced or renamed
-        after that time, since 1970. What a Hugging Face cache names by its content arrives only.
-
-        ``seen``: folders at that time. Of one that is not among them, what comes and goes in it may
-        pass for a change. One of them that is moved away and back passes for none if something else
-        has come or gone in it since."""
-        before: dict[str, set[FolderSeen]] = {}
-        for each in seen:
-            if each.host == platform.node():
-                before.setdefault(each.path, set()).add(each)
-        changed = (p for p in self._places if _has_changed(p, seconds, before.get(str(p), set())))
-        return next(changed, None)
-
-    @property
-    def _places(self) -> list[Path]:
+        after that time, since 1970. What a Hugging Face cache names by its content arrives only. A
+        folder passes for renamed if something has come or gone both in it and in the one above."""
         named = (file.parent if _is_named_by_content(file) else file for file in self.files)
-        return sorted({place for file in named for place in _on_the_way_to(file)})
+        places = sorted({place for file in named for place in _on_the_way_to(file)})
+        return next((place for place in places if _has_changed(place, seconds)), None)
 
 
 class WeightNames:
@@ -199,8 +182,7 @@ class WeightNames:
         if not files:
             return own, ""
         loaded_after = min(each.loaded_after for each in ranks)
-        folders = {folder for each in ranks for folder in each.folders}
-        if (changed := self._files.changed_since(loaded_after, folders)) is not None:
+        if (changed := self._files.changed_since(loaded_after)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.form for each in ranks]])
@@ -240,25 +222,17 @@ def _is_named_by_content(file: Path) -> bool:
         return False
 
 
-def _seen(folder: Path) -> FolderSeen:
-    found = folder.stat()
-    return FolderSeen(platform.node(), str(folder), found.st_dev, found.st_ino)
-
-
-def _has_changed(place: Path, seconds: float, seen: Set[FolderSeen]) -> bool:
+def _has_changed(place: Path, seconds: float) -> bool:
     """What comes and goes in a folder changes its mtime and ctime alike, renaming it changes its
     ctime and the mtime of the one above."""
     try:
         found = place.lstat()
-        if seen and seen != {_seen(place)}:
-            return True
         if found.st_ctime <= seconds or not S_ISDIR(found.st_mode):
             return found.st_ctime > seconds
         above = (place / "..").lstat()
     except OSError:
         return True
-    may_be_renamed = not seen or found.st_ctime_ns != found.st_mtime_ns
     if above.st_dev != found.st_dev:  # a mount point, or a subvolume of Btrfs
-        return may_be_renamed and found.st_mtime <= seconds
+        return found.st_mtime <= seconds
     is_root = above.st_ino == found.st_ino
-    return may_be_renamed and above.st_mtime > seconds and not is_root
+    return above.st_mtime > seconds and not is_root

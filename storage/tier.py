@@ -1,7 +1,7 @@
-"""What a tier of chunks is, wherever it keeps them.
+"""The interface of a tier of chunks.
 
-A tier holds whole chunks by their keys, and gives their bytes back verified or not at all.
-`tests/storage/redis/test_tier_contract.py` holds every tier to this.
+A tier holds whole chunks by their keys, and returns their bytes verified or not at all.
+`tests/storage/redis/test_tier_contract.py` tests writable tiers against this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReadableTier(Protocol):
         """Read consecutive chunks of one prompt. Blocks; touches no buffer once it has returned.
 
         ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key the ``chunk_bytes`` of
-        its geometry, writable. The buffer of what is no hit holds rubbish afterwards.
+        its geometry, writable. The buffer of a miss holds rubbish afterwards.
         ``deadline``: a reading of the tier's clock, in seconds, past which this does not wait;
         nor does it once ``cancelled()``.
 
@@ -66,7 +66,7 @@ class WritableTier(ReadableTier, Protocol):
         ``buffer``: as many bytes as the key's geometry says, not to change before ``on_done``. That
         is called exactly once, from any thread, maybe before this returns: with True if all values
         that this rank writes are known to be in the tier. ``order``: the chunk's index in its
-        prompt; when the queue is full, the deepest chunks are given up first. What is there is not
-        overwritten. Raises ``ValueError`` for a key or buffer of the wrong size.
+        prompt; when the queue is full, the deepest chunks are given up first. Never overwrites a
+        valid value. Raises ``ValueError`` for a key or buffer of the wrong size.
         """
         ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -11,7 +10,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.plans import FolderSeen, WeightsInMemory
+from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 
@@ -20,7 +19,7 @@ class Files(WeightFiles):
     name: str = "sha256:files"
     changed: Path | None = None
 
-    def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
+    def changed_since(self, seconds: float) -> Path | None:
         return self.changed
 
 

@@ -57,7 +57,22 @@ def decode_tokens_per_second(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
     """Throughput of requests that decode together, from the last one's first token to the end."""
-    before, steps = _decode(probe, prompts, max_tokens)
+    return decode_beside_hits(probe, prompts, max_tokens, (), False)
+
+
+def decode_beside_hits(
+    probe: EngineProbe,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    hits: Sequence[Sequence[int]],
+    must_load: bool,
+) -> float:
+    """Likewise, while others ask for one token after ``hits``, one after the other: prompts that
+    the engine has served, and that it ``must_load``, or finds in vLLM's own prefix cache."""
+    if must_load:
+        probe.reset_prefix_cache()
+        probe.drain()
+    before, steps = _decode(probe, prompts, max_tokens, hits)
     return (len(prompts) * max_tokens - before) / sum(steps)
 
 
@@ -69,15 +84,21 @@ def median_decode_step_seconds(
 
 
 def _decode(
-    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+    probe: EngineProbe,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    hits: Sequence[Sequence[int]] = (),
 ) -> tuple[int, list[float]]:
     """Let requests decode together. Returns the tokens they had when the last one had its first,
-    and how long each step from there took, in seconds."""
+    and how long each step from there took, in seconds. ``hits`` come meanwhile, evenly spread."""
     for prompt in prompts:
         probe.add(prompt, max_tokens)
     _step_until(probe, lambda lengths: len(lengths) == len(prompts))
     before, times = sum(_running_lengths(probe).values()), [time.perf_counter()]
+    interval, waiting = max_tokens // (2 + len(hits)), list(hits)
     while probe.engine.has_unfinished_requests():
+        if waiting and len(times) % interval == 0:
+            probe.add(waiting.pop(), max_tokens=1)
         probe.engine.step()
         times.append(time.perf_counter())
     probe.drain()

@@ -25,7 +25,6 @@ from lmcache_connector.cli.target import (
 from lmcache_connector.config.tiered import ConnectorConfig, check_chunk_size
 from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "peer_secret", "router_secret")
@@ -49,6 +48,8 @@ _KV_BYTES = "--kv-cache-memory-bytes"
 # Whoever names one of these has chosen how much memory vLLM's own KV cache takes.
 _KV_MEMORY = (_KV_BYTES, "--gpu-memory-utilization")
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+_BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 _BLOCK_SIZE = ("--block-size",)
@@ -115,9 +116,10 @@ def plan(options: Options) -> Server:
     environment = {}
     notes = [f"{name} holds a secret of the settings; this line needs it" for name in secrets]
     has_one_rank = not _names(options.vllm_options, _RANKS)
-    if is_for_cpu and not cores_are_chosen() and has_one_rank:
-        environment[RESERVED_CORES] = "1"
-        notes.append(f"{RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
+    are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
+    if is_for_cpu and not are_chosen and has_one_rank:
+        environment[_RESERVED_CORES] = "1"
+        notes.append(f"{_RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
     is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:

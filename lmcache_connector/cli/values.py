@@ -1,4 +1,4 @@
-"""What lies in Redis: ``ls`` counts it, ``verify`` checks every byte, ``purge`` removes it.
+"""Values in Redis: ``ls`` counts them, ``verify`` checks every byte, ``purge`` removes them.
 
 A value does not name its model, only its shape; two models of one shape are one line of ``ls``.
 """
@@ -38,7 +38,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(slots=True)
 class _Group:
-    """The values of one namespace and shape. ``idle``, ``ttl``: the least and the most, seconds."""
+    """The values of one namespace and shape. ``idle``, ``ttl``: minimum, maximum; seconds."""
 
     layers: int = 0
     chunks: set[bytes] = field(default_factory=set)
@@ -59,7 +59,7 @@ class _Group:
 
 def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
     """Namespaces and shapes of models: chunks, bytes, ages."""
-    # By namespace and what values of one model have in common; None for unsound headers.
+    # By namespace and shape; the shape of invalid headers is None.
     groups: dict[tuple[str, tuple[Any, ...] | None], _Group] = defaultdict(_Group)
     with open_admin(tier) as admin:
         servers = [admin.facts(node) for node in admin.nodes()]
@@ -111,7 +111,7 @@ def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
 
 def describe_server(facts: ServerFacts) -> str:
     if facts.version is None:
-        return f"{facts.node}: it does not say more"
+        return f"{facts.node}: INFO is not permitted"
     limit = size(facts.max_bytes) if facts.max_bytes else "no limit"
     return (
         f"{facts.node}: version {facts.version}, {size(facts.used_bytes or 0)} of {limit}, "
@@ -134,7 +134,7 @@ def _shape(header: ValueHeader) -> tuple[Any, ...]:
 
 
 def _judge_header(value: StoredValue) -> tuple[ValueHeader | None, str]:
-    """The header, and what is wrong with it."""
+    """The header, or None and what is wrong with it."""
     try:
         return decode_header(value.header), ""
     except InvalidValueError as error:
@@ -142,7 +142,7 @@ def _judge_header(value: StoredValue) -> tuple[ValueHeader | None, str]:
 
 
 def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digits: str) -> None:
-    """Value by value the chunks whose keys begin with ``digits``."""
+    """Lists the values of chunks whose keys begin with ``digits``."""
     prefix = digits.lower()
     if not re.fullmatch("[0-9a-f]{1,64}", prefix):
         raise CliError(
@@ -163,7 +163,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
     for value in values:
         name, (header, problem) = value.name, _judge_header(value)
         if header is not None and header.key != name.key:
-            header, problem = None, "it is another chunk's"
+            header, problem = None, "the header names another chunk"
         text = f"unsound: {problem}"
         if header is not None:
             text = f"{header.dtype}, {header.num_tokens} tokens"
@@ -256,7 +256,7 @@ def _judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, pl
 
 @dataclass(frozen=True, slots=True)
 class PurgeOptions:
-    """What is to go, as typed; ``idle`` is such as ``12h``."""
+    """Which values to remove, as typed; ``idle``: ``12h``, for example."""
 
     namespace: str | None
     everything: bool

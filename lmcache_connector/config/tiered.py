@@ -163,7 +163,8 @@ class ConnectorConfig(StrictSettings):
     hit."""
     loads_in_step: bool = False
     """Load hits from memory inside the step that uses them, where that is quick. Evictions then
-    wait for the scheduler; should a chunk be missing all the same, the engine ends."""
+    wait for the scheduler; should a chunk be missing all the same, the engine ends. Never under
+    Ray, whose steps need not stay in order."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

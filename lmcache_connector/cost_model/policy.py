@@ -284,7 +284,7 @@ class LoadPolicy:
 
     def step_planned(self, num_requests: int, prompt_tokens: int, *, has_prefill: bool) -> None:
         """``num_requests`` run in this step, which leaves ``prompt_tokens`` of their prompts to
-        later ones. ``has_prefill``: it computes many."""
+        later ones. ``has_prefill``: it computes many, or loads."""
         now, follows = self._clock(), self._num_requests > 0
         self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens

@@ -1,10 +1,10 @@
-"""SHA-256 of files, without reading them where somebody has done so before.
+"""SHA-256 of files, each read once: later starts take the digest that was kept.
 
 A file in a Hugging Face cache is named by its SHA-256: ``snapshots/.../model.safetensors`` is a
-link to ``blobs/<64 hexadecimal digits>``. That name is taken, unless the blob was changed after the
-link was made, whatever its times were set to since. Any other file is read once, and its digest
-kept (:class:`KeptDigests`). So a local copy of the same files has the same digests, whichever way
-they came.
+link to ``blobs/<64 hexadecimal digits>``. That name is the digest, unless the blob changed after
+the link was made (its ctime tells, even if its mtime was set back). Any other file is read once,
+and its digest kept (:class:`KeptDigests`). So a download and a copy of the same files have the same
+digests.
 
 Files are read in parallel threads: ``hashlib`` lets go of the interpreter lock.
 """
@@ -28,16 +28,15 @@ _SHA256 = 64  # hexadecimal digits
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_THREADS = 8
 _LARGE_BYTES = 4 << 30
-_LOCK_SECONDS = 1800.0
-# The clock of a file system ticks in milliseconds. A change so soon after the last one might leave
-# the signature as it is.
+# The clock of a file system ticks in milliseconds. Two changes within this time may have
+# the same signature.
 _SETTLED_NS = 2_000_000_000
 
 
 def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list[bytes]:
     """SHA-256 of each file, 32 bytes. Raises ``OSError`` for one that cannot be read.
 
-    ``kept``: where digests of earlier starts are; ``None``: files are read, whatever their names.
+    ``kept``: digests of earlier starts; ``None``: all files are read, even blobs.
     """
     if kept is None:
         return _read(files, {})
@@ -47,14 +46,9 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
     digests |= _known(rest, kept)
     rest = [file for file in rest if file not in digests]
     if rest:
-        subject = os.path.realpath(rest[0].parent)
-        with kept.alone(subject, _LOCK_SECONDS):
-            digests |= _known(rest, kept)  # what another process has read meanwhile
-            rest = [file for file in rest if file not in digests]
-            found: dict[str, str] = {}
-            read = _read(rest, found)
-            kept.add(found)
-        digests |= dict(zip(rest, read, strict=True))
+        found: dict[str, str] = {}
+        digests |= dict(zip(rest, _read(rest, found), strict=True))
+        kept.add(found)
     return [digests[file] for file in files]
 
 
@@ -67,20 +61,18 @@ def content_name(file: Path) -> str | None:
         return None
     found, link = blob.stat(), file.lstat()
     if found.st_mtime_ns > link.st_mtime_ns or found.st_ctime_ns > link.st_ctime_ns:
-        return None  # somebody may have written through the link: the name need not be true
+        return None  # changed since: the name may be wrong
     return blob.name
 
 
 def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
-    if not files:
-        return {}
-    entries = kept.load()
+    entries = kept.load() if files else {}
     signed = {file: str(Signature.of(file.stat())) for file in files}
     return {file: bytes.fromhex(entries[key]) for file, key in signed.items() if key in entries}
 
 
 def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
-    """Reads all files. ``found`` takes what may be kept, by signature."""
+    """Reads all files. Adds digests that may be kept to ``found``, by signature."""
     num_bytes = sum(file.stat().st_size for file in files)
     if num_bytes > _LARGE_BYTES:
         folder = files[0].parent
@@ -93,7 +85,7 @@ def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
 
 
 def _sha256(file: Path) -> tuple[bytes, Signature | None]:
-    """The digest, and the signature it may be kept by: none if the file is being written."""
+    """The digest, and the signature to keep it by; ``None`` if the file may be changing."""
     started = time.time_ns()
     with file.open("rb", buffering=0) as handle:
         before = Signature.of(os.fstat(handle.fileno()))

@@ -9,16 +9,12 @@ not a signature with a digest is ignored. It is replaced as a whole, never writt
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +24,6 @@ MAX_ENTRIES = 4096
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEY = re.compile(r"[0-9]{1,20}(:[0-9]{1,20}){4}|[0-9a-f]{64}")
-_LOCKS = 1 << 30
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,46 +81,6 @@ class KeptDigests:
             draft.replace(self._file)
         except OSError as error:
             logger.warning("The digests of weights cannot be kept in %s: %s", self._folder, error)
-
-    @contextmanager
-    def alone(
-        self, subject: str, wait_seconds: float, sleep: Callable[[float], None] = time.sleep
-    ) -> Iterator[None]:
-        """Hold off other processes that read the same ``subject``, so that one reads it for all.
-
-        After ``wait_seconds``, or where nothing can be locked, the caller is not alone.
-        """
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(self._folder / "lock", flags, 0o600)
-        except OSError:
-            yield
-            return
-        try:
-            self._lock(descriptor, subject, wait_seconds, sleep)
-            yield
-        finally:
-            os.close(descriptor)  # which lets go of the lock
-
-    def _lock(
-        self, descriptor: int, subject: str, wait_seconds: float, sleep: Callable[[float], None]
-    ) -> None:
-        # The byte of the file that stands for the subject.
-        digest = hashlib.sha256(subject.encode()).digest()
-        place = int.from_bytes(digest[:8], "little") % _LOCKS
-        polls = int(wait_seconds / _POLL_SECONDS)
-        for poll in range(polls + 1):
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-                return
-            except (BlockingIOError, PermissionError):
-                if poll == 0:
-                    logger.info("Waiting for another process that reads the weights of %s", subject)
-                if poll < polls:
-                    sleep(_POLL_SECONDS)
-            except OSError:
-                return
 
 
 def _is_ours(found: os.stat_result) -> bool:

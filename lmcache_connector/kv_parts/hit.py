@@ -130,15 +130,12 @@ class PlannedEnds:
             window_interval = _WINDOWS_PER_END * max(part.span for part in parts)
         self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
-    def need(
-        self, num_prompt_tokens: int, junction: int, tail_end: int, part: Part, chunk: int
-    ) -> bool:
-        """Whether a hit that ends where one is planned to needs this chunk of a window.
-        ``junction``: the chunk before which others part from the prompt. ``tail_end``: the token
-        before which it is handed over; 0 if it is not."""
+    def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
+        """Whether a hit that ends where one is planned to needs this chunk of a window. A tail
+        needs no other: it ends in the chunk behind such an end.
+        ``junction``: the chunk before which others part from the prompt."""
         size, end = self._chunk_size, self._next(num_prompt_tokens, junction, chunk)
-        ends = end * size, tail_end
-        return any(chunk in chunks_to_load(part, size, 0, end_token) for end_token in ends)
+        return chunk in chunks_to_load(part, size, 0, end * size)
 
     def _next(self, num_tokens: int, junction: int, chunk: int) -> int:
         """The first planned end after a chunk."""

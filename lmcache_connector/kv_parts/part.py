@@ -1,12 +1,12 @@
-"""The parts of a model's KV: layers that follow one rule of what must be there to go on.
+"""The parts of a model's KV: layers that need the same earlier tokens to compute the next one.
 
-With full attention a model goes on at token E once it has all tokens before E. A sliding window
-needs the last few only, a recurrent state one snapshot at E. vLLM splits such layers into KV cache
-groups as it suits its memory; a *part* is all layers of one rule and one shape, whatever groups
-they are in, so that instances that group them differently share what they store.
+To compute token E, full attention needs the KV of all tokens before E, a sliding window that of the
+last few, and a recurrent state one snapshot at E. vLLM splits such layers into KV cache groups as
+it suits its memory; a *part* is all layers of one rule and one shape, whatever groups they are in,
+so instances that group layers differently share chunks.
 
-What is stored of a chunk is one value per part, under a key of its own. The hit ends where every
-part has what it needs.
+A chunk is stored as one value per part, under a key of its own. A hit ends where the tiers have
+the needed chunks of every part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class Rule(Enum):
-    """Which tokens before E a part needs, to go on at E."""
+    """Of which tokens before E a part needs the KV, to compute token E."""
 
     PREFIX = "prefix"
     """All of them."""
@@ -48,7 +48,7 @@ class Part:
     span: int = 0
 
     def first_needed(self, end: int) -> int:
-        """The first token that must be there to go on at token ``end``; ``end`` if none must."""
+        """The first token whose KV is needed to compute token ``end``; ``end`` if none is."""
         if self.rule is Rule.PREFIX:
             return 0
         if self.rule is Rule.WINDOW:
@@ -59,9 +59,9 @@ class Part:
 
 
 def part_key(chunk_key: bytes, part: int, num_parts: int) -> bytes:
-    """The name of what is stored of a chunk for part number ``part`` of ``num_parts``.
+    """The key under which part number ``part`` of ``num_parts`` of a chunk is stored.
 
-    A model of one part stores under the chunk's own key. With more, the last byte says which.
+    With one part it is the chunk key; with several, its last byte is the number of the part.
     """
     if num_parts == 1:
         return chunk_key

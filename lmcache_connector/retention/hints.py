@@ -1,9 +1,8 @@
-"""What a request asks of the CPU tier for its chunks, read from what its client sent.
+"""Hints of a request: how long the CPU tier shall keep its chunks.
 
 Clients send ``pin``, ``ttl_seconds`` and ``priority`` in ``kv_transfer_params``, orchestrators the
-same three in an action of type ``retain`` of vLLM's own envelope for hints, which comes second.
-Actions of other types are for others.
-None of it can change KV, so none of it is in a key. Whatever is not understood is left out.
+same three in an action of type ``retain`` of vLLM's ``kv_hints``, which comes second. Hints cannot
+change KV, so they are in no key. Invalid hints are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TENANT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """A request's claim, and how many of its hints were taken, and were of no use."""
+    """A request's claim, and how many of its hints were taken and ignored."""
 
     claim: Claim
     num_taken: int = 0

@@ -1,4 +1,4 @@
-"""Chunks that are announced to the scheduler side before they may be evicted.
+"""Chunks whose eviction is announced to the scheduler side before it happens.
 
 ::
 
@@ -11,26 +11,40 @@ chunks that are leaving, and a plan says which reports it was made with. So once
 that was made with a chunk's announcement, no later one loads the chunk inside a step, and those
 before it have been run: plans come in the order in which they were made. A chunk that is leaving is
 a hit like any other for loads beside the steps.
+
+A chunk that is taken out of the tier before it may go, as LMCache's controller does, is a miss from
+then on, but its memory is kept until it might have gone.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
 
 WAIT_SECONDS = 1.0
 """For a plan to come. Without requests and stores there is none."""
 
 
+class Memory(Protocol):
+    """Of a chunk, free once nobody refers to it: LMCache's ``MemoryObj``."""
+
+    def ref_count_up(self) -> None: ...
+
+    def ref_count_down(self) -> None: ...
+
+
 class LeavingChunks:
     """Of one rank. ``tell(keys)``: have the next report say where these chunks are. ``heard``: how
-    many reports of leaving chunks the plans knew that have come. Thread-safe; the lock is held for
-    as long as it takes to look at the keys given."""
+    many reports of leaving chunks the plans knew that have come. ``removed``: the memory of chunks
+    that are in the tier no more. Thread-safe; the lock is held for as long as it takes to look at
+    the keys given."""
 
     def __init__(self, tell: Callable[[Iterable[bytes]], None]) -> None:
         self._tell = tell
         self._heard_of = threading.Condition()
         self._numbers: dict[bytes, int] = {}  # of the report that tells it; 0: none has yet
+        self.removed: dict[bytes, Any] = {}
         self._num_reports = self.heard = 0
         self._is_waited_for = True
 
@@ -38,7 +52,7 @@ class LeavingChunks:
         return len(self._numbers)
 
     def announce(self, keys: Collection[bytes]) -> bool:
-        """These are to be evicted. Whether all of them may go now."""
+        """Announce the eviction of these. Returns whether all of them may be evicted now."""
         with self._heard_of:
             new = [key for key in keys if key not in self._numbers]
             self._numbers |= dict.fromkeys(new, 0)
@@ -47,15 +61,34 @@ class LeavingChunks:
             return all(0 < self._numbers[key] <= self.heard for key in keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """These have been used, or are gone."""
+        """Take the announcement of these back: they were used, or have come again."""
         if not self._numbers:
             return
         with self._heard_of:
-            self._tell([key for key in keys if self._numbers.pop(key, None) is not None])
+            kept = [key for key in keys if self._numbers.pop(key, None) is not None]
+            self._free(kept)
+            self._tell(kept)
+
+    def remove(self, key: bytes, memory: Memory) -> None:
+        """It is in the tier no more."""
+        with self._heard_of:
+            if 0 < self._numbers.get(key, 0) <= self.heard:
+                del self._numbers[key]
+                return
+            memory.ref_count_up()
+            self.removed[key] = memory
+            self._numbers.setdefault(key, 0)
+            self._tell((key,))
+
+    def clear(self) -> None:
+        """No plan will load any of these."""
+        with self._heard_of:
+            self._free(list(self.removed))
+            self._numbers.clear()
 
     def report(self, keys: Iterable[bytes]) -> tuple[frozenset[bytes], int]:
-        """Which of these are leaving, for the report being made, and the number that it gets with
-        that; 0 if none are. Those are counted: one that is lost is missed with the next."""
+        """Which of these are announced, for the report being made, and that report's number; 0 if
+        none are. Numbers are consecutive: the next report shows that one was lost."""
         with self._heard_of:
             found = frozenset(key for key in keys if key in self._numbers)
             if not found:
@@ -65,9 +98,13 @@ class LeavingChunks:
             return found, self._num_reports
 
     def hear(self, num_reports: int) -> None:
-        """A plan has come that was made with so many of the reports."""
+        """A plan has come that was made with ``num_reports`` of the reports."""
         with self._heard_of:
             self.heard = num_reports
+            gone = [key for key in self.removed if 0 < self._numbers[key] <= num_reports]
+            self._free(gone)
+            for key in gone:
+                del self._numbers[key]
             self._heard_of.notify_all()
 
     def await_plans(self, *, may_come: bool) -> None:
@@ -85,3 +122,8 @@ class LeavingChunks:
                     lambda: self.heard > heard or not self._is_waited_for, timeout=WAIT_SECONDS
                 )
             return self.heard > heard
+
+    def _free(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if (memory := self.removed.pop(key, None)) is not None:
+                memory.ref_count_down()

@@ -1,17 +1,17 @@
-"""Who holds what in one rank's CPU tier, and what goes first when it is full.
+"""The eviction order of one rank's CPU tier, and what each tenant holds there.
 
-A chunk belongs to one tenant: the salt is part of its key. What goes first:
+A chunk belongs to one tenant: the salt is part of its key. A full tier evicts in this order:
 
-1. what its requests need no more: every one of them set a time, and all of those are over,
-2. what belongs to tenants above their share of the tier, of the one furthest above it first,
-3. what has lain unused longest, where each step of priority doubles the time.
+1. expired chunks: all requests that used them set a lifetime, and the last one has passed,
+2. chunks of tenants above their share, beginning with the tenant furthest above it,
+3. the least recently used chunks, where each step of priority halves the age that counts.
 
-A pinned chunk stays, as long as pins keep within their bounds. Nobody's claim ends another's: the
-longest time and the highest priority that were asked for count. What is to go is announced first,
-if somebody relies on it: see :mod:`lmcache_connector.retention.leaving`.
+A pinned chunk stays, as long as pins keep within their bounds. No claim shortens another: of
+several, the longest lifetime and the highest priority count. Where the scheduler side relies on
+chunks, evictions are announced first: see :mod:`lmcache_connector.retention.leaving`.
 
-The beginning of a prefix never goes before what follows it. A use of a chunk is one of all chunks
-before it, with the same claim, so these are never older, less pinned or shorter-lived.
+No chunk is evicted before the chunks that follow it in a prompt. A use of a chunk counts for all
+chunks before it, with the same claim, so these are never older, less pinned or shorter-lived.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
-from lmcache_connector.retention.leaving import LeavingChunks
-from lmcache_connector.retention.queues import AgeQueues, Holdings, Limits, Notes, Reason
+from lmcache_connector.retention.leaving import LeavingChunks, Memory
+from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
@@ -33,13 +33,13 @@ MAX_TOUCHED = 8192
 """Chunks that noted uses may touch in one call, beside those of the last one of them, and chunks
 whose times end in one."""
 _IDLE_SECONDS = 600.0
-"""A tenant that has used nothing for so long is no longer protected from those that use much."""
+"""A tenant that has used nothing for so long loses its guaranteed share."""
 _MAX_AWAITED, _MAX_CLAIMS = 1024, 16
 """Chunks that are being stored, and claims to each of them."""
 _STORE_SECONDS = 60.0
-"""A chunk that has not come by then is not the one that was on its way."""
+"""A claim waits so long for its chunk to be stored."""
 _LOOKS = 64
-"""At chunks that were in use when their turn had come, in one eviction that finds others."""
+"""Passed-over chunks that one eviction looks at first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,8 +62,7 @@ class _Tenant:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Stands among the pinned ones (``pinned_until``), the expired ones, those passed over, or in
-    its queues."""
+    """Pinned (``pinned_until``), expired, passed over because it was in use, or in its queues."""
 
     num_bytes: int
     tenant: _Tenant
@@ -81,9 +80,9 @@ class _Chunk:
 
 
 class Ledger:
-    """``clock`` is monotonic, in seconds. The tier's lock guards it, apart from ``notes``, which
-    take effect with the next verb that is called, and from `holdings`. ``leaving``: what is to go
-    is announced there; ``None``: it goes at once."""
+    """``clock`` is monotonic, in seconds. The tier's lock guards all but `holdings` and ``notes``;
+    notes take effect in the next call of another method. ``leaving``: evictions are announced there
+    first; ``None``: they are not announced."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class Ledger:
     ) -> None:
         self.notes = Notes(clock)
         self._leaving = leaving
-        # Claims to chunks on their way to the tier, and when they were made: of the newest chunks
-        # the first ones of each.
+        # Claims to chunks that are being stored, and when they were made: for the newest chunks,
+        # the first claims of each.
         self._awaited: dict[bytes, dict[Claim, float]] = {}
         self._limits = limits
         self._clock = clock
@@ -103,16 +102,16 @@ class Ledger:
         self._tenants: dict[bytes, _Tenant] = {}
         self._nobody = _Tenant(b"")
         self._over: set[_Tenant] = set()
-        self._expecting: set[_Tenant] = set()  # those of which more is on its way
+        self._expecting: set[_Tenant] = set()  # those with expected bytes
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
-        # Their turn had come, and they were in use: many wait to be written to a slow Redis.
+        # In use at their turn: many wait to be written to a slow Redis.
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._changes: list[tuple[float, int, bytes]] = []  # a heap of what ends when
+        self._changes: list[tuple[float, int, bytes]] = []  # a heap: when pins and lifetimes end
         self._num_changes = 0
         self._pinned_bytes = 0
         self._label_bytes: Counter[str] = Counter()
-        self._evicted: Counter[Reason] = Counter()
+        self._evicted: Counter[EvictionReason] = Counter()
         self._refused_pins = 0
 
     def __len__(self) -> int:
@@ -121,7 +120,9 @@ class Ledger:
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-        """A chunk has come. Until it is used or fetched for somebody it is nobody's."""
+        """The tier has taken in a chunk. It has no tenant until it is used or fetched."""
+        if self._leaving is not None:
+            self._leaving.keep((key,))
         self.drop(key)
         now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
@@ -129,19 +130,19 @@ class Ledger:
         self._enter(key, chunk, now)
 
     def expect(self, name: bytes, num_bytes: int) -> None:
-        """So much more of a tenant's is on its way, or no longer, if negative: what makes room for
-        it shall not be another's while this one is above its share."""
+        """Stores of the tenant will bring ``num_bytes`` more, or fewer, if negative. While it is
+        above its share, no tenant within its own loses a chunk to them."""
         tenant = self._tenant(name)
         tenant.expected_bytes += num_bytes
         (self._expecting.add if tenant.expected_bytes else self._expecting.discard)(tenant)
         self._weigh(tenant)
 
     def use(self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes] = ()) -> None:
-        """A request of ``claim`` has used these chunks, in the order of its prompt; now they are
-        the newest, the first of them newest of all. ``parents[i]``: the chunk before ``keys[i]``,
-        empty for the first of a prompt; none where chunks do not build on others.
+        """A request with ``claim`` has used these chunks, in the order of its prompt: they become
+        the newest, the first one last to go. ``parents[i]``: the chunk before ``keys[i]``, empty
+        for the first of a prompt; no parents where chunks do not build on others.
 
-        What is not in the tier is left out. O(chunks, and those before them).
+        Keys that are not in the tier are left out. O(chunks, and those before them).
         """
         now = self.settle()
         self._use(keys, claim, parents, now)
@@ -151,22 +152,22 @@ class Ledger:
                     self._use([key], late, (), now)
 
     def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
-        """These have come ahead of the request of a tenant that will use them, and ``parents``, as
-        in `use`: nothing of its prompt is older now."""
+        """These chunks were prefetched for a request of tenant ``name``: they and all chunks before
+        them become the newest. ``parents``: as in `use`."""
         now = self.settle()
         self._lapse(now)
         for key, chunk in self._prefix(keys, parents).items():
-            self._leave(key, chunk)  # what was over or given up is waited for again
+            self._leave(key, chunk)  # expired or given up: wanted again
             if not chunk.is_claimed:
                 self._give(chunk, name)
             self._enter(key, chunk, now)
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """What came of these, in order, for a request that did not use it is needed no more."""
+        """Expire these chunks, in order: the request they were prefetched for has not used them."""
         self._give_up(reversed(keys), self.settle())
 
     def settle(self) -> float:
-        """Do what was noted, the oldest first; of very much the rest is left to the next call.
+        """Apply the notes, oldest first; beyond `MAX_TOUCHED` chunks, the next call goes on.
         Returns the time."""
         num_left = MAX_TOUCHED
         while num_left > 0 and (noted := self.notes.take_use()) is not None:
@@ -180,10 +181,10 @@ class Ledger:
         self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
-    def drop(self, key: bytes) -> None:
-        """The chunk has gone; it may have been gone before."""
-        if self._leaving is not None:
-            self._leaving.keep((key,))
+    def drop(self, key: bytes, memory: Memory | None = None) -> None:
+        """The tier has removed the chunk, now or before. It lay in ``memory``."""
+        if self._leaving is not None and memory is not None:
+            self._leaving.remove(key, memory)
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._leave(key, chunk)
@@ -191,10 +192,9 @@ class Ledger:
             self._account(chunk, -chunk.num_bytes, -1)
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        """The ``count`` chunks that are worth least of those that ``may_go``; none at all if there
-        are fewer, if some are only announced with that, or if it would only make room for tenants
-        above their share, whose own chunks may not go. They are still there: the caller drops
-        them."""
+        """The next ``count`` chunks in the order of eviction of those that ``may_go``, for the
+        caller to drop. Empty if there are fewer, if some had to be announced first, or if their
+        room would go to tenants above their share, whose own chunks may not go."""
         victims = self._next_to_go(count, may_go)
         if self._leaving is not None and not self._leaving.announce(victims):
             return []
@@ -202,11 +202,13 @@ class Ledger:
         return list(victims)
 
     def announce(self, count: int, may_go: Callable[[bytes], bool]) -> None:
-        """Those that `evict` would find next: by the time they are to go, that is heard of."""
+        """Announce the chunks that `evict` would find next, so that it need not wait for a plan."""
         if self._leaving is not None:
             self._leaving.announce(self._next_to_go(count, may_go))
 
-    def _next_to_go(self, count: int, may_go: Callable[[bytes], bool]) -> dict[bytes, Reason]:
+    def _next_to_go(
+        self, count: int, may_go: Callable[[bytes], bool]
+    ) -> dict[bytes, EvictionReason]:
         """In the order of eviction."""
         now = self.settle()
         while True:
@@ -219,7 +221,7 @@ class Ledger:
                 return seen[key]
 
             found = ((key, reason) for reason, key in self._order(now, is_free) if is_free(key))
-            victims: dict[bytes, Reason] = {}
+            victims: dict[bytes, EvictionReason] = {}
             for key, reason in found:
                 victims.setdefault(key, reason)
                 if len(victims) == count:
@@ -248,7 +250,7 @@ class Ledger:
     def _use(
         self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
     ) -> int:
-        """How many chunks that were."""
+        """Returns how many chunks were used, with those before ``keys``."""
         self._lapse(now)
         tail_first = self._prefix(keys, parents)
         pins = claim.pin
@@ -272,7 +274,7 @@ class Ledger:
                 self._enter(key, chunk, now)
 
     def _await(self, key: bytes, claim: Claim) -> None:
-        """The chunk is still being stored: the claim is to it once it has come."""
+        """The chunk is still being stored: the claim counts once the tier has it."""
         claims = self._awaited.pop(key, {})
         if len(claims) < _MAX_CLAIMS:
             claims[claim] = self._latest
@@ -282,14 +284,16 @@ class Ledger:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _order(self, now: float, may_go: Callable[[bytes], bool]) -> Iterator[tuple[Reason, bytes]]:
+    def _order(
+        self, now: float, may_go: Callable[[bytes], bool]
+    ) -> Iterator[tuple[EvictionReason, bytes]]:
         for key in self._expired:
-            yield Reason.EXPIRED, key
+            yield EvictionReason.EXPIRED, key
         is_anybodys = len(self._tenants) < 2 or not (self._over or self._are_all_greedy())
         for key in islice(self._passed, _LOOKS):
             tenant = self._chunks[key].tenant
             if is_anybodys or tenant is self._nobody or tenant in self._over:
-                yield Reason.OLDEST, key
+                yield EvictionReason.OLDEST, key
         is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
         if self._over and is_shared:
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
@@ -297,40 +301,40 @@ class Ledger:
         if is_shared and self._are_all_greedy():
             for tenant in (self._nobody, *self._over):
                 for key in tenant.queues.oldest_first(now):
-                    yield Reason.OLDEST, key
+                    yield EvictionReason.OLDEST, key
             return
         for key in chain(self._queues.oldest_first(now), self._passed):
-            yield Reason.OLDEST, key
+            yield EvictionReason.OLDEST, key
 
     def _excess(
         self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
-    ) -> Iterator[tuple[Reason, bytes]]:
-        """What a tenant has above its share. What may not go does not count as gone: while Redis is
-        slow, most of the oldest waits to be written to it."""
+    ) -> Iterator[tuple[EvictionReason, bytes]]:
+        """The tenant's oldest chunks above its share. Chunks that may not go do not count: while
+        Redis is slow, most of the oldest wait to be written to it."""
         num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
         for key in tenant.queues.oldest_first(now):
             if num_bytes <= 0:
                 return
             if may_go(key):
                 num_bytes -= self._chunks[key].num_bytes
-                yield Reason.OVER_SHARE, key
+                yield EvictionReason.OVER_SHARE, key
 
     def _are_all_greedy(self) -> bool:
-        """Whether all that is on its way is of tenants that have their share already, with what has
-        come and is not theirs yet. Room for them is not taken from those within theirs."""
+        """Whether all expected bytes are of tenants that have their share already, counting chunks
+        without a tenant as theirs. Tenants within their share lose nothing to them."""
         least = self._limits.tenant_bytes - self._nobody.num_bytes
         return bool(self._expecting) and all(each.num_bytes >= least for each in self._expecting)
 
     def _is_oldest_idle(self, now: float) -> bool:
-        """Whether a tenant that has gone owns the chunk unused longest."""
+        """Whether the least recently used chunk is of an idle tenant."""
         oldest = next(self._queues.oldest_first(now), None)
         if oldest is None or (tenant := self._chunks[oldest].tenant) is self._nobody:
             return False
         return now - tenant.used_at > _IDLE_SECONDS
 
     def _prefix(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> dict[bytes, _Chunk]:
-        """The chunks under these keys, which build on ``parents``, and those before them, as far as
-        they are here, the last ones first."""
+        """The chunks under these keys, which follow ``parents``, and those before them, as far as
+        the tier has them, the last ones first."""
         for key, parent in zip(keys, parents, strict=False):
             if (known := self._chunks.get(key)) is not None:
                 known.parent = parent
@@ -345,7 +349,7 @@ class Ledger:
     # -- claims --------------------------------------------------------------------------------
 
     def _claim(self, chunk: _Chunk, claim: Claim, now: float, *, pins: bool) -> bool:
-        """Returns whether what follows may be pinned as well: nothing is without its beginning."""
+        """Returns whether the next chunks may be pinned too: a pinned prefix has no gap."""
         expires_at = now + (math.inf if claim.ttl_seconds is None else claim.ttl_seconds)
         if chunk.is_claimed:
             chunk.expires_at = max(chunk.expires_at, expires_at)
@@ -381,7 +385,7 @@ class Ledger:
             chunk.tenant.pinned_bytes -= chunk.num_bytes
 
     def _watch(self, key: bytes, chunk: _Chunk) -> None:
-        """Look at it again when something ends. If that is later by then, it is seen then."""
+        """Look at the chunk again when its pin or lifetime ends; a claim may move that end."""
         if chunk.next_change >= chunk.watched_at:
             return
         chunk.watched_at = chunk.next_change
@@ -397,8 +401,8 @@ class Ledger:
         return chunk is not None and chunk.watched_at == at
 
     def _lapse(self, now: float) -> bool:
-        """End pins and times that are over, and say whether these were all. A chunk whose pin ends
-        counts as just used."""
+        """End pins and lifetimes that have passed. Returns whether these were all. A chunk whose
+        pin ends counts as just used."""
         for _ in range(MAX_TOUCHED):
             if not (self._changes and self._changes[0][0] <= now):
                 return True
@@ -429,14 +433,14 @@ class Ledger:
             chunk.tenant.queues.put(key, chunk.priority, now)
 
     def _pass_over(self, key: bytes) -> None:
-        """It goes when it is no longer in use, and is not in the way of others until then."""
+        """Take a chunk in use out of its queues; it is evicted once it is free."""
         chunk = self._chunks[key]
         if not chunk.is_expired and key not in self._passed:
             self._leave(key, chunk)
             self._passed[key] = None
 
     def _leave(self, key: bytes, chunk: _Chunk) -> None:
-        """Whatever place it stands in."""
+        """Take it out of the queues, the expired and the passed-over chunks."""
         self._expired.pop(key, None)
         self._passed.pop(key, None)
         chunk.is_expired = False
@@ -450,7 +454,7 @@ class Ledger:
         return tenant
 
     def _give(self, chunk: _Chunk, name: bytes) -> None:
-        """To whom it belongs from now on."""
+        """The chunk belongs to the tenant from now on."""
         self._account(chunk, -chunk.num_bytes, -1)
         chunk.tenant = self._tenant(name)
         self._account(chunk, chunk.num_bytes, 1)
@@ -464,7 +468,7 @@ class Ledger:
             self._weigh(tenant)
 
     def _weigh(self, tenant: _Tenant) -> None:
-        """Against its share. Nothing is kept of a tenant that has nothing."""
+        """Compare the tenant with its share; forget it if it has no chunk and expects none."""
         if tenant.num_bytes + tenant.expected_bytes > self._limits.tenant_bytes:
             self._over.add(tenant)
         else:

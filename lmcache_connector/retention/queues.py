@@ -1,4 +1,4 @@
-"""Limits of a CPU tier, its chunks by age, and what the engine's step tells of them."""
+"""For the ledger: limits of a CPU tier, its chunks by age, and uses that a step notes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from enum import Enum
 from lmcache_connector.plans import PrefixUse
 
 MAX_USES = 1 << 14
-"""Noted at once; the oldest are forgotten."""
+"""Of notes; the oldest are forgotten."""
 
 
-class Reason(Enum):
-    """Why a chunk went. The values are labels of a metric."""
+class EvictionReason(Enum):
+    """Why a chunk was evicted. The values are labels of a metric."""
 
     EXPIRED = "expired"
     OVER_SHARE = "over_share"
@@ -26,7 +26,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In bytes. ``tenant_bytes``: what a tenant keeps while others want the room. ``pin_bytes``:
+    """In bytes. ``tenant_bytes``: what a tenant is guaranteed. ``pin_bytes``:
     pinned chunks of all tenants; ``tenant_pin_bytes``: of each."""
 
     tenant_bytes: float = math.inf
@@ -41,10 +41,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What is in the tier, and what became of it since the start.
+    """The content of the tier, and its evictions since the start.
 
     ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
-    prompt was not pinned as a whole, for want of room.
+    prompt was not pinned as a whole because pins were at their limit.
     """
 
     tenant_bytes: tuple[tuple[str, int], ...] = ()
@@ -54,21 +54,21 @@ class Holdings:
 
 
 class AgeQueues:
-    """Keys in the order in which they may go. A chunk of priority p ages ``2**p`` times slower.
+    """Keys, least recently used first. A chunk of priority p ages ``2**p`` times slower.
 
     Every operation is O(1); :meth:`oldest_first` costs a comparison per priority in use for each
     key it yields. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[bytes, float]] = {}  # key -> when it was used last
+        self._queues: dict[int, OrderedDict[bytes, float]] = {}  # key -> last use
 
     def put(self, key: bytes, priority: int, now: float) -> None:
-        """Make it the newest of its priority. It must not be here yet."""
+        """Make the key the newest of its priority. It must not be in a queue yet."""
         self._queues.setdefault(priority, OrderedDict())[key] = now
 
     def discard(self, key: bytes, priority: int) -> None:
-        """It may be missing."""
+        """The key may be missing."""
         queue = self._queues.get(priority)
         if queue is not None and queue.pop(key, None) is not None and not queue:
             del self._queues[priority]
@@ -87,17 +87,17 @@ class AgeQueues:
 
 
 class Notes:
-    """What the engine's step has to tell the ledger, kept until somebody asks the ledger something.
+    """Uses that the engine's step notes; the ledger applies them in its next call.
 
-    The step waits for no walk, and a prompt that is used a hundred times before anything has to go
-    is walked through once. ``clock``: the ledger's. Thread-safe; nothing is done under the lock but
-    to keep and take.
+    So the step never waits while the ledger walks a prompt, and a prompt that is used a hundred
+    times before the next eviction is walked once. ``clock``: the ledger's. Thread-safe; the lock is
+    held only to add and take notes.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._uses: dict[PrefixUse, float] = {}  # the last one of each, and when it was
+        self._uses: dict[PrefixUse, float] = {}  # and when each was noted last
         self._given_up: dict[bytes, None] = {}
 
     def use(self, use: PrefixUse) -> None:
@@ -122,6 +122,6 @@ class Notes:
             return use, self._uses.pop(use)
 
     def take_given_up(self, limit: int) -> list[bytes]:
-        """So many of what was given up, the first ones last."""
+        """Up to ``limit`` of the keys given up, the first ones last."""
         with self._lock:
             return [self._given_up.popitem()[0] for _ in range(min(limit, len(self._given_up)))]

@@ -319,19 +319,20 @@ class Scheduler:
             self._was_asked = False
             self._wait.next_step()
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
-        # Where another connector loads inside the step, vLLM starts loads before its forward pass:
-        # ours are seen to end before that has begun.
-        is_timed = not (only_decodes or scheduler_output.has_sync_kv_loads)
-        prefill = self._prefill_work(scheduler_output) if is_timed else None
-        left = self._prompt_tokens_left(scheduler_output) if prefill is not None else 0
-        self.policy.step_planned(len(scheduled), left, has_prefill=prefill is not None)
+        work = self._prefill_work(scheduler_output) if not only_decodes else None
+        left = self._prompt_tokens_left(scheduler_output) if work is not None else 0
+        # Where loads are made inside the step, they are part of its time, and vLLM starts all loads
+        # before its forward pass: that is not timed.
+        has_loads = scheduler_output.has_sync_kv_loads
+        has_prefill = work is not None or has_loads
+        self.policy.step_planned(len(scheduled), left, has_prefill=has_prefill)
         if probe := self.policy.probes.is_wanted and self.policy.probes.take():
             self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.heard, weights.heard),
             idle=not scheduled,
-            prefill=prefill,
+            prefill=work if not has_loads else None,
             probe=probe,
             wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),

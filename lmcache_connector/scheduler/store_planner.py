@@ -195,9 +195,7 @@ class StorePlanner:
                 continue
             if part.rule is not Rule.PREFIX:
                 num_tokens, junction = state.request.num_prompt_tokens, state.store.junction
-                tail = state.keys.tail
-                tail_end = tail.end if tail is not None and state.transfer.stores else 0
-                need = partial(self._ends.need, num_tokens, junction, tail_end, part)
+                need = partial(self._ends.need, num_tokens, junction, part)
                 chunks = [i for i in chunks if need(i)]
             if not chunks:
                 continue

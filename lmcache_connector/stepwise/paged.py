@@ -1,8 +1,8 @@
-"""Sequences in a paged cache: what of them is restored, and what is stored.
+"""Sequences in a paged cache: restores their stored chunks, and stores new ones.
 
-That the first tokens of a sequence are in its blocks is what the caller says: it may have reused a
-block, or computed on top of what is not there. So a chunk is stored only if all of it, and all
-before it, was restored by ``recv`` or went through ``send`` with these blocks since.
+The caller may be wrong about which tokens a block holds: it may have reused the block, or computed
+on top of missing KV. So a chunk is stored only if ``recv`` restored or ``send`` saw every token up
+to its end, in these blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KVCaches = Sequence[torch.Tensor | Sequence[torch.Tensor]]
 
 
 @dataclass(slots=True)
-class _Known:
-    """The keys of the sequence that begins in some block."""
+class _HashedSequence:
+    """A sequence whose chunks were hashed in an earlier step."""
 
     tokens: tuple[int, ...]
     cache_salt: str | None
@@ -56,12 +56,12 @@ class PagedSequences:
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
         self._witness = BlockWitness(self._block_size, config.chunk_size)
-        self._sequences: dict[int, _Known] = {}
+        self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
         self.tiers = Tiers(config, self._part, self._identity.root)
 
     def is_of(self, kv_caches: KVCaches) -> bool:
-        """Whether these are the tensors it was made for."""
+        """Whether these are the tensors that the sequences lie in."""
         ours = self._part.groups[0].owners
         theirs = as_layers(kv_caches)
         return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
@@ -72,30 +72,30 @@ class PagedSequences:
         return row.wanted_from // size * size > row.context_len
 
     def completes_chunks(self, row: Row) -> bool:
-        """Whether a forward pass of it makes chunks whole."""
+        """Whether the row's forward pass reaches the end of a chunk."""
         size = self._config.chunk_size
         return row.context_len // size < len(row.token_ids) // size
 
     def is_same_model(self) -> bool:
-        """Whether the model is as it was; if not, what is in the blocks is another model's. To be
-        asked before something is restored or stored."""
+        """Whether the model has not changed; if it has, forgets all blocks. Call it before every
+        restore and store."""
         is_changed = self._identity.refresh()
         if is_changed:
             self.forget_all()
         return not is_changed
 
     def forget_all(self) -> None:
-        """What is in the blocks is nobody's."""
+        """The content of all blocks is unknown from now on."""
         self._witness.forget_all()
         self._sequences.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """What is in these blocks is nobody's."""
+        """The content of these blocks is unknown from now on."""
         self._witness.forget(blocks)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Raises ``ValueError`` for block tables that cannot be right: what is stored of them would
-        be the KV of other tokens."""
+        """Raises ``ValueError`` for block tables that cannot be right: their chunks would be stored
+        with the KV of other tokens."""
         for row in rows:
             self._check_blocks(row)
         written = {
@@ -110,8 +110,8 @@ class PagedSequences:
                 self._check_shared(block, row, written[block])
 
     def restore(self, row: Row) -> int:
-        """Load what is stored of a sequence that is to be computed from ``row.context_len`` on.
-        How many of its tokens have their KV then."""
+        """Load stored chunks of a sequence that will be computed from ``row.context_len`` on.
+        Returns how many of its tokens have KV then."""
         keys, size = self._keys(row), self._config.chunk_size
         if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
@@ -127,7 +127,7 @@ class PagedSequences:
         return max(row.context_len, (plan.first + arrived) * size if arrived else 0)
 
     def restored(self, row: Row, num_tokens: int) -> None:
-        """So many tokens of the sequence have their KV, of which ``row.context_len`` had it."""
+        """The sequence has KV of ``num_tokens`` now, and had KV of ``row.context_len``."""
         if num_tokens > row.context_len:
             tokens = row.token_ids[:num_tokens]
             self._witness.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
@@ -161,8 +161,8 @@ class PagedSequences:
             raise ValueError("a block table names a block twice, for different tokens")
 
     def _check_shared(self, block: int, one: Row, other: Row) -> None:
-        """A block that ``other`` writes may only be one of its own where the tokens are the same:
-        sequences with a common prefix."""
+        """``one`` may have a block that ``other`` writes only inside a common prefix. Raises
+        ``ValueError`` otherwise."""
         index = one.blocks.index(block)
         num_tokens = min((index + 1) * self._block_size, len(one.token_ids), len(other.token_ids))
         is_same_place = other.blocks.index(block) == index
@@ -173,14 +173,14 @@ class PagedSequences:
         return self._config.require_cache_salt and not row.cache_salt
 
     def _keys(self, row: Row) -> RequestKeys:
-        """Hashes what was not hashed in an earlier step of the sequence."""
+        """Hashes only the tokens that no earlier step of the sequence has hashed."""
         known = self._sequences.get(row.blocks[0]) if row.blocks else None
         if (
             known is None
             or known.cache_salt != row.cache_salt
             or row.token_ids[: len(known.tokens)] != known.tokens
         ):
-            known = _Known((), row.cache_salt, self._identity.keys(row.cache_salt))
+            known = _HashedSequence((), row.cache_salt, self._identity.keys(row.cache_salt))
         try:
             known.keys.extend(row.token_ids)
         except (OverflowError, TypeError) as error:
@@ -193,7 +193,7 @@ class PagedSequences:
 
 def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
     """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``. Raises
-    ``UnsupportedError`` for what has another form."""
+    ``UnsupportedError`` for tensors of another form."""
     for layer in kv_caches:
         halves = list(layer) if isinstance(layer, torch.Tensor | Sequence) else []
         if len(halves) != 2 or any(_dimensions(half) != 4 for half in halves):
@@ -209,7 +209,7 @@ def _dimensions(half: object) -> int:
 
 
 def _parents(keys: RequestKeys) -> list[bytes]:
-    """What the key of each chunk is chained to, one more than there are keys."""
+    """The key that each chunk's key is chained to, and that of the chunk after the last."""
     return [keys.parent(0), *keys.keys]
 
 
@@ -226,12 +226,13 @@ def _chunk_size(config: ConnectorConfig, block_size: int) -> int:
 
 
 Lineage = tuple[bytes, tuple[int, ...]]
-"""The key that the block's chunk is chained to, and the chunk's tokens up to the block's last one
-that is there."""
+"""Of a block: the key that its chunk's key is chained to, and the chunk's tokens up to the last one
+in the block."""
 
 
 class BlockWitness:
-    """``block_size`` divides ``chunk_size``, both in tokens. O(1) per block and step."""
+    """Which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in tokens.
+    O(1) per block and step."""
 
     def __init__(self, block_size: int, chunk_size: int) -> None:
         self._block_size = block_size
@@ -239,13 +240,13 @@ class BlockWitness:
         self._lineages: dict[int, Lineage] = {}
 
     def __len__(self) -> int:
-        """Blocks that something is known of."""
+        """Blocks whose tokens are known."""
         return len(self._lineages)
 
     def begin(self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
-        """A step writes after ``tokens`` into ``blocks``: whether these begin with the KV of
-        exactly these tokens. What came after is forgotten. ``parents[c]``: what the key of chunk c
-        is chained to."""
+        """A step writes into ``blocks`` behind ``tokens``. Returns whether the blocks begin with
+        the KV of ``tokens``, and forgets their tokens behind these. ``parents[c]``: the key that
+        chunk c's key is chained to."""
         wanted = list(self._of(parents, tokens, 0))
         is_known = all(self._holds(blocks[index], lineage) for index, lineage in wanted)
         first_written = len(tokens) // self._block_size
@@ -259,22 +260,22 @@ class BlockWitness:
     def learn(
         self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int], start: int
     ) -> None:
-        """The KV of ``tokens`` from number ``start`` on has come into ``blocks``, on top of what
-        :meth:`begin` has found there."""
+        """``blocks`` hold the KV of ``tokens`` from index ``start`` on now, behind the tokens that
+        :meth:`begin` was called with."""
         for index, lineage in self._of(parents, tokens, start):
             self._lineages[blocks[index]] = lineage
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Somebody else has written to these."""
+        """Other code has written to these blocks."""
         for block in blocks:
             self._lineages.pop(block, None)
 
     def forget_all(self) -> None:
-        """Nothing that was computed until now counts any more."""
+        """The tokens of all blocks are unknown from now on."""
         self._lineages.clear()
 
     def _holds(self, block: int, lineage: Lineage) -> bool:
-        """Whether the block holds those tokens, and maybe more after them."""
+        """Whether the block holds the tokens of ``lineage``, and maybe more behind them."""
         parent, tokens = self._lineages.get(block, (b"", ()))
         return parent == lineage[0] and tokens[: len(lineage[1])] == lineage[1]
 

@@ -25,7 +25,7 @@ import torch
 
 from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.config.tiered import check_settings
-from lmcache_connector.plans import FolderSeen, WeightsInMemory
+from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.threads import Background, Task
 from lmcache_connector.vllm_compat.api.versions import (
     VLLM_PACKAGE,
@@ -58,7 +58,6 @@ _MAY_CHANGE_WEIGHTS = (
     "update_weights",
 )
 _MADE_AT = "_lmcache_connector_made_at"
-_FOLDERS = "_lmcache_connector_folders"
 _WORKER = "_lmcache_connector_worker"
 _DIGEST = "_lmcache_connector_digest"
 _UNSHOWN = b"shown by no layer: "
@@ -81,7 +80,6 @@ class LoadedWeights:
     ) -> None:
         self._worker = worker
         self._made_at: float = getattr(worker, _MADE_AT, None) or 0.0
-        self._folders: tuple[FolderSeen, ...] = getattr(worker, _FOLDERS, ())
         self._clock = clock
         self._rest_until = clock()
         self._models = _models_of(worker) if worker is not None else {}
@@ -127,7 +125,6 @@ class LoadedWeights:
             is_visible=self._is_visible and not self._is_unreadable,
             form=self._form,
             loaded_after=self._made_at or psutil.Process().create_time(),
-            folders=self._folders,
         )
 
     def close(self) -> None:
@@ -300,7 +297,6 @@ def watch_loading() -> None:
                 )
             _hidden.worker_made_at = time.time()
             setattr(worker, _MADE_AT, _hidden.worker_made_at)
-            setattr(worker, _FOLDERS, _folders(vllm_config) if transfer is not None else ())
             init(worker, vllm_config, *args, **kwargs)
 
         setattr(workers.WorkerBase, _MADE_AT, None)
@@ -374,17 +370,6 @@ class _HiddenWeights:
 
 
 _hidden = _HiddenWeights()
-
-
-def _folders(vllm_config: VllmConfig) -> tuple[FolderSeen, ...]:
-    """None, if they cannot be told: then the weights' name is theirs by stricter rules."""
-    from lmcache_connector.vllm_compat.weights import weight_folders
-
-    try:
-        return weight_folders(vllm_config)
-    except Exception:
-        logger.exception("The folders that the weights are loaded from")
-        return ()
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[Any]:

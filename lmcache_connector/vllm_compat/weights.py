@@ -14,7 +14,6 @@ from lmcache_connector.keys.weights_digest import (
     side_files,
     weight_files,
 )
-from lmcache_connector.plans import FolderSeen
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.weight_names import WeightFiles
 
@@ -77,12 +76,6 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         names,
     )
     return WeightFiles(f"remote:{names}")
-
-
-def weight_folders(vllm_config: VllmConfig) -> tuple[FolderSeen, ...]:
-    """Those on the way to the files that an engine is about to load: what changes later is told by
-    `WeightFiles.changed_since`."""
-    return WeightFiles("", tuple(_files_of_all(vllm_config).values())).folders
 
 
 def _revision(model: ModelConfig) -> Path | None:

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 _NUM_PROBE_CHUNKS = 8
 _LEASED_SHARE = 1 / 8
 """Of the CPU tier, what answers to slow peers may keep from being evicted."""
+_IN_ORDER = ("uni", "mp", "external_launcher")
+"""Executors that call every rank in the order of the steps."""
 
 
 def build_worker(
@@ -158,12 +160,17 @@ def _worker_settings(
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
             shares_memory=config.host_sharing,
-            announces=loads and config.loads_in_step,
+            announces=loads and loads_in_step(config, vllm_config),
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),
         configuration=tuple(sorted(model.configuration.items())),
     )
+
+
+def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    return config.loads_in_step and executor in _IN_ORDER
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

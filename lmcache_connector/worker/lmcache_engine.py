@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     LedgerPolicy,
     PlannedTokenDatabase,
     PlannedTokens,
+    QueuedLoad,
     RunTransfer,
     TransferCancelled,
     ValueSizes,
@@ -126,7 +128,7 @@ class LMCacheEngineAdapter:
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving = ChangedKeys(), 0
         self.leaving = LeavingChunks(self._changed.tell)
-        is_told = settings.loads_in_step
+        is_told = settings.announces
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
         self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
         self._policy.install(self._cpu)
@@ -218,15 +220,11 @@ class LMCacheEngineAdapter:
                 piece.skip_blocks,
                 fence,
                 cancelled,
-                in_step=job.in_step,
             )
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        if job.in_step:
-            self._note(job)
-        else:
-            self._use(job)  # what comes from Redis shall push out other chunks
+        self._use(job)  # what comes from Redis shall push out other chunks
         for transfer in transfers:
             num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
@@ -239,6 +237,18 @@ class LMCacheEngineAdapter:
         if job.needs_redis:
             self._announce_ahead()
         return JobTransfer.of(transfers)
+
+    def load_in_step(self, job: LoadJob) -> QueuedLoad:
+        """Copy a job's chunks in front of the device's next forward pass. Raises ``RuntimeError``
+        before that if one is not in memory, and what the copy raises."""
+        load = QueuedLoad(self._take(job))
+        try:
+            self._blocks.enqueue(job, self._parts, load)
+        except Exception:
+            load.release()
+            raise
+        self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_part)])
+        return load
 
     def compare(
         self,
@@ -338,9 +348,14 @@ class LMCacheEngineAdapter:
             for key in keys
         )
 
+    def drop_events(self) -> None:
+        """Nobody is to hear of what has come and gone until now."""
+        self._changed.take()
+        self.leaving.clear()
+
     def tell_again(self) -> None:
         """The last events may have been lost: those to come are of all chunks."""
-        self._changed.tell(self.chunks.all_keys())
+        self._changed.tell([*self.chunks.all_keys(), *self.leaving.removed])
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
@@ -401,6 +416,18 @@ class LMCacheEngineAdapter:
         for memory in there:
             memory.ref_count_down()
 
+    def _take(self, job: LoadJob) -> tuple[MemoryObj, ...]:
+        """References to what the job's chunks lie in."""
+        table, engine_key = self._cpu.hot_cache, self._database.engine_key
+        with self._cpu.cpu_lock:
+            removed = self.leaving.removed
+            found = [table.get(engine_key(key), removed.get(key)) for key in job.keys]
+            if None in found:
+                raise RuntimeError(f"KV of request {job.request_id} is not in memory any more")
+            for memory in found:
+                memory.ref_count_up()
+        return tuple(found)
+
     def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
         """The chunks of a load's run, as many at once as memory should hold for it."""
         size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
@@ -428,6 +455,7 @@ class LMCacheEngineAdapter:
         """So much of a tenant's comes to the CPU tier in here."""
         with self._cpu.cpu_lock:
             self._ledger.expect(tenant, num_bytes)
+        self._announce_ahead(num_bytes)  # or each of its values would wait for a plan of its own
         try:
             yield
         finally:
@@ -452,27 +480,23 @@ class LMCacheEngineAdapter:
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
-            self._announce_ahead()  # or each value that follows would wait for a plan of its own
+            self._announce_ahead()
             if not self.leaving.wait(heard):
                 break
         return None
 
-    def _announce_ahead(self) -> None:
-        """Have enough free or announced that what comes next need not wait. That is looked at once
-        half of it is used up."""
-        ahead_bytes = self._capacity_bytes * _AHEAD_SHARE
+    def _announce_ahead(self, num_bytes: int = 0) -> None:
+        """Have enough free or announced that what comes next need not wait, ``num_bytes`` at least.
+        That is looked at once half of it is used up."""
+        ahead_bytes = max(self._capacity_bytes * _AHEAD_SHARE, num_bytes)
         free_bytes = self._capacity_bytes - self.used_bytes
         if free_bytes >= ahead_bytes or not self.num_chunks:
             return
         value_bytes = self.used_bytes / self.num_chunks
-        count = min(int((ahead_bytes - free_bytes) / value_bytes), _MAX_AHEAD)
+        count = min(ceil((ahead_bytes - free_bytes) / value_bytes), self.num_chunks, _MAX_AHEAD)
         if 2 * len(self.leaving) <= count:
             with self._cpu.cpu_lock:
                 self._policy.announce(self._cpu.hot_cache, count)
-
-    def _note(self, job: LoadJob) -> None:
-        """As :meth:`_use`, for whoever must not wait for the lanes."""
-        self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_part)])
 
     def _drain_statistics(self) -> None:
         """Throw away what LMCache measures per request for a reporter we do not run."""

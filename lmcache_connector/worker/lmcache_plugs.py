@@ -10,6 +10,7 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.copy_kv_blocks.copier import BlockCopy, Copier, Fence, QueuedCopy
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.kv_parts.part import BlockIds
-from lmcache_connector.plans import Fetched, LayerDifference, Tier
+from lmcache_connector.plans import Fetched, LayerDifference, LoadJob, Tier
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
@@ -61,15 +62,16 @@ class ValueSizes:
         return torch.Size([1, 1, self.num_units(geometry), self.unit_bytes])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueuedLoad:
-    """A copy that the device makes before its next forward pass, and the memory it is from."""
+    """Copies that the device makes before its next forward pass, and the memory of the chunks they
+    are from, which refers to them."""
 
-    copy: QueuedCopy
     memory: tuple[MemoryObj, ...]
+    copies: list[QueuedCopy] = field(default_factory=list)
 
     def release(self) -> None:
-        """The copy is done."""
+        """The copies are done."""
         for each in self.memory:
             each.ref_count_down()
 
@@ -80,8 +82,7 @@ class RunTransfer:
 
     ``part`` is its number, ``paged`` the cache that it is copied from or to. Of a store, with
     ``tail_tokens`` it is one chunk, which ends after so many tokens. ``num_bytes`` were
-    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``. A load ``in_step`` is
-    ``queued`` on the device.
+    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``.
     """
 
     part: int
@@ -93,11 +94,9 @@ class RunTransfer:
     cancelled: threading.Event
     gate: StepGate = field(default_factory=StepGate)
     tail_tokens: int = 0
-    in_step: bool = False
     num_bytes: int = 0
     num_chunks: int = 0
     fetched: tuple[Fetched, ...] = ()
-    queued: QueuedLoad | None = None
     error: Exception | None = None
 
 
@@ -110,7 +109,6 @@ class JobTransfer:
     num_chunks: int
     num_bytes: int
     fetched: tuple[Fetched, ...] = ()
-    queued: tuple[QueuedLoad, ...] = ()
 
     @classmethod
     def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
@@ -119,7 +117,6 @@ class JobTransfer:
             num_chunks=sum(run.num_chunks for run in runs),
             num_bytes=sum(run.num_bytes for run in runs),
             fetched=tuple(_by_tier(each for run in runs for each in run.fetched)),
-            queued=tuple(run.queued for run in runs if run.queued is not None),
         )
 
 
@@ -233,22 +230,26 @@ class BlockCopyConnector(GPUConnectorInterface):
                 to_chunks=False,
                 skip_blocks=transfer.skip_blocks,
             )
-            if transfer.in_step:
-                self._enqueue(transfer, copies, memory_objs)
-            else:
-                transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
+            transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return
         transfer.num_chunks = len(memory_objs)
 
-    def _enqueue(
-        self, transfer: RunTransfer, copies: Sequence[BlockCopy], memory_objs: list[MemoryObj]
-    ) -> None:
-        for memory in memory_objs:  # LMCache gives its own references back
-            memory.ref_count_up()
-        transfer.queued = QueuedLoad(self._copier.enqueue(copies), tuple(memory_objs))
-        transfer.num_bytes = transfer.queued.copy.num_bytes
+    def enqueue(self, job: LoadJob, parts: Sequence[PagedPart], load: QueuedLoad) -> None:
+        """Copy all of a job's chunks in front of the next forward pass. Raises what the copy
+        raises."""
+        memory = iter(load.memory)
+        for run in job.runs:
+            of_run = list(islice(memory, len(run.keys)))
+            copies = parts[run.part].copies(
+                [each.data_ptr for each in of_run],
+                of_run,
+                run.block_ids,
+                to_chunks=False,
+                skip_blocks=run.skip_blocks,
+            )
+            load.copies.append(self._copier.enqueue(copies))
 
     def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
         """Copy the run's one chunk out of the paged cache into ``memory``. Raises what the copy
@@ -315,8 +316,8 @@ class ChangedKeys:
 
 
 class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
-    """The chunks of LMCache's CPU tier. The ledger hears of each that comes or goes, whoever sees
-    to it."""
+    """The chunks of LMCache's CPU tier. Tells the ledger of every chunk that is added or
+    removed."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -327,12 +328,12 @@ class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
         self._ledger.admit(chunk_key_of(key), memory.get_physical_size())
 
     def __delitem__(self, key: CacheEngineKey) -> None:
-        super().__delitem__(key)
-        self._ledger.drop(chunk_key_of(key))
+        memory = self.data.pop(key)
+        self._ledger.drop(chunk_key_of(key), memory)
 
 
 class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
-    """Lets a ledger say what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
+    """The ledger chooses what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
 
     def __init__(self, ledger: Ledger, engine_key: Callable[[bytes], CacheEngineKey]) -> None:
         self._ledger = ledger
@@ -347,13 +348,13 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         return ChunkTable(self._ledger)
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: ChunkTable) -> None:
-        """A job's chunks count as used together, in the order of their prompt."""
+        """Nothing: the engine adapter tells the ledger of all chunks of a job, in prompt order."""
 
     def update_on_put(self, key: CacheEngineKey) -> None:
-        """The table has told the ledger."""
+        """Nothing: `ChunkTable` has told the ledger."""
 
     def update_on_force_evict(self, key: CacheEngineKey) -> None:
-        """The table has told the ledger."""
+        """Nothing: `ChunkTable` has told the ledger."""
 
     def get_evict_candidates(
         self, cache_dict: ChunkTable, num_candidates: int = 1

@@ -3,7 +3,7 @@
 LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
 objects come from the CPU tier's allocator and hold one value each: as many bytes as the geometry of
 its key says, in canonical order. The plugin releases every object that it does not return, and
-every object that it hands to the tier once that is written.
+those of stores once the tier has written them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PEERS = "lmcache_connector.peer_tier"
 class LoadContext:
     """The limits of one load, and its results.
 
-    ``deadline`` is a reading of the tier's clock, in seconds. ``source`` is asked before all
-    others; its values stay in the CPU tier if it is trusted. ``fetched``: one entry per tier asked.
+    ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
+    from; its values stay in the CPU tier if it is trusted. ``fetched``: one entry per tier asked.
     """
 
     deadline: float
@@ -59,7 +59,7 @@ class StoreContext:
 
 
 class _Contexts(threading.local):
-    """The contexts that the current thread is in."""
+    """Of the current thread."""
 
     load: LoadContext | None = None
     store = StoreContext()
@@ -122,8 +122,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         finally:
             self._contexts.store = StoreContext()
 
-    # The engine asks these before it loads. Only a load can tell what is there, and the scheduler
-    # has looked already, so the answer costs nothing: a missing chunk makes the load short.
+    # The engine calls these before it loads. The scheduler side has looked the chunks up, and only
+    # a load can tell which are still there: all count as present, a missing one ends the load.
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         return self._contexts.load is not None
@@ -177,7 +177,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue the chunks for writing; never blocks. Peers take what they want by themselves."""
+        """Queue the chunks for Redis; never blocks. Nothing is written to peers: they read."""
         if self._tier is None:
             return
         context = self._contexts.store
@@ -189,7 +189,7 @@ class RedisStoragePlugin(StoragePluginInterface):
             on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
             self._tier.put(chunk_key(key), self._value(key, memory), on_end, order)
 
-    # Redis evicts by itself, and what is in it belongs to all instances.
+    # Redis evicts by itself, and its values belong to all instances: nothing to pin or remove.
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -209,8 +209,8 @@ class RedisStoragePlugin(StoragePluginInterface):
     def _read(
         self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
     ) -> list[bool]:
-        """Read chunks into ``objects`` from the first source that has them. Whether each is there.
-        While another source is left to ask, one may take half of the time."""
+        """Read each chunk into its object from the first source that has it. Returns whether each
+        was read. Every source but the last gets half of the time that is left."""
         names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
@@ -274,7 +274,7 @@ def chunk_key(key: CacheEngineKey) -> bytes:
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:
-    """Release what follows the first None, which the engine cannot use."""
+    """Release the objects behind the first None: the engine cannot use them."""
     if None not in objects:
         return objects
     end = objects.index(None)

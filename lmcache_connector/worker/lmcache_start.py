@@ -73,11 +73,6 @@ class EngineSettings:
     shares_memory: bool = False
     announces: bool = False
 
-    @property
-    def loads_in_step(self) -> bool:
-        """LMCache's controller may empty the CPU tier, and announces nothing."""
-        return self.announces and not self.overrides.get("enable_controller", False)
-
 
 def cuda_code_warning() -> str | None:
     """What to tell of the CUDA code in LMCache's wheel, which was built for one torch; ``None`` if

@@ -7,8 +7,6 @@ peers behind it, the copier, what measures them, and the queue of jobs.
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,7 +30,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import JobTransfer
+from lmcache_connector.worker.lmcache_plugs import JobTransfer, QueuedLoad
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
@@ -75,11 +73,6 @@ class RankTiers:
         self._clock = clock
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
-        self.hold_writes: Callable[[float], None] = lambda until: None
-        """No writes to Redis before that reading of the clock, where the cores that write compute
-        the model."""
-        if redis is not None and self.copier.shares_cores:
-            self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
         self.probe: RedisProbe | NoProbe = NoProbe()
         if redis is not None and probe_keys:
@@ -133,12 +126,7 @@ class RankTiers:
         """Make a load on the calling thread, or queue it on the device in front of the next forward
         pass. Raises ``RuntimeError`` if a chunk is not there, and what the copy raises."""
         started = self._clock()
-        moved = self.engine.load(job, None, threading.Event(), math.inf)
-        if moved.num_chunks < moved.num_keys:
-            raise RuntimeError(
-                f"request {job.request_id} needs KV in this step that is not in memory any more"
-            )
-        return LoadInStep(job, moved, started, self._clock())
+        return LoadInStep(job, self.engine.load_in_step(job), started, self._clock())
 
     def _run(self, queued: QueuedJob) -> JobResult:
         """On a lane's thread."""
@@ -186,22 +174,20 @@ class LoadInStep:
     """A load that a forward pass reads: made, or queued, from ``started`` to ``ended``."""
 
     job: LoadJob
-    moved: JobTransfer
+    load: QueuedLoad
     started: float
     ended: float
 
     def take_result(self) -> QueuedJob | None:
         """``None``: the device has not come to its end. Else what it was copied from is let go."""
-        copies = [queued.copy for queued in self.moved.queued]
+        copies = self.load.copies
         if not all(copy.is_done for copy in copies):
             return None
-        for queued in self.moved.queued:
-            queued.release()
-        moved, seconds = self.moved, sum(copy.seconds for copy in copies)
+        self.load.release()
+        seconds = sum(copy.seconds for copy in copies)
         seconds = seconds or self.ended - self.started  # the host was ahead of the device
-        result = JobResult(
-            self.job.job_id, Outcome.DONE, moved.num_chunks, moved.num_bytes, seconds
-        )
+        num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in copies)
+        result = JobResult(self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds)
         return QueuedJob(self.job, None, self.started, self.started, self.started, result=result)
 
 

@@ -98,7 +98,7 @@ class _Trial:
         finally:
             self.write(before)
             self.engine.forget(key)
-            self.engine.take_events()
+            self.engine.drop_events()
 
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
@@ -120,8 +120,6 @@ class RedisAdmin:
         greeting = replace(config, read_timeout_seconds=_GREETING_SECONDS)
         self._topology = make_topology(greeting, clock)
         self._clients: dict[Node, Client] = {}
-        self.leaves_no_trace = True
-        """Whether looking at values leaves their last use alone; known once connected."""
 
     def __enter__(self) -> RedisAdmin:
         return self
@@ -253,10 +251,8 @@ class RedisAdmin:
         if node not in self._clients:
             with self._translated():
                 client = self._clients[node] = self._topology.connect(node, _MAX_BYTES)
-                try:
+                with suppress(ResponseError):  # before Redis 7.2 a look counts as a use
                     client.client_no_touch("ON")
-                except ResponseError:
-                    self.leaves_no_trace = False
                 client.ping()  # it may still be loading its data
                 be_patient(client, _ANSWER_SECONDS)
         return self._clients[node]

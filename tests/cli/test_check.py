@@ -63,15 +63,6 @@ def test_lmcache_is_asked_about_its_own_settings(cli: Cli) -> None:
     assert cli("check", transfer(**{"lmcache.blocking_timeout_secs": 5})).code == 0
 
 
-def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:
-    outcome = cli("check", '{"kv_connector": "LMCacheConnectorV1"}', "--json")
-    assert outcome.code == 2
-    (finding, *_) = outcome.document["findings"]
-    assert "kv_connector must be" in finding["detail"]
-    assert "kv_role must be" in finding["detail"]
-    assert "kv_connector_extra_config" in finding["hint"]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -116,12 +107,3 @@ def test_a_server_that_may_not_be_written_is_found(cli: Cli) -> None:
     assert outcome.code == 1
     assert verdicts(outcome)["redis write"] == "error"
     assert verdicts(outcome)["redis server"] == "warning"  # noeviction
-
-
-def test_a_server_without_limit_is_warned_of(cli: Cli) -> None:
-    with running_server(valkey_binary() or "") as server:
-        endless = cli("check", transfer(redis_url=server.url), "--json")
-    assert endless.code == 0
-    (server_finding,) = [f for f in endless.document["findings"] if f["name"] == "redis server"]
-    assert server_finding["verdict"] == "warning"
-    assert "maxmemory-policy allkeys-lru" in server_finding["hint"]

@@ -33,14 +33,6 @@ def found(outcome: CliResult) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in outcome.document["findings"]}
 
 
-def test_what_is_effective_is_said(cli: Cli) -> None:
-    outcome = cli("check", transfer("kv_producer", hash_key=SECRET), "--json")
-    assert outcome.code == 0, outcome.out
-    assert "hash_key set" in found(outcome)["settings"]["detail"]
-    assert found(outcome)["address"]["detail"] == "reached from this host only"
-    assert SECRET not in outcome.out + outcome.err
-
-
 def test_the_folder_of_the_host_is_looked_into(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "host"
 
@@ -71,7 +63,7 @@ def test_only_what_vllm_takes_for_a_port_is_one(cli: Cli, port: object) -> None:
         assert finding["detail"] == "kv_port must be a port between 1 and 65535"
 
 
-def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> None:
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs(cli: Cli) -> None:
     document = json.loads(transfer(kv_port=1, cpu_gb=1, secret=SECRET))
     outcome = cli("check", json.dumps({**document, "hash_key": SECRET, "kv_rol": "kv_both"}))
     assert outcome.code == 2
@@ -80,7 +72,7 @@ def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> 
         "'kv_rol' is not a key: did you mean 'kv_role'?",
         "'kv_port' is vLLM's own: put it beside 'kv_connector'",
         "'cpu_gb' is not a key: did you mean 'cpu_gib'?",
-        "'secret' is no setting any more: set 'hash_key'",
+        "'secret' is not a key: did you mean",
         "would refuse to start",
     ):
         assert sentence in outcome.out
@@ -142,21 +134,3 @@ def test_peers_that_cannot_be_loaded_from_are_named(cli: Cli, valkey: Server) ->
     assert "refused" in found[0][1]
     assert f"{redis} cannot be loaded from: a Redis listens there" in found[1][1]
     assert "dns:nobody.invalid:7450 cannot be loaded from" in found[2][1]
-
-
-def test_an_instance_among_its_own_peers_is_not_asked(cli: Cli) -> None:
-    port = free_ports(1)
-    outcome = cli("check", transfer(port=port, peers=[f"127.0.0.1:{port}"]), "--json")
-    assert outcome.code == 0
-    assert "this instance itself" in found(outcome)["peers"]["detail"]
-
-
-def test_a_peer_that_is_no_host_or_not_found_is_named(cli: Cli) -> None:
-    outcome = cli("check", transfer(peer_hosts=["http://peer"]), "--json")
-    assert (outcome.code, found(outcome)["peer"]["verdict"]) == (1, "error")
-    outcome = cli("check", transfer(peer_hosts=["nobody.invalid"]), "--json")
-    assert outcome.code == 3
-    assert "nobody.invalid is not found" in found(outcome)["peer"]["detail"]
-    assert cli("check", transfer(peer_hosts=["localhost"])).code == 0
-    several = transfer(peer_hosts=["10.0.0.0/8", "*.pods.example"])
-    assert cli("check", several).code == 0

@@ -199,25 +199,6 @@ def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> Non
     assert cli(*purge, "--idle", "soon").code == 2
 
 
-def test_purge_wants_to_know_what(cli: Cli, valkey: Server) -> None:
-    neither = cli("purge", "--redis-url", valkey.url, "--yes")
-    both = cli("purge", "--redis-url", valkey.url, "--yes", "--all", "-n", "x")
-    assert (neither.code, both.code) == (2, 2)
-    assert "--namespace" in neither.err
-
-
-def test_purge_lets_others_be_served(cli: Cli, valkey: Server) -> None:
-    """The server does one thing at a time: each command of it is about one value, or one step of
-    a scan, and others get their turn in between."""
-    fill(valkey, 200)
-    with valkey.client() as client:
-        client.config_resetstat()
-        cli("purge", "--redis-url", valkey.url, "--all", "--yes")
-    seen = commands_seen(valkey)
-    assert seen["unlink"] == 200 * VALUES_PER_CHUNK
-    assert seen["scan"] >= 200 * VALUES_PER_CHUNK // 512
-
-
 @pytest.mark.parametrize(
     ("scheme", "rest", "hint"),
     [

@@ -33,16 +33,6 @@ def transfer(command: list[str]) -> dict[str, Any]:
     return document
 
 
-def test_a_model_is_all_it_needs() -> None:
-    command = line("some/model")
-    assert "some/model" in command
-    assert transfer(command) == {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_gib": 8.0},
-    }
-
-
 def test_what_it_does_not_know_goes_to_vllm() -> None:
     command = line("some/model", "--port", "1234", "--max-model-len=4096", "--cpu-gib", "2")
     assert command[command.index("--port") + 1] == "1234"

@@ -9,18 +9,15 @@ import pytest
 
 from lmcache_connector.storage.redis import admin
 from tests.support.command_line import Cli
-from tests.support.redis.chunks import chunk_key, config, open_tier, put_all
+from tests.support.redis.chunks import config
 from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
 from tests.support.redis.rights import PASSWORD, documented_rules, grant
 from tests.support.redis.server_groups import (
-    Cluster,
     certificates,
-    running_cluster,
     running_tls_server,
 )
-from tests.support.redis.servers import CACHE, Server, running_valkey, valkey_binary
+from tests.support.redis.servers import CACHE, Server, running_valkey
 
-VALUES_PER_CHUNK = 4
 # For clusters, and for what `ls` can do without.
 ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
 
@@ -29,31 +26,6 @@ def transfer(url: str) -> str:
     extra = {"cpu_gib": 0.1, "redis_url": url}
     document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}
     return json.dumps({**document, "kv_connector_extra_config": extra})
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(valkey_binary() or "valkey-server") as cluster:
-        yield cluster
-
-
-def test_a_cluster_is_one_cache_to_every_command(cli: Cli, cluster: Cluster) -> None:
-    cluster.flush()
-    assert cli("check", transfer(cluster.url)).code == 0
-    with open_tier(cluster.url) as tier:
-        assert all(put_all(tier, range(30)))
-    url = ("--redis-url", cluster.url)
-    listed = cli("ls", *url, "--json").document
-    assert len(listed["servers"]) == len(cluster.masters) == 3
-    (group,) = listed["groups"]
-    assert (group["chunks"], group["values"]) == (30, 30 * VALUES_PER_CHUNK)
-    verified = cli("verify", *url, "--json").document
-    assert verified["values"] == {"sound": 30 * VALUES_PER_CHUNK}
-    one = cli("ls", chunk_key(7).hex()[:16], *url, "--json").document
-    assert len(one["values"]) == VALUES_PER_CHUNK
-    purged = cli("purge", *url, "--all", "--yes", "--json").document
-    assert purged["removed_values"] == 30 * VALUES_PER_CHUNK
-    assert cli("ls", *url, "--json").document["groups"] == []
 
 
 @pytest.fixture

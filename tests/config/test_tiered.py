@@ -21,13 +21,6 @@ def problems(**settings: Any) -> list[str]:
     return str(raised.value).splitlines()[1:]
 
 
-def test_nothing_set_is_the_cpu_tier_alone() -> None:
-    config = parse_config({})
-    assert config.redis_tier_config() is None
-    assert config.hash_key_bytes is None
-    assert config == ConnectorConfig()
-
-
 def test_every_problem_is_named_at_once() -> None:
     lines = problems(
         chunk_sise=256,
@@ -109,12 +102,6 @@ def test_a_secret_that_cannot_be_read_is_a_problem_that_names_the_file(
     assert str(file) in line
 
 
-def test_a_missing_variable_is_a_problem_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    (line,) = problems(hash_key="env:NO_SUCH_KEY")
-    assert "NO_SUCH_KEY" in line
-
-
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     url = f"redis://user:{SECRET}@host:6379"
@@ -169,21 +156,10 @@ def test_settings_are_read_wherever_the_connector_is_named(
 
 
 def test_a_chunk_size_is_compared_with_the_block_size_as_soon_as_that_is_known() -> None:
-    with pytest.raises(
-        ConfigError, match="not a multiple of vLLM's block size 16"
-    ):
+    with pytest.raises(ConfigError, match="not a multiple of vLLM's block size 16"):
         check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
         check_settings("LMCacheTieredConnector", extra, block_size)
-
-
-def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
-    assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
-    assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
-    assert parse_config({"prefetch": False}).prefetch_bytes == 0
-    assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
-    small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
-    assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"
 
 
 @pytest.mark.parametrize(

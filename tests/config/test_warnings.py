@@ -37,30 +37,12 @@ def test_sound_settings_are_not_talked_about(kv_role: str) -> None:
     assert of_sizes() == []
 
 
-@pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
-def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
-    assert of_settings(kv_role) == [], "others of this host are the other half"
-    (warning,) = of_settings(kv_role, host_sharing=False)
-    assert f"{kv_role} {what}s only" in warning
-    assert "set redis_url, or kv_role kv_both" in warning
-
-
 def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
     (warning,) = of_settings(weights_label="step 7")
     assert "weights_label 'step 7' never changes" in warning
     assert "set file:PATH" in warning
     write(tmp_path / "label", "step 7")
     assert of_settings(weights_label=f"file:{tmp_path / 'label'}") == []
-
-
-def test_without_audits_nothing_looks_for_wrong_kv() -> None:
-    (warning,) = of_settings(audit_share=0)
-    assert "wrong KV would go unnoticed" in warning
-
-
-def test_chunks_that_no_request_fills() -> None:
-    (warning,) = of_sizes(chunk_size=16384)
-    assert "chunk_size 16384 is more than max_model_len 8192" in warning
 
 
 def test_chunks_wider_than_a_window() -> None:

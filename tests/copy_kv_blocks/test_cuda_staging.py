@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lmcache_connector.copy_kv_blocks.cuda_staging import covers_chunks, expand, stage
 from lmcache_connector.copy_kv_blocks.plan import plan_copy
-from tests.support import ROOT
 from tests.support.doubles.copy_reference import LAYOUTS, chunks, expected_blocks, paged, same
+from tests.support.triton import run_python
 
 COMPILE = """
 import sys
@@ -29,22 +26,6 @@ signature |= dict.fromkeys(constants, "constexpr")
 source = ASTSource(_copy_rows, signature, constants)
 print(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["cubin"]))
 """
-
-
-def run_python(*arguments: str, **environment: str) -> str:
-    """In a process of its own: Triton decides when it is loaded whether it interprets."""
-    pytest.importorskip("triton", reason="runs where Triton is installed")
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    return found.stdout
 
 
 def test_the_tests_for_gpus_are_rehearsed() -> None:

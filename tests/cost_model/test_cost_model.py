@@ -90,28 +90,6 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)
 
 
-def test_a_slow_tier_is_not_loaded() -> None:
-    model = make_model()
-    model.calibrate(REDIS, bytes_per_second=3e7, latency_seconds=0.0)
-    decision = model.decide(offer(*[REDIS] * 32))
-    assert (decision.num_chunks, decision.reason) == (0, Reason.COMPUTE_FASTER)
-    assert decision.deadline_seconds == 0
-
-
-def test_the_memory_part_of_a_hit_is_loaded_without_the_slow_rest() -> None:
-    model = make_model()
-    model.calibrate(CPU, bytes_per_second=5e9, latency_seconds=0.0)
-    model.calibrate(REDIS, bytes_per_second=1e7, latency_seconds=0.0)
-    decision = model.decide(offer(*[CPU] * 10, *[REDIS] * 22))
-    assert decision.num_chunks == 10
-
-
-def test_a_small_hit_of_a_long_prompt_is_loaded_too() -> None:
-    model = make_model()
-    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.001)
-    assert model.decide(offer(CPU, CPU, prompt_tokens=64 * 1024)).num_chunks == 2
-
-
 @pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
 def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
     model = make_model()
@@ -161,20 +139,6 @@ def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_tier(
     assert model.decide(offer(*[CPU, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
 
 
-def test_a_stalled_tier_is_left_alone_before_the_first_prefill_too() -> None:
-    model = make_model(prefill=False)
-    model.observe_load_failed(REDIS, seconds=1.0)
-    assert model.decide(offer(REDIS)).num_chunks == 0
-
-
-def test_before_the_first_prefill_a_slow_tier_is_used_for_a_moment_only() -> None:
-    model = make_model(prefill=False)
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.045)
-    decision = model.decide(offer(*[REDIS] * 32))
-    assert decision.num_chunks == 20  # a quarter of a second's worth
-    assert decision.deadline_seconds == pytest.approx(0.735, rel=0.01)
-
-
 def test_always_loads_everything_up_to_the_cap() -> None:
     model = make_model(mode="always")
     model.calibrate(REDIS, bytes_per_second=1e3, latency_seconds=1.0)
@@ -205,19 +169,6 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     for _ in range(3):
         model.observe_load(CPU, 32 * 10**6, 3.2)
     return model
-
-
-def test_a_first_load_that_was_slow_is_not_believed_for_a_minute() -> None:
-    clock = Clock(0.0)
-    model = make_model(clock=clock)  # as without a self-test
-    model.observe_load(CPU, 10**6, 1.0)
-    assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
-    clock.now = 2.0
-    trial = model.decide(offer(*[CPU] * 32))
-    assert trial.num_chunks == 1
-    assert trial.deadline_seconds <= 0.05 * trial.predicted_compute_seconds
-    model.observe_load(CPU, 10**6, 1e-3)
-    assert model.decide(offer(*[CPU] * 32)).num_chunks == 32
 
 
 def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -> None:
@@ -254,28 +205,6 @@ def test_a_trial_wastes_no_more_than_a_stall() -> None:
         model.observe_load(REDIS, 32 * 10**6, 3.2)
     clock.now = QUIET_SECONDS
     assert model.decide(offer(*[REDIS] * 32)).num_chunks == 0  # one chunk takes 0.3 s to save 26 ms
-
-
-@pytest.mark.parametrize(("bytes_per_second", "num_chunks"), [(1e9, 32), (7e8, 32), (1e7, 0)])
-def test_the_trial_decides(bytes_per_second: float, num_chunks: int) -> None:
-    clock = Clock(0.0)
-    model = slow_cpu_model(clock)
-    clock.now = QUIET_SECONDS
-    model.decide(offer(*[CPU] * 32))
-    model.observe_load(CPU, 10**6, 10**6 / bytes_per_second)
-    assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
-    clock.now += QUIET_SECONDS - 0.1
-    assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
-
-
-def test_a_tier_in_use_is_loaded_whole_after_a_quiet_minute() -> None:
-    clock = Clock(0.0)
-    model = make_model(clock=clock)
-    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.0)
-    clock.now = 10 * QUIET_SECONDS
-    tiny = offer(CPU, prompt_tokens=300, context_tokens=250)  # not worth loading from any tier
-    assert model.decide(tiny).num_chunks == 0
-    assert model.decide(offer(*[CPU] * 32)).num_chunks == 32
 
 
 def test_a_stall_does_not_end_by_itself() -> None:
@@ -517,19 +446,6 @@ def test_windows_that_lie_in_a_tier_that_stalls_are_left_out() -> None:
     model.observe_load_failed(REDIS, 5.0)
     bytes_at = {7: {CPU: 10**6}, 10: {REDIS: 10**6}, 32: {REDIS: 10**6}}
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
-
-
-def test_a_model_of_windows_alone_has_no_bytes_before_them() -> None:
-    model = make_model()
-    model.calibrate(CPU, 1e9, 0.0)
-    decision = model.decide(windows({32: {CPU: 10**6}}, *[CPU] * 32, chunk_bytes=0))
-    assert decision.num_chunks == 32
-
-
-def test_with_always_the_largest_end_is_loaded() -> None:
-    bytes_at = {3: {CPU: 10**6}, 10: {REDIS: 10**6}}
-    decision = make_model(mode="always").decide(windows(bytes_at, *[CPU] * 10))
-    assert decision.num_chunks == 10
 
 
 def test_what_a_step_costs_however_little_it_computes_is_not_the_prefills() -> None:

@@ -82,11 +82,6 @@ def load(
     policy.load_ended(job_id, [fetched(job_id, num_bytes, seconds, tier=tier, **more)])
 
 
-def test_a_calibrated_tier_is_used_from_the_first_request_on(policy: LoadPolicy) -> None:
-    assert decide(policy, KEYS) == 32
-    assert decide(policy, KEYS, num_cpu=10) == 32
-
-
 def test_a_copy_is_part_of_a_load_from_redis(policy: LoadPolicy) -> None:
     copy = policy.model.bytes_per_second(Tier.CPU)
     load = policy.model.bytes_per_second(Tier.REDIS)
@@ -105,14 +100,6 @@ def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
     assert after == pytest.approx(1.5 * before, rel=0.15)
 
 
-def test_a_slow_load_teaches_what_redis_is_worth(policy: LoadPolicy) -> None:
-    for job_id in range(4):
-        policy.load_planned(load_job(job_id, KEYS), [Tier.REDIS] * len(KEYS))
-        policy.load_ended(job_id, [fetched(job_id, 32 * CHUNK_BYTES, 3.0)])
-    assert decide(policy, KEYS) == 0
-    assert decide(policy, KEYS, num_cpu=8) == 8
-
-
 def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(policy: LoadPolicy) -> None:
     policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     policy.load_ended(1, [fetched(1, 0, 0.2, failed=True)])
@@ -125,16 +112,6 @@ def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(policy: Load
 def test_missing_chunks_say_nothing_of_the_tier(policy: LoadPolicy) -> None:
     policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     policy.load_ended(1, [JobResult(1, Outcome.MISSING, 0, 0, 0.3, (Fetched(Tier.REDIS, 0, 0.3),))])
-    assert decide(policy, KEYS) == 32
-
-
-def test_what_is_queued_for_redis_counts_until_it_ends(policy: LoadPolicy) -> None:
-    others = [bytes([i, 1]) * 16 for i in range(255)]
-    for job_id in range(3):
-        policy.load_planned(load_job(job_id, others), [Tier.REDIS] * len(others))
-    assert decide(policy, KEYS) == 0
-    for job_id in range(3):
-        policy.load_ended(job_id, [fetched(job_id, 255 * CHUNK_BYTES, 2.55)])
     assert decide(policy, KEYS) == 32
 
 
@@ -262,18 +239,6 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
         if reader.probes.take():
             reader.observe_reports([ANSWERED])
     assert 1 <= num_loads <= 70
-
-
-def test_one_slow_copy_does_not_spoil_what_probes_say_of_redis_for_ever(
-    policy: LoadPolicy, clock: Clock
-) -> None:
-    policy.load_planned(load_job(1, KEYS), [Tier.CPU] * len(KEYS))
-    policy.load_ended(1, [JobResult(1, Outcome.DONE, 32, 32 * CHUNK_BYTES, 5.0)])
-    policy.observe_reports([probed(1 << 23, 0.01)])
-    assert decide(policy, KEYS) == 0, "a load from Redis would be copied as slowly"
-    clock.now += 61.0
-    policy.observe_reports([probed(1 << 23, 0.01)])
-    assert decide(policy, KEYS) == 32
 
 
 def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, count: int = 8) -> None:
@@ -410,13 +375,6 @@ def test_slow_peers_make_redis_no_slower(sharing: LoadPolicy) -> None:
     assert sharing.model.bytes_per_second(Tier.REDIS) == redis_speed
     assert decide(sharing, KEYS, tier=Tier.PEER) == 0
     assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
-
-
-def test_slow_redis_makes_peers_no_slower(sharing: LoadPolicy) -> None:
-    for job_id in range(8, 12):
-        load(sharing, job_id, 32 * CHUNK_BYTES, 3.0, Tier.REDIS)
-    assert decide(sharing, KEYS, tier=Tier.REDIS) == 0
-    assert decide(sharing, KEYS, tier=Tier.PEER) == 32
 
 
 def test_what_a_load_takes_from_each_tier_teaches_its_speed(sharing: LoadPolicy) -> None:

@@ -38,27 +38,6 @@ def test_chunked_prefill_adds_up_to_the_whole() -> None:
     assert parts == pytest.approx(speed.seconds(0, 8000))
 
 
-def test_one_prefill_alone_is_taken_as_linear_work() -> None:
-    """Nothing tells the terms apart, and at common lengths the linear one is the larger."""
-    speed = observed((4096, 0, 0))
-    assert speed.seconds(0, 4096) == pytest.approx(true_seconds(4096, 0), rel=1e-3)
-    assert speed.seconds(0, 2048) == pytest.approx(true_seconds(4096, 0) / 2, rel=0.05)
-
-
-def test_short_prefills_do_not_count() -> None:
-    speed = PrefillSpeed()
-    speed.observe(0.0, 5, 0, 0.02)
-    assert not speed.known
-    assert speed.seconds(0, 1000) == 0
-
-
-def test_fixed_costs_of_short_prefills_do_not_spoil_long_ones() -> None:
-    speed = observed((4096, 0, 0), (4096, 8192, 0))
-    for _ in range(50):
-        speed.observe(0.0, 64, 0, 0.02)  # three times its share: the fixed cost of a step
-    assert speed.seconds(0, 8192) == pytest.approx(true_seconds(8192, 0), rel=0.15)
-
-
 def test_a_slow_first_prefill_is_forgotten_at_the_next() -> None:
     speed = PrefillSpeed()
     speed.observe(0.0, 4096, 0, 30.0)  # compilation

@@ -78,21 +78,6 @@ def test_one_long_step_says_little_of_the_next() -> None:
     assert steps.decode_seconds == pytest.approx(0.01, rel=0.15)
 
 
-def test_a_lasting_slowdown_is_learned_within_a_few_steps() -> None:
-    steps = StepTime(2)
-    now = decode(steps, 0.0, 0.01, 20)
-    decode(steps, now, 0.25, 8)
-    assert steps.decode_seconds > 0.15
-
-
-def test_of_short_and_long_steps_in_turn_the_mean_is_learned() -> None:
-    steps, now = StepTime(2), 0.0
-    for number in range(60):
-        steps.planned(now, follows=True, has_prefill=False)
-        now += (0.001, 2.0)[number % 2]
-    assert steps.decode_seconds == pytest.approx(1.0, rel=0.2)
-
-
 def test_a_store_under_way_takes_what_the_last_ones_took() -> None:
     now = 0.0
     stores = StoreBacklog(lambda: now)

@@ -47,20 +47,6 @@ def test_no_history_makes_a_negative_or_missing_prediction(
         assert 0 < tier.failure_rate < 1
 
 
-def test_nothing_known_predicts_nothing() -> None:
-    tier = TierSpeed()
-    assert not tier.known
-    assert tier.seconds(MIB) == 0
-    assert tier.bytes_per_second == float("inf")
-
-
-def test_a_calibration_is_taken_at_its_word() -> None:
-    tier = TierSpeed()
-    tier.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
-    assert tier.latency_seconds == pytest.approx(0.2, rel=1e-3)
-    assert tier.bytes_per_second == pytest.approx(100e6, rel=1e-3)
-
-
 def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
@@ -102,14 +88,6 @@ def test_a_tier_that_stops_halfway_has_stalled() -> None:
     assert tier.stalled
 
 
-def test_the_first_load_cut_off_still_measures_the_tier() -> None:
-    tier = TierSpeed()
-    tier.cut_off(0.0, 4 * MIB, 0.5)
-    assert tier.known
-    assert not tier.stalled
-    assert tier.seconds(4 * MIB) == pytest.approx(0.5)
-
-
 def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
     tier = TierSpeed()
     fresh = tier.failure_rate
@@ -132,14 +110,6 @@ def test_a_trial_starts_from_the_calibration_and_the_next_load_settles_it() -> N
         tried.arrived(61.0, MIB, slowness * MIB / 1e9)
         assert not tried.on_trial
         assert tried.bytes_per_second == pytest.approx(expected, rel=1e-2)
-
-
-def test_a_trial_without_a_calibration_starts_from_nothing() -> None:
-    tier = TierSpeed()
-    loads(tier, [10 * MIB], latency=0.0, bytes_per_second=1e7)
-    tried = tier.calibrated_only(60.0)
-    assert not tried.known
-    assert not tried.is_outdated(60.0)
 
 
 def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
@@ -177,11 +147,3 @@ def test_a_probe_that_arrives_makes_failures_fade() -> None:
     assert tier.failure_rate == before  # that the stall is over says nothing of the next load
     tier.calibrate(2.0, 1e8, 0.0)
     assert tier.failure_rate < before
-
-
-def test_a_quiet_minute_does_not_make_up_for_failures() -> None:
-    tier = TierSpeed()
-    tier.calibrate(0.0, 1e8, 0.0)
-    tier.cut_off(0.0, 0, 1.0)
-    tier.calibrate(1.0, 1e8, 0.0)
-    assert tier.calibrated_only(61.0).failure_rate == tier.failure_rate

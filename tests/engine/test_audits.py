@@ -14,19 +14,15 @@ import pytest
 
 from tests.support.engines.audits import (
     ROWS,
-    UNUSED_ROWS,
     audits,
     build_retrained_model,
-    retrain_rows,
 )
 from tests.support.engines.calls import (
     check_integrity,
-    reset_everything,
     share_again,
     wait_for_writes,
 )
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.updates import live_on_another_host
 from tests.support.limits import PATIENT
@@ -34,7 +30,6 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
-
 NUM_TOKENS = 3 * CHUNK_SIZE + 40
 STRENGTH = 1.0
 
@@ -134,62 +129,4 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     retrained.call(share_again)
 
 
-def apart(transfer: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """The same settings in a namespace of its own, without a label."""
-    extra = {**transfer["kv_connector_extra_config"], "namespace": namespace}
-    del extra["weights_label"]
-    return {**transfer, "kv_connector_extra_config": extra}
-
-
-@pytest.mark.soak
-def test_arithmetic_in_another_order_is_no_mismatch(
-    start: StartInstance, transfer: dict[str, Any]
-) -> None:
-    """Another process, another number of ranks, another batch."""
-    transfer = apart(transfer, "noise")
-    prompts = [random_prompt(seed, 2048 + 100 * seed) for seed in range(6)]
-    with start(transfer, max_num_batched_tokens=8192) as one:
-        one.call(EngineProbe.serve_many, prompts)
-        one.call(wait_for_writes)
-    errors = {}
-    ways: dict[str, dict[str, Any]] = {
-        "another process, smaller batches": {"max_num_batched_tokens": 512},
-        "two ranks": {"tensor_parallel_size": 2},
-    }
-    for name, args in ways.items():
-        with start(transfer, **args) as other:
-            for prompt in prompts:
-                assert other.serve(prompt).external_hit_tokens > 0
-            assert other.call(audits) == {"match": len(prompts)}
-            errors[name] = [line for line in other.log.splitlines() if "Audit of a" in line]
-    print(errors)
-
-
 # -- labels ------------------------------------------------------------------------------------
-
-
-def test_instances_updated_alike_share_by_a_label_what_their_digests_tell_apart(
-    one: VllmInstance, retrained: VllmInstance, label: Path, prompt: list[int]
-) -> None:
-    """They differ in rows that no prompt has."""
-    old = one.serve(prompt)
-    try:
-        one.call(retrain_rows, STRENGTH, ROWS)  # as the other was saved
-        retrained.call(retrain_rows, STRENGTH, UNUSED_ROWS)
-        label.write_text("step 1")
-        for instance in (one, retrained):
-            instance.call(reset_everything)
-        cold = one.serve(prompt)
-        assert cold.external_hit_tokens == 0
-        assert cold.block_digests[0] != old.block_digests[0]
-        one.call(wait_for_writes)
-        before = retrained.call(audits)
-        hit = retrained.serve(prompt)
-        assert hit.external_hit_tokens == 2 * CHUNK_SIZE
-        assert hit.block_digests == cold.block_digests
-        assert changes(retrained, before) == {"match": 1}
-    finally:
-        one.call(retrain_rows, 0.0, ROWS)
-        retrained.call(retrain_rows, 0.0, UNUSED_ROWS)
-        for instance in (one, retrained):
-            instance.call(reset_everything)

@@ -16,14 +16,12 @@ import pytest
 import zmq
 
 from tests.support.engines.asks import Ask, Round, ask_all
-from tests.support.engines.calls import check_integrity, preemptions, reset_everything
+from tests.support.engines.calls import check_integrity, preemptions
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
-from tests.support.engines.updates import move_weights
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
-from tests.support.redis.values import wait_for_values
 
 CHUNK_BYTES = 1 << 20
 NUM_BLOCKS = 28
@@ -108,15 +106,6 @@ def router(engine: VllmInstance, port: int) -> Iterator[Router]:
         yield listening
     finally:
         listening.close()
-
-
-def listen_until(router: Router, engine: VllmInstance, condition: Callable[[], bool]) -> None:
-    """An engine sends events when it steps, also for what was written meanwhile."""
-    for _ in range(300):
-        if router.hears(condition, 0.1):
-            return
-        engine.call(ask_all, [Ask(random_prompt(899, 10))])
-    raise AssertionError("the router was not told")
 
 
 def heard_something(router: Router, engine: VllmInstance) -> None:
@@ -229,44 +218,3 @@ def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> 
     assert again.loaded_tokens == 768
     assert_blocks_equal(again, cold)
     engine.call(check_integrity)
-
-
-def test_a_router_hears_what_every_tier_holds(
-    engine: VllmInstance, valkey: Server, router: Router
-) -> None:
-    tokens = random_prompt(60, 700)
-    engine.call(ask_all, [Ask(tokens)])
-    wait_for_values(valkey, 1)
-
-    def held(medium: str) -> list[Any]:
-        found = {id(event): event for event in router.stored[medium].values()}
-        return [event for event in found.values() if event.token_ids[0] in (tokens[0], tokens[256])]
-
-    listen_until(router, engine, lambda: len(held("CPU")) == len(held("STORAGE")) == 2)
-    for medium in ("CPU", "STORAGE"):
-        first, second = sorted(held(medium), key=lambda event: event.parent_block_hash is not None)
-        assert [*first.token_ids, *second.token_ids] == tokens[:512]
-        assert first.block_size == BLOCK_SIZE
-        assert len(first.block_hashes) == 2
-        assert second.parent_block_hash == first.block_hashes[-1]
-        # The names are those of the same blocks in vLLM's own memory.
-        assert {*first.block_hashes, *second.block_hashes} <= router.stored["GPU"].keys()
-
-    engine.call(ask_all, [Ask(random_prompt(62 + i, 1500), max_tokens=2) for i in range(8)])
-    listen_until(router, engine, lambda: not held("CPU"))  # 40 newer chunks have taken their place
-    assert router.num_removed["CPU"] > 0
-    with valkey.client() as client:
-        client.flushall()
-    engine.reset_prefix_cache()
-    engine.call(ask_all, [Ask(tokens)])  # looks for them, in vain
-    listen_until(router, engine, lambda: router.num_removed["STORAGE"] > 0)
-
-
-def test_after_an_update_of_the_weights_a_router_knows_of_nothing(
-    engine: VllmInstance, router: Router
-) -> None:
-    engine.call(ask_all, [Ask(random_prompt(70, 700))])
-    listen_until(router, engine, lambda: bool(router.stored["CPU"]))
-    assert engine.call(move_weights, 0.02) > 0
-    engine.call(reset_everything)
-    listen_until(router, engine, lambda: not router.stored["CPU"] and not router.stored["STORAGE"])

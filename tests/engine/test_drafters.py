@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, kv_at_first_token
 from tests.support.engines.calls import (
     check_integrity,
     draft_counts,
@@ -19,7 +18,7 @@ from tests.support.engines.calls import (
 )
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
-from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.probe import Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
 from tests.support.engines.transfers import assert_handed_over
@@ -29,7 +28,6 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
-
 CHUNK = 128
 EVERY_TIME = ("eagle",)  # an engine takes 15 seconds to start
 SHARP = {"draft_model": 1.0}
@@ -88,17 +86,6 @@ def assert_equal(hit: Served, other: Served, end: int) -> None:
     assert [place for place in wrong if place.first_token < end] == []
 
 
-def hit_and_recompute(probe: EngineProbe, prompt: list[int]) -> tuple[int, float]:
-    """Loaded tokens, and how far any number in the KV of all layers is from what is computed
-    without a hit, in parts of their mean size."""
-    hit, num_loaded = kv_at_first_token(probe, Ask(prompt))
-    fresh = Ask(prompt, sampling={"skip_reading_prefix_cache": True})
-    computed, _ = kv_at_first_token(probe, fresh)
-    farthest = float(abs(hit - computed).max() / abs(computed).mean())
-    print(f"{num_loaded} tokens loaded; the farthest number is {farthest:.3f} away")
-    return num_loaded, farthest
-
-
 def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
     for seed in range(3):
         prompt = random_prompt(seed, 700)
@@ -127,43 +114,6 @@ def test_a_prompt_at_a_border(engine: VllmInstance, kind: str, beyond: int) -> N
     known = len(prompt) if kind == "draft_model" else len(prompt) - 1
     assert hit.external_hit_tokens == known // CHUNK * CHUNK
     assert_equal(hit, computed, known // CHUNK * CHUNK)
-
-
-def test_prompts_that_part_at_a_border(engine: VllmInstance, kind: str) -> None:
-    """The drafter's KV of the last shared token follows from the token after it.
-
-    One step computes each prompt: where a step ends inside one, vLLM's head computes as if the
-    prompt's last token came next (``prepare_next_token_ids_padded``), whatever does.
-    """
-    prompt = random_prompt(20, 500)
-    other = [*prompt[:384], *random_prompt(21, 116)]
-    engine.serve(prompt)
-    engine.reset_prefix_cache()
-    num_loaded, farthest = engine.call(hit_and_recompute, other)
-    assert num_loaded == (384 if kind == "draft_model" else 256)
-    assert farthest < 0.3  # another batch rounds otherwise; another token is as far as KV is large
-
-
-def test_a_hit_goes_on_where_vllms_own_ends(engine: VllmInstance) -> None:
-    prompt = random_prompt(30, 700)
-    computed = engine.serve(prompt)
-    engine.reset_prefix_cache()
-    engine.serve([*prompt[:300], 5])
-    hit = engine.serve(prompt)
-    assert 0 < hit.external_hit_tokens < hit.cached_tokens == 640
-    assert_equal(hit, computed, 640)
-
-
-def test_the_next_turn_of_a_conversation(engine: VllmInstance, kind: str) -> None:
-    """It goes on from what was drafted and accepted."""
-    prompt = random_prompt(40, 500)
-    first = engine.serve(prompt, 200)
-    turn = [*prompt, *first.token_ids, *random_prompt(41, 100)]
-    engine.reset_prefix_cache()
-    hit, share = serve(engine, turn)
-    assert hit.external_hit_tokens == hit.cached_tokens == 640
-    assert share >= SHARP.get(kind, 0.0)
-    assert_equal(hit, cold(engine, turn), 384)  # what is decoded differs in the last bits
 
 
 @pytest.mark.parametrize("kind", params(["eagle", "draft_model"]), indirect=True)

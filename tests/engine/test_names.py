@@ -8,27 +8,24 @@ that such KV gets the name of what it is not, and is served to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_connector.requests.adapters import AdapterDigests
-from tests.support.engines.asks import Ask, Round, add, ask_again, ask_all
+from tests.support.engines.asks import Ask, Round, ask_again, ask_all
 from tests.support.engines.calls import check_integrity, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
-from tests.support.engines.updates import move_weights
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
-
 FULL = 512
 
 
@@ -88,39 +85,6 @@ def test_a_picture_is_its_content(seeing: tuple[VllmInstance, VllmInstance]) -> 
     assert blocks(same_picture)[:2] == blocks(cold)[:2]
 
 
-def test_pictures_that_clients_give_one_name(seeing: tuple[VllmInstance, VllmInstance]) -> None:
-    one, other = seeing
-    ask = Ask(words(2), image=3, uuid="mine")
-    first = served(one, ask)
-    second = served(one, replace(ask, image=4))
-    assert second.loaded_tokens == 0, "it was never stored"
-    assert blocks(second) == blocks(first), "vLLM takes the one picture for the other"
-    # Not stored as the second picture's, neither here nor for others.
-    for uuid in ("mine", "yours", None):
-        right = served(other, replace(ask, image=4, uuid=uuid))
-        assert right.loaded_tokens == (0 if uuid == "mine" else FULL)
-        assert blocks(right)[0] != blocks(first)[0]
-    hit = served(other, replace(ask, uuid="mine"))
-    assert hit.loaded_tokens == FULL
-    assert blocks(hit)[:4] == blocks(first)[:4]
-
-
-def test_an_update_of_the_vision_encoder_alone_is_one(
-    seeing: tuple[VllmInstance, VllmInstance],
-) -> None:
-    """The last one with these: nobody shares with it any more."""
-    one, _ = seeing
-    ask = Ask(words(7), image=1)
-    served(one, ask)
-    assert served(one, ask).loaded_tokens == FULL
-    assert one.call(move_weights, 0.02, "vision") > 0
-    for _ in range(2):  # a request with text alone proves nothing of images
-        one.reset_prefix_cache()
-        served(one, Ask(words(8)))
-    one.reset_prefix_cache()
-    assert served(one, ask).loaded_tokens == 0
-
-
 # -- adapters, salts and embeddings ----------------------------------------------------------------
 
 
@@ -160,77 +124,6 @@ def test_another_process_hits_an_adapter_with_its_first_request(
     hit = served(other, adapter_ask(1, path, 7, "another name"))
     assert hit.loaded_tokens == FULL
     assert blocks(hit)[:4] == blocks(cold)[:4]
-
-
-def test_an_adapter_that_vllm_reads_again_after_it_has_changed(
-    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
-) -> None:
-    """There is room for one: another one evicts it, and its next request reads the new files."""
-    one, other = adapted
-    path, crowd = build_adapter(tmp_path / "a", 6), build_adapter(tmp_path / "b", 7)
-    old = served(one, adapter_ask(4, path, 40))
-    served(one, adapter_ask(5, crowd, 41))
-    build_adapter(path, 8)
-    one.reset_prefix_cache()
-    served(one, adapter_ask(4, path, 40))  # bypasses, or finds it gone: in any case it is read
-    one.reset_prefix_cache()
-    new = served(one, adapter_ask(4, path, 40))
-    assert blocks(new)[0] != blocks(old)[0]
-    elsewhere = served(other, adapter_ask(4, path, 42))
-    assert elsewhere.loaded_tokens == FULL
-    assert blocks(elsewhere)[:4] == blocks(new)[:4]
-
-
-def serve_while_replaced(probe: EngineProbe, ask: Ask, seeds: Sequence[int]) -> list[int]:
-    """Serve it, and have vLLM read its adapter in place while it is answered: those of ``seeds``,
-    each for some tokens. Their files are hashed late, so no report tells before the last one.
-    Returns all tokens of the request."""
-    import threading
-    from unittest import mock
-
-    from vllm.lora.request import LoRARequest
-
-    assert ask.lora is not None
-    name, number, folder = ask.lora
-    digest, may_hash = AdapterDigests.digest, threading.Event()
-
-    def late(*args: Any) -> str:
-        may_hash.wait(30.0)
-        return digest(*args)
-
-    def read_in_place(seed: int) -> None:
-        build_adapter(Path(folder), seed)
-        assert probe.engine.add_lora(LoRARequest(name, number, folder, load_inplace=True))
-
-    add(probe, ask)
-    outputs: list[Any] = []
-    while not outputs or len(outputs[-1].outputs[0].token_ids) < 4:
-        outputs += probe.engine.step()
-    with mock.patch.object(AdapterDigests, "digest", late):
-        for seed in seeds:
-            read_in_place(seed)
-            for _ in range(4):
-                outputs += probe.engine.step()
-        may_hash.set()
-        while not outputs[-1].finished:
-            outputs += probe.engine.step()
-    probe.drain()
-    return [*ask.tokens, *outputs[-1].outputs[0].token_ids]
-
-
-@pytest.mark.parametrize("seeds", [(), (10, 9)], ids=["it stays", "it comes back"])
-def test_an_adapter_that_is_another_for_some_tokens_between_two_reports(
-    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path, seeds: tuple[int, ...]
-) -> None:
-    one, two = adapted
-    path = build_adapter(tmp_path / "a", 9)
-    number = 50 + len(seeds)
-    ask = Ask(random_prompt(number, 220), max_tokens=60, lora=("mine", number, str(path)))
-    tokens = one.call(serve_while_replaced, ask, seeds)
-    one.call(wait_for_writes)
-    ask = replace(ask, tokens=tokens, max_tokens=2)
-    found = served(two, ask)
-    assert found.loaded_tokens == (0 if seeds else CHUNK_SIZE)
 
 
 def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
@@ -278,30 +171,6 @@ def test_adapters_are_known_by_their_weights(
     engine.reset_prefix_cache()
     namesake = replace(plain, lora=("one", 104, second))
     assert_same_kv(engine.call(ask_all, [namesake]), cold["two"], FULL)
-
-
-def test_an_adapter_overwritten_under_a_running_engine_is_left_alone(
-    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
-) -> None:
-    engine, _ = adapted
-    path = build_adapter(tmp_path / "a", 10)
-    ask = Ask(random_prompt(4, 700), salt="s", lora=("mine", 110, str(path)))
-    cold, hit = engine.call(ask_again, ask)
-    assert_same_kv(hit, cold, FULL)
-    build_adapter(path, 11)
-    engine.reset_prefix_cache()
-    before = engine.counts().total("store_jobs")
-    # vLLM still computes with the weights it has read: stored under the new files' name, this KV
-    # would be wrong for whoever reads them.
-    still = engine.call(ask_all, [ask])
-    assert still.loaded_tokens == 0
-    assert still.answers[0].blocks == cold.answers[0].blocks
-    assert engine.counts().total("store_jobs") == before
-    engine.reset_prefix_cache()
-    new = replace(ask, lora=("mine", 111, str(path)))
-    changed = engine.call(ask_all, [new])
-    assert changed.loaded_tokens == 0
-    assert changed.answers[0].blocks[0] != cold.answers[0].blocks[0]
 
 
 def test_prompt_embeddings(adapted: tuple[VllmInstance, VllmInstance]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import abort_after, check_integrity, chunk_keys
+from tests.support.engines.calls import check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
@@ -27,7 +27,6 @@ from tests.support.redis.servers import Server
 from tests.support.redis.values import values_of
 
 LIMITS = PATIENT
-
 NUM_HEADS = 4
 NUM_TOKENS = 1500
 TOKEN_BYTES = 4 * NUM_HEADS * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
@@ -91,15 +90,6 @@ def assert_same_bytes(hit: Served, cold: Served) -> None:
     assert {len(heads) for heads in hit.shard_digests} == {NUM_HEADS}
     assert hit.shard_digests == cold.shard_digests
     assert len(set(itertools.chain(*hit.shard_digests))) == NUM_CHUNKS * NUM_HEADS
-
-
-def assert_from_either(hit: Served, first: Served, second: Served) -> None:
-    """Every KV head of every chunk is what one of two computations stored: both are right, and
-    what a rank still has is not stored again."""
-    for found, *stored in zip(
-        hit.shard_digests, first.shard_digests, second.shard_digests, strict=True
-    ):
-        assert all(f in s for f, *s in zip(found, *stored, strict=True))
 
 
 def stored_bytes(valkey: Server, tags: list[bytes]) -> int:
@@ -208,25 +198,6 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
 # -- several ranks are one -------------------------------------------------------------------------
 
 
-def delete_heads(valkey: Server, tag: bytes, heads: range) -> None:
-    names = values_of(valkey, tag)
-    assert len(names) == NUM_HEADS
-    with valkey.client() as client:
-        client.delete(*(names[head] for head in heads))
-
-
-def test_a_chunk_of_which_one_rank_lacks_its_part_is_no_hit(
-    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    cold = serve_cold(one, valkey, prompt)
-    tags = one.call(chunk_tags, prompt)
-    delete_heads(valkey, tags[3], range(2, 4))  # those of rank 1
-    hit = two.serve(prompt)
-    assert hit.external_hit_tokens == 3 * CHUNK_SIZE
-    assert hit.shard_digests[:3] == cold.shard_digests[:3]
-    assert failed_loads(two) == 0
-
-
 def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) -> int:
     """Drop chunks from one rank's CPU tier; returns how many it holds then."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -240,51 +211,6 @@ def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) ->
             engine.forget(key)
         engine._cpu.batched_msg_sender = reported
     return int(engine.num_chunks)
-
-
-def evict(probe: EngineProbe, prompt: list[int], chunk: int, silently: bool) -> list[int]:
-    keys = chunk_keys(probe, prompt)[chunk : chunk + 1]
-    probe.reset_prefix_cache()
-    return probe.on_ranks(forget_on_rank, 1, keys, silently)
-
-
-def only_in_the_cpu_tiers(two: VllmInstance, valkey: Server, prompt: list[int]) -> Served:
-    cold = serve_cold(two, valkey, prompt)
-    with valkey.client() as client:
-        client.flushall()
-    return cold
-
-
-def test_an_eviction_on_one_rank_behind_the_schedulers_back_is_recomputed(
-    two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    cold = only_in_the_cpu_tiers(two, valkey, prompt)
-    left = two.call(evict, prompt, 1, True)
-    assert left[1] == left[0] - 1
-    before = failed_loads(two)
-    served = two.serve(prompt)
-    assert served.external_hit_tokens == HIT  # planned
-    assert failed_loads(two) == before + 1
-    assert served.token_ids[0] == cold.token_ids[0]
-    assert served.shard_digests[0] == cold.shard_digests[0]
-    two.reset_prefix_cache()
-    again = two.serve(prompt)  # stored anew on the rank that lacked it
-    assert again.external_hit_tokens == HIT
-    assert failed_loads(two) == before + 1
-    assert_from_either(again, cold, served)
-    assert again.shard_digests[1][2:] == served.shard_digests[1][2:]
-
-
-def test_two_ranks_let_go_of_every_block(
-    two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    """A request ends while stores and loads of both ranks run: completions add up."""
-    cold = serve_cold(two, valkey, prompt)
-    for steps in (1, 2, 3):
-        two.reset_prefix_cache()
-        two.call(abort_after, prompt, steps)
-    two.reset_prefix_cache()
-    assert_same_bytes(two.serve(prompt), cold)
 
 
 # -- weight updates --------------------------------------------------------------------------------

@@ -3,18 +3,14 @@ ones, and engines that have the same share."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines.audits import (
-    build_int8_model,
     build_other_layers,
-    build_retrained_model,
 )
 from tests.support.engines.calls import check_integrity, forget, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
@@ -22,17 +18,9 @@ from tests.support.engines.probe import Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.updates import (
     accept_updates,
-    add_files_after_loading,
-    fail_to_update,
     flip_one_bit,
     load_rows,
-    move_folder_after_loading,
     move_weights,
-    read_slowly,
-    reload_from,
-    replace_files_after_loading,
-    serve_within_an_update,
-    sleep_and_wake,
     update_during_a_load,
     update_from,
     update_under_load,
@@ -43,7 +31,6 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
-
 NUM_TOKENS, HIT = 700, 2 * CHUNK_SIZE
 
 
@@ -165,31 +152,6 @@ def test_an_update_while_kv_comes_from_redis_leaves_none_of_before(
     check_hit_of_now(engine, prompt)
 
 
-@pytest.mark.parametrize("act", [fail_to_update, partial(sleep_and_wake, level=2)])
-def test_what_leaves_the_weights_as_they_are_costs_no_hit(
-    engine: VllmInstance, act: Callable[..., Any]
-) -> None:
-    prompt, name = random_prompt(40, NUM_TOKENS), engine.call(weights_name)
-    engine.serve(prompt)
-    engine.call(act)
-    assert engine.call(weights_name) == name
-    engine.reset_prefix_cache()
-    assert engine.serve(prompt).external_hit_tokens == HIT
-
-
-def test_what_is_computed_within_an_update_is_kept_under_no_name(start: StartInstance) -> None:
-    prompt, other = random_prompt(12, NUM_TOKENS), random_prompt(13, NUM_TOKENS)
-    arguments = {"weight_transfer_config": {"backend": "test"}, "prepare": accept_updates}
-    with start(kv_transfer(), **arguments) as engine:
-        name = engine.call(weights_name)
-        engine.serve(other)
-        engine.call(serve_within_an_update, prompt)
-        assert engine.call(weights_name) == name
-        engine.reset_prefix_cache()
-        assert engine.serve(other).external_hit_tokens == HIT
-        assert engine.serve(prompt).external_hit_tokens == 0
-
-
 def test_engines_that_a_trainer_has_updated_alike_share(
     start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -224,92 +186,3 @@ def test_engines_that_a_trainer_has_updated_alike_share(
         assert shared.external_hit_tokens == HIT
         assert shared.block_digests[:4] == new.block_digests[:4]
         assert two.call(weights_name) == updated_name
-
-
-def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:
-    with start(kv_transfer(), prepare=read_slowly) as engine:
-        prompt = random_prompt(43, NUM_TOKENS)
-        for _ in range(2):
-            engine.serve(prompt)
-            engine.reset_prefix_cache()
-        assert engine.serve(prompt).external_hit_tokens == 0
-    assert engine.exit_code == 0
-    assert "Traceback" not in engine.log
-
-
-def check_reload(engine: VllmInstance, model: Path, folder: Path) -> None:
-    """vLLM's build for CPUs keeps most weights where no tensor shows them."""
-    prompt = random_prompt(6, NUM_TOKENS)
-    served, names = [], []
-    for each in (model, folder, model):
-        engine.call(reload_from, each)
-        engine.reset_prefix_cache()
-        served.append(engine.serve(prompt))
-        names.append(engine.call(weights_name))
-    old, new, back = served
-    assert new.external_hit_tokens == 0
-    assert new.block_digests[:4] != old.block_digests[:4]
-    assert back.external_hit_tokens == HIT
-    assert back.block_digests[:4] == old.block_digests[:4]
-    assert names[0] == names[2] != names[1]
-
-
-def test_a_reload_from_disk_changes_what_only_onednn_has(
-    engine: VllmInstance, tiny_model: Path, tmp_path: Path
-) -> None:
-    check_reload(engine, tiny_model, build_other_layers(tmp_path / "other", tiny_model))
-
-
-@pytest.mark.soak  # an engine
-def test_a_reload_of_eight_bits_from_disk(
-    start: StartInstance, tiny_model: Path, tmp_path: Path
-) -> None:
-    model = build_int8_model(tmp_path / "int8", tiny_model)
-    other = build_other_layers(tmp_path / "other", tiny_model)
-    with start(kv_transfer(), model) as engine:
-        check_reload(engine, model, build_int8_model(tmp_path / "other int8", other))
-
-
-@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
-def test_dummy_weights_are_shared_by_engines_that_have_the_same(
-    start: StartInstance, valkey: Server
-) -> None:
-    """Those of another tensor-parallel size are others."""
-    prompt, transfer = random_prompt(11, NUM_TOKENS), sharing(valkey, namespace="dummy")
-    names, served = [], []
-    for size in (1, 2, 1):
-        with start(transfer, load_format="dummy", tensor_parallel_size=size) as each:
-            served.append(each.serve(prompt))
-            each.call(wait_for_writes)
-            names.append(each.call(weights_name))
-    assert [each.external_hit_tokens for each in served] == [0, 0, HIT]
-    assert names[0] != names[1]
-    assert names[2] == names[0]
-
-
-@pytest.mark.parametrize(
-    "arrive",
-    # Two engines each; tests/vllm_compat/test_weights.py has all ways in which files change.
-    [replace_files_after_loading, pytest.param(move_folder_after_loading, marks=pytest.mark.soak)],
-)
-def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
-    start: StartInstance,
-    valkey: Server,
-    tiny_model: Path,
-    tmp_path: Path,
-    arrive: Callable[[Path, Path], None],
-) -> None:
-    """But what comes beside it, and beside its folders, is no other checkpoint."""
-    (tmp_path / "models").mkdir()
-    latest = Path(shutil.copytree(tiny_model, tmp_path / "models" / "latest"))
-    other = tmp_path / "other"
-    build_retrained_model(other, tiny_model, 1.0)
-    prompt, transfer = random_prompt(9, NUM_TOKENS), sharing(valkey, namespace=arrive.__name__)
-    with start(transfer, latest, prepare=partial(arrive, latest, other)) as one:
-        one.serve(prompt)
-        one.call(wait_for_writes)
-        assert one.call(weights_name).startswith("memory:")
-        assert "changed while the weights were loaded" in one.log
-    with start(transfer, latest, prepare=partial(add_files_after_loading, latest)) as two:
-        assert two.serve(prompt).external_hit_tokens == 0
-        assert two.call(weights_name).startswith("sha256:")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,9 @@ from lmcache_connector.cli.target import connector_config
 from lmcache_connector.storage.redis.client.url import TopologyKind
 from lmcache_connector.vllm_compat.api.versions import VLLM_PACKAGE, text_of
 from tests.support import ROOT
+from tests.support.redis.chunks import get_all, open_tier, put_all
+from tests.support.redis.server_groups import certificates, wait_until
+from tests.support.redis.servers import free_port
 from tests.test_packaging import PACKAGED
 
 API_VERSION = "1.34"
@@ -119,29 +126,65 @@ def test_the_connector_takes_what_is_rendered(
         assert address.sentinel_login() == (None, "sentinel-password")
 
 
-def test_an_engine_is_started_with_what_was_asked_for(chart: Any) -> None:
-    asked = {"kvEvents": {"enabled": True}, "otlpEndpoint": "http://c:4317", "args": ["--seed=1"]}
-    vllm = containers(of_kind(chart, "bundled", **asked))["vllm"]
-    assert vllm["args"][1:] == ["vllm", "--seed=1"]
-    for option in ("--kv-transfer-config", "--kv-events-config", "--otlp-traces-endpoint"):
-        assert option in vllm["args"][0]
-    events = json.loads(variables(vllm)["KV_EVENTS"])
-    assert events["topic"] == "kv@10.0.0.7@Qwen/Qwen3-0.6B"
-    plain = containers(of_kind(chart, "bundled"))["vllm"]
-    assert "--kv-events-config" not in plain["args"][0]
-    assert "--otlp" not in plain["args"][0]
+def run_check(resources: list[dict[str, Any]], folder: Path, authority: Path, port: int) -> int:
+    """The init container's own command, as the kubelet would run it; its exit code."""
+    check = containers(resources)["check"]
+    text = named(resources, "ConfigMap", "demo-kv-transfer")["data"]["transfer.json"]
+    (folder / "transfer.json").write_text(text)
+    values = variables(check)
+    url = values["KV_CACHE_URL"].replace("demo-valkey:6379", f"127.0.0.1:{port}")
+    environment = os.environ | {
+        "KV_CACHE_URL": url.replace("/tls/ca.crt", str(authority)),
+        "KV_CACHE_HASH_KEY": values["KV_CACHE_HASH_KEY"] + "-0123456789",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    command = [word.replace("/config/", f"{folder}/") for word in check["command"]]
+    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
 
 
-def test_the_defaults_need_nothing_that_the_cluster_lacks(chart: Any) -> None:
-    resources = render(chart)
-    assert {r["kind"] for r in resources} == {"ConfigMap", "Deployment", "Service"}
-    assert "secret" not in json.dumps(resources).lower()
-    pod = named(resources, "Deployment", "demo-vllm")["spec"]["template"]["spec"]
-    vllm = containers(resources)["vllm"]
-    (shm,) = [v for v in pod["volumes"] if v["name"] == "shm"]
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
-    assert {"name": "shm", "mountPath": "/dev/shm"} in vllm["volumeMounts"]
-    assert containers(resources)["check"].get("env") is None
+@pytest.mark.redis_server
+def test_its_server_takes_engines_over_tls_and_pods_start_without_it(
+    chart: Any, tmp_path: Path, redis_path: str
+) -> None:
+    resources, port = of_kind(chart, "bundled", cache={"cpuGib": 0.1}), free_port()
+    (valkey,) = named(resources, "StatefulSet", "demo-valkey")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    script = valkey["args"][0].replace("valkey-server", redis_path).replace("6379", str(port))
+    for mount in ("config", "tls", "run/valkey"):
+        (tmp_path / mount).mkdir(parents=True)
+        script = script.replace(f"/{mount}/", f"{tmp_path}/{mount}/")
+    acl = named(resources, "ConfigMap", "demo-valkey")["data"]["users.acl"]
+    (tmp_path / "config" / "users.acl").write_text(acl)
+    with certificates() as pem:
+        files = {"tls.crt": pem.certificate, "tls.key": pem.key, "ca.crt": pem.ca}
+        for name, path in files.items():
+            shutil.copy(path, tmp_path / "tls" / name)
+        assert run_check(resources, tmp_path, pem.ca, port) == 0, "nothing listens"
+        environment = os.environ | {"PASSWORD": "password"}
+        server = subprocess.Popen(
+            [*valkey["command"], script.replace("12gb", "64mb")], env=environment
+        )
+        try:
+            url = f"rediss://engine:password@127.0.0.1:{port}?ssl_ca_certs={pem.ca}"
+            with open_tier(url) as tier:
+                wait_until(lambda: all(put_all(tier, range(3))), "the engine's user cannot write")
+                assert get_all(tier, range(3))[0] == [True] * 3
+            with open_tier(url.replace("engine:password", "engine:wrong")) as tier:
+                assert put_all(tier, [9]) == [False]
+            assert run_check(resources, tmp_path, pem.ca, port) == 0
+        finally:
+            server.terminate()
+            server.wait(10)
+
+
+def test_its_acl_is_the_documented_one(chart: Any) -> None:
+    acl = named(of_kind(chart, "bundled"), "ConfigMap", "demo-valkey")["data"]["users.acl"]
+    users = acl.splitlines()
+    (engine,) = [line.removeprefix("user ") for line in users if line.startswith("user engine")]
+    documented = (ROOT / "docs" / "security.md").read_text()
+    assert f"ACL SETUSER {engine.replace('$PASSWORD', 'PASSWORD')}\n" in documented
+    assert "user default off" in users
 
 
 def test_the_image_is_built_from_a_vllm_that_is_tested() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from examples.routers.pool_relay import Pool, relay
 from lmcache_connector.kv_events.log import BlockRun, BlocksRemoved, BlocksStored
@@ -57,14 +57,6 @@ def told(pool: Pool, *events: Any) -> list[tuple[str, list[Any]]]:
     return [
         (message[0].decode(), decoder.decode(message[2]).events)
         for message in pool.split(frames(*events))
-    ]
-
-
-def test_redis_is_told_of_under_the_pools_topic_and_the_rest_under_the_pods() -> None:
-    in_memory, in_redis = stored(Tier.CPU, 1, 2), stored(Tier.REDIS, 1, 2)
-    assert told(Pool("redis"), in_memory, in_redis, AllBlocksCleared()) == [
-        (f"kv@pod-a@{MODEL}", [in_memory, AllBlocksCleared()]),
-        (POOL, [in_redis]),
     ]
 
 

@@ -13,11 +13,9 @@ import pytest
 from aiohttp import web
 
 from examples.disaggregated.proxy import Proxy, main
-from examples.disaggregated.registry import RegistrationError, Registry, Role
-from lmcache_connector.peers.heartbeat import Heartbeat, Registration, sign
+from examples.disaggregated.registry import Registry, Role
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from tests.support.redis.servers import free_port
-
-SECRET = b"sixteen bytes or more"
 
 
 def registration(**changes: Any) -> bytes:
@@ -31,19 +29,6 @@ def registration(**changes: Any) -> bytes:
         "time": 1000.0,
     }
     return json.dumps(fields | changes).encode()
-
-
-class TestRegistry:
-    def test_only_who_knows_the_secret_registers(self) -> None:
-        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
-        body = registration()
-        for signature in ("", sign(body, b"another"), sign(body + b" ", SECRET)):
-            with pytest.raises(RegistrationError, match="signature"):
-                registry.register(body, signature)
-        registry.register(body, sign(body, SECRET))
-        old = registration(time=900.0)
-        with pytest.raises(RegistrationError, match="old"):
-            registry.register(old, sign(old, SECRET))
 
 
 class FakeApi:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -176,54 +174,3 @@ def test_what_is_kept_is_bounded(folder: Path) -> None:
     assert list(entries)[-1] == "1:1:1:1:1"
     assert "1:0:3:4:5" not in entries
     assert (folder / "digests.json").stat().st_mode & 0o777 == 0o600
-
-
-def _read_in_turn(file: Path, folder: Path, reads: Path, line: object) -> None:
-    plain = module._sha256
-
-    def slow(file: Path) -> object:
-        with reads.open("a") as handle:
-            handle.write("read\n")
-        time.sleep(0.3)
-        return plain(file)
-
-    module._sha256 = slow  # type: ignore[assignment]
-    module._SETTLED_NS = -(10**12)
-    line.wait()  # type: ignore[attr-defined]
-    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
-
-
-def test_of_two_processes_one_reads(tmp_path: Path, folder: Path) -> None:
-    file, reads = old_file(tmp_path / "a.bin", b"one"), tmp_path / "reads"
-    fork = multiprocessing.get_context("fork")
-    line = fork.Barrier(2)
-    readers = [
-        fork.Process(target=_read_in_turn, args=(file, folder, reads, line)) for _ in range(2)
-    ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(30)
-        assert reader.exitcode == 0
-    assert reads.read_text() == "read\n"
-
-
-def test_a_lock_that_is_never_given_back_is_waited_for_and_no_longer(folder: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    ready, done = fork.Event(), fork.Event()
-
-    def hold() -> None:
-        with KeptDigests(folder).alone("subject", 0.0):
-            ready.set()
-            done.wait(30)
-
-    holder = fork.Process(target=hold)
-    holder.start()
-    assert ready.wait(30)
-    naps: list[float] = []
-    with KeptDigests(folder).alone("subject", 1.0, naps.append):
-        assert sum(naps) == pytest.approx(1.0)
-    with KeptDigests(folder).alone("another", 1.0, naps.append):
-        assert sum(naps) == pytest.approx(1.0)
-    done.set()
-    holder.join(30)

@@ -60,30 +60,14 @@ def test_the_same_weights_elsewhere_are_the_same(tmp_path: Path) -> None:
 
 
 @given(at=st.integers(0, 300 * 128 - 1))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_every_byte_counts(tmp_path: Path, at: int) -> None:
     folder = weights(tmp_path / "m")
     file = folder / "model.safetensors"
     before = directory_digest(folder)
     flip(file, start_of_data(file) + at)
-    assert directory_digest(folder) != before
-
-
-def test_64_retrained_rows_of_32_000_are_another_model(tmp_path: Path) -> None:
-    """A digest of samples took them for the same."""
-    rows = np.random.default_rng(0).integers(0, 256, (32_000, 64), dtype=np.uint8)
-    save_file({"embed_tokens.weight": rows}, tmp_path / "model.safetensors")
-    before = directory_digest(tmp_path)
-    rows[16_000:16_064] += 1
-    save_file({"embed_tokens.weight": rows}, tmp_path / "model.safetensors")
-    assert directory_digest(tmp_path) != before
-
-
-def test_names_count(tmp_path: Path) -> None:
-    """``consolidated.safetensors`` is all that vLLM reads where there is one."""
-    folder = weights(tmp_path / "m")
-    before = directory_digest(folder)
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     assert directory_digest(folder) != before
 
 
@@ -105,26 +89,6 @@ def test_an_index_counts(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_what_quantized_the_weights_counts(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "m")
-    digests = {directory_digest(folder)}
-    for content in ("{}", "[]"):
-        (folder / "hf_quant_config.json").write_text(content)
-        digests.add(directory_digest(folder))
-    assert len(digests) == 3
-
-
-def test_weights_in_subfolders_count_where_a_model_reads_them(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "m")
-    (folder / "encoder").mkdir()
-    (folder / "encoder" / "model.safetensors").write_bytes(b"")
-    (folder / ".cache").mkdir()
-    (folder / ".cache" / "model.safetensors").write_bytes(b"")
-    assert list(weight_files(folder, SUFFIXES)) == ["model.safetensors"]
-    found = weight_files(folder, SUFFIXES, in_subfolders=True)
-    assert sorted(found) == ["encoder/model.safetensors", "model.safetensors"]
-
-
 def test_code_in_packages_counts_also_behind_links(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
     (folder / "layers").mkdir(parents=True)
@@ -134,16 +98,6 @@ def test_code_in_packages_counts_also_behind_links(tmp_path: Path) -> None:
     (folder / "linked").symlink_to(elsewhere)
     (elsewhere / "back").symlink_to(folder)  # no endless walk
     assert sorted(code_files(folder)) == ["layers/norm.py", "linked/rope.py", "model.py"]
-
-
-def test_a_format_may_ask_for_other_files(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "m")
-    (folder / "model.bin").write_bytes(b"torch")
-    plain, torch = directory_digest(folder), directory_digest(folder, suffixes=(".bin",))
-    assert plain != torch
-    (folder / "model.bin").write_bytes(b"other")
-    assert directory_digest(folder) == plain
-    assert directory_digest(folder, suffixes=(".bin",)) != torch
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

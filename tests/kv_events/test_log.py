@@ -84,15 +84,6 @@ def test_the_coming_of_a_chunk_that_several_jobs_bring_is_told_whichever_ends_fi
     assert len(log) == 0
 
 
-def test_a_job_that_ends_after_a_reset_ends_no_other() -> None:
-    log = log_of("a")
-    log.clear()
-    log.describe([b"a"], 1, lambda i: blocks(b"a"))
-    log.settle([b"a"], 0)
-    log.apply(report(0, admitted="a"))
-    assert len(log.take()) == 1
-
-
 def test_after_a_reset_everything_is_gone_once() -> None:
     log = log_of("ab")
     log.apply(report(0, admitted="ab", written="a"))
@@ -174,34 +165,6 @@ def test_a_reset_is_told_bit_by_bit() -> None:
         assert 0 < len(now) <= MAX_LEFT_BEHIND
         told += now
     assert sorted(told) == sorted(f"{i}-" for i in range(2000))
-
-
-def test_lifetimes_that_are_over_together_are_told_bit_by_bit() -> None:
-    clock = Clock()
-    log = KvEventLog(1, 60.0, clock=clock)
-    many(log, 2000)
-    log.forget_jobs()
-    clock.now += 60
-    told: list[str] = []
-    while len(log):
-        log.apply(report(0))
-        now = removed_from_redis(log)
-        assert 0 < len(now) <= MAX_LEFT_BEHIND
-        told += now
-    assert told == [f"{i}-" for i in range(2000)]
-
-
-def test_what_a_reset_left_behind_goes_before_the_same_blocks_come_again() -> None:
-    """Under another key; vLLM's names of the blocks are the same."""
-    log = log_of("a")
-    log.apply(report(0, written="a"))
-    log.take()
-    log.clear()
-    log.describe([b"new"], 0, lambda i: blocks(b"a"))
-    log.apply(RankReport(0, (), (), written=(b"new",)))
-    a = blocks(b"a")
-    assert log.take() == [BlocksRemoved(Tier.REDIS, a.hashes), BlocksStored(Tier.REDIS, a)]
-    assert not log.has_news
 
 
 acts = st.lists(

@@ -97,35 +97,6 @@ def test_every_rank_makes_a_chunk_geometry(
         assert sum(held.values()) == 16 * 8 * num_layers * instance[0].num_shards_total
 
 
-def shards_by_rank(tp_size: int, num_kv_heads: int) -> list[tuple[object, ...]]:
-    ranks = all_ranks(tp_size=tp_size, layer_counts=(2,), num_kv_heads=num_kv_heads)
-    return [(rank.read_shards, rank.write_shards) for rank in ranks]
-
-
-def test_heads_are_split_in_runs() -> None:
-    assert shards_by_rank(2, 4) == [((0, 1), (0, 1)), ((2, 3), (2, 3))]
-
-
-def test_neighbouring_ranks_share_a_replicated_head() -> None:
-    assert shards_by_rank(4, 2) == [((0,), (0,)), ((0,), ()), ((1,), (1,)), ((1,), ())]
-
-
-def test_mla_is_one_shard_on_every_rank() -> None:
-    assert shards_by_rank(3, 1) == [((0,), (0,)), ((0,), ()), ((0,), ())]
-
-
-def test_pipeline_ranks_hold_their_own_layers() -> None:
-    ranks = all_ranks(tp_size=2, layer_counts=(3, 4, 2), num_kv_heads=2)
-    assert [(r.rank, r.layer_start, r.layer_end) for r in ranks] == [
-        (0, 0, 3),
-        (1, 0, 3),
-        (2, 3, 7),
-        (3, 3, 7),
-        (4, 7, 9),
-        (5, 7, 9),
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -232,27 +232,6 @@ def test_what_memory_lost_while_a_request_queued_is_asked_of_redis(scene: Scene)
     assert scene.find(asked) == 4
 
 
-@pytest.mark.parametrize("is_answered", [True, False])
-def test_steps_that_take_long_cost_no_hit_that_is_known(is_answered: bool) -> None:
-    """Each of them would find the last answer old, ask again, and have no time left to wait."""
-    scene = Scene(lookup_wait_seconds=0.0)
-    scene.tier.seconds, scene.tier.num_held = [0.0] * 9, 3
-    asked = scene.request(1)
-    assert num_found(pending(asked)) == 3
-    scene.clock.now += 1.0
-    scene.tier.gate.clear()
-    assert scene.find(asked) is PENDING, "there may be more by now"
-    again = pending(asked)
-    if is_answered:
-        scene.tier.num_held = 4
-        scene.tier.gate.set()
-        assert num_found(again) == 4
-    scene.clock.now += 1.0
-    assert scene.find(asked) == (4 if is_answered else 3)
-    scene.tier.gate.set()
-    scene.remote.close()
-
-
 def test_a_long_step_is_lost_only_for_a_hit_that_may_be_expected() -> None:
     """To be asked again costs a request a quarter of its prompt's compute, hit or miss."""
     scene = Scene(lookup_wait_seconds=0.0)
@@ -313,58 +292,6 @@ def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
     scene.remote.close()
 
 
-class Late:
-    """A question that is answered when it has been waited for so long."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock = clock
-        self._left = seconds
-        self.answer: LookupAnswer = PENDING
-
-    def wait(self, seconds: float) -> LookupAnswer:
-        self._clock.now += min(seconds, self._left)
-        self._left -= min(seconds, self._left)
-        if not self._left:
-            self.answer = Found()
-        return self.answer
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_all_requests_of_a_step_wait_no_longer_than_one(scene: Scene, is_idle: bool) -> None:
-    scene.wait = StepWait(0.001, scene.clock)
-    scene.tier.seconds = [0.0] * 10
-    burst = [scene.new_request(seed) for seed in range(10)]
-    for asked in burst:
-        scene.finder.ask(asked, 0)
-        asked.pending = Late(scene.clock, 0.0004)  # type: ignore[assignment]
-    started = scene.clock.now
-    for asked in burst:
-        scene.find(asked, is_idle)
-    assert scene.clock.now - started == pytest.approx(0.004 if is_idle else 0.001)
-
-
-def test_however_often_it_is_asked_for_a_request_waits_no_longer(scene: Scene) -> None:
-    """vLLM has no room for it, and asks now and then; memory loses a chunk of it each time."""
-    scene.wait = StepWait(0.001, scene.clock)
-    scene.tier.seconds = [0.0] * 50
-    asked = scene.new_request(1, 40 * CHUNK)
-    scene.index.apply(0, [CacheEvent(key, True) for key in asked.keys.keys[:-1]])
-    scene.finder.ask(asked, 0)
-    assert num_found(pending(asked)) == 1
-    answers = []
-    for lost in asked.keys.keys[-2:-22:-1]:
-        scene.index.apply(0, [CacheEvent(lost, False)])
-        scene.wait.next_step()
-        scene.tier.gate.clear()
-        answers.append(scene.find(asked))
-        scene.tier.gate.set()
-        if asked.pending is not None:
-            num_found(asked.pending)
-        scene.clock.now += 0.5
-    assert answers.count(PENDING) == 1
-    scene.remote.close()
-
-
 # -- models with windows ---------------------------------------------------------------------------
 
 WINDOWED = (Part(Rule.PREFIX, (0,), 16), Part(Rule.WINDOW, (1,), 16, CHUNK + 2))
@@ -400,13 +327,6 @@ def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
     assert windowed.find(asked) == 3, "the last token is left to compute"
 
 
-def test_of_windows_before_a_hit_in_memory_redis_is_not_asked(windowed: Scene) -> None:
-    asked = windowed.new_request(1, PROMPT_TOKENS + 1)
-    admit(windowed, asked, 0, 0, 1, 2)
-    admit(windowed, asked, 1, 1, 2)
-    assert asked_for(windowed, asked) == [(0, 3), (1, 3)]
-
-
 def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) -> None:
     windowed.tier.seconds = [0.0]
     asked = windowed.new_request(1)
@@ -415,12 +335,3 @@ def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) ->
     assert windowed.find(asked) == 3
     asked.lose(part_key(asked.keys.keys[2], 1, 2))
     assert windowed.find(asked) == 2
-
-
-def test_a_hit_in_memory_alone_counts_for_memory_alone(windowed: Scene) -> None:
-    """Windows that no load needs are missing."""
-    asked = windowed.new_request(1)
-    admit(windowed, asked, 0, 0, 1, 2)
-    admit(windowed, asked, 1, 1, 2)
-    assert windowed.find(asked) == 3
-    assert windowed.tally.totals.by_label("lookup_hits") == {"cpu": 1}

@@ -91,13 +91,6 @@ def picture(item: Any, name: str = "one", **position: Any) -> MultiModalFeatureS
     return MultiModalFeatureSpec(item, "image", name, PlaceholderRange(**place), mm_hash=name)
 
 
-def test_a_plain_request_has_a_plain_identity() -> None:
-    found = Identified().of(request(cache_salt="s"))
-    assert isinstance(found, RequestIdentity)
-    assert found.root() == {"salt": "s", "lora": None, "weights": ""}
-    assert not found.has_extras
-
-
 @pytest.mark.parametrize("salt", [None, ""])
 def test_where_salts_are_required_unsalted_requests_stay_out(salt: str | None) -> None:
     identified = Identified(require_cache_salt=True)
@@ -298,16 +291,3 @@ def test_an_ask_never_waits_for_a_second_look(
     assert identifier.is_current(waiting, StepWait(5.0)) is True, "it was preempted"
     identifier.forget(waiting)
     assert not identifier.adapters.looks
-
-
-def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) -> None:
-    identified = Identified()
-    path = adapter(tmp_path / "a")
-    identified.on_ranks[0] = {1: identified.lora(path)}
-    assert identified.lora(path) is not None
-    identified.loaded.take_question()
-    found = identified.identifier.identify(
-        request(lora_request=LoRARequest("a", 1, str(path))), StepWait(5.0)
-    )
-    assert isinstance(found, RequestIdentity)
-    assert identified.loaded.take_question() == 0

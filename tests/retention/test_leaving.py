@@ -20,12 +20,25 @@ KEYS = [bytes([i]) * 32 for i in range(24)]
 CAPACITY = 10  # chunks
 
 
+class Counted:
+    """The memory of a chunk in the tier."""
+
+    references = 1
+
+    def ref_count_up(self) -> None:
+        self.references += 1
+
+    def ref_count_down(self) -> None:
+        self.references -= 1
+
+
 class Rank:
     """A CPU tier: `Ledger` and `LeavingChunks` around a set of keys."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.held: set[bytes] = set()
+        self.held: dict[bytes, Counted] = {}
+        self.gone: list[tuple[bytes, Counted]] = []
         self.changed: dict[bytes, None] = {}
         self.leaving = LeavingChunks(lambda keys: self.changed.update(dict.fromkeys(keys)))
         self.ledger = Ledger(Limits(), lambda: 0.0, self.leaving)
@@ -41,14 +54,25 @@ class Rank:
                 return
             self.num_evicted += 1
             self.forget(victims[0])
-        self.held.add(key)
+            assert victims[0] not in self.leaving.removed, "its memory is another's now"
+        self.held[key] = Counted()
         self.ledger.admit(key, 1)
         self.changed[key] = None
 
     def forget(self, key: bytes) -> None:
-        self.held.discard(key)
-        self.ledger.drop(key)
+        memory = self.held.pop(key)
+        self.ledger.drop(key, memory)
+        memory.ref_count_down()
+        self.gone.append((key, memory))
         self.changed[key] = None
+
+    def has_memory_of(self, key: bytes) -> bool:
+        return key in self.held or key in self.leaving.removed
+
+    def check_references(self) -> None:
+        kept = self.leaving.removed
+        assert all(memory.references == 1 for memory in self.held.values())
+        assert all(memory.references == (kept.get(key) is memory) for key, memory in self.gone)
 
     def report(self) -> tuple[list[CacheEvent], int]:
         changed, self.changed = self.changed, {}
@@ -57,7 +81,7 @@ class Rank:
         return events, number
 
     def tell_again(self) -> None:
-        self.changed.update(dict.fromkeys(self.held))
+        self.changed.update(dict.fromkeys([*self.held, *self.leaving.removed]))
 
 
 @dataclass
@@ -77,6 +101,7 @@ class World:
     index: ChunkIndex = field(init=False)
     plans: deque[Plan] = field(default_factory=deque)
     num_loads: int = 0
+    num_unannounced: int = 0
 
     def __post_init__(self) -> None:
         self.index = ChunkIndex(len(self.ranks))
@@ -93,12 +118,12 @@ class World:
             self._tell()
 
     def _execute(self, rank: Rank, plan: Plan) -> None:
-        assert rank.held.issuperset(plan.loads), "a load inside a step found a chunk gone"
+        assert all(map(rank.has_memory_of, plan.loads)), "a load inside a step found a chunk gone"
         if plan.heard:
             rank.leaving.hear(plan.heard[rank.number])
         for _ in range(self.chance.randrange(4)):  # the lanes, while the model computes
             key = self.chance.choice(KEYS)
-            act = self.chance.randrange(6)
+            act = self.chance.randrange(7)
             if act < 3:
                 rank.store(key)
             elif act == 3 and key in rank.held:
@@ -107,6 +132,10 @@ class World:
                 rank.ledger.give_up([key])
             elif act == 5 and rank.held:
                 rank.ledger.announce(min(len(rank.held), 3), lambda key: True)
+            elif act == 6 and key in rank.held and self.chance.random() < 0.7:
+                self.num_unannounced += 1
+                rank.forget(key)
+        rank.check_references()
 
     def _tell(self) -> None:
         reports = [(rank, rank.report()) for rank in self.ranks]
@@ -123,18 +152,20 @@ class World:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_load_inside_a_step_finds_a_chunk_gone(depth: int, world_size: int) -> None:
-    num_loads = num_evicted = num_refused = 0
+    num_loads = num_evicted = num_refused = num_unannounced = 0
     for seed in range(150):
         ranks = [Rank(number) for number in range(world_size)]
         world = World(random.Random(seed), depth, ranks)
         for _ in range(60):
             world.step()
         num_loads += world.num_loads
+        num_unannounced += world.num_unannounced
         num_evicted += sum(rank.num_evicted for rank in ranks)
         num_refused += sum(rank.num_refused for rank in ranks)
     assert num_loads > 1000
     assert num_evicted > 1000
     assert num_refused > 300
+    assert num_unannounced > 300
 
 
 def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> None:

@@ -9,7 +9,7 @@ import pytest
 from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention import ledger, queues
 from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger
-from lmcache_connector.retention.queues import MAX_USES, Limits
+from lmcache_connector.retention.queues import Limits
 from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
@@ -98,28 +98,12 @@ def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
     assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
 
 
-def test_an_answer_that_grows_keeps_the_beginning() -> None:
-    """The store of a later chunk names no earlier ones."""
-    tier = Tier()
-    tier.store(prompt("x", 3))
-    tier.store(prompt("y", 1))
-    tier.store([b"x3"], before=b"x2")
-    assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
-
-
 def test_a_prefix_that_others_share_outlives_all_of_them() -> None:
     tier = Tier()
     tier.store(prompt("x", 2))
     tier.store([b"branch"], before=b"x1")
     tier.store(prompt("y", 1))
     assert list(tier.going()) == ["branch", "x1", "x0", "y0"]
-
-
-def test_what_is_in_use_is_passed_over() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 2))
-    tier.busy = {b"x1"}
-    assert list(tier.going()) == ["x0"]
 
 
 def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
@@ -130,15 +114,6 @@ def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
     assert not tier.ledger.holdings().evicted
     assert tier.ledger.evict(2, lambda key: True) == [b"x2", b"x1"]
     assert len(tier.ledger) == 3  # the caller drops them
-
-
-def test_what_was_noted_counts_before_what_the_ledger_is_asked_next() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 3))
-    tier.store(prompt("y", 1))
-    tier.ledger.notes.use(PrefixUse(Claim(), (b"x2",)))
-    tier.store(prompt("z", 1))
-    assert list(tier.going()) == ["y0", "x2", "x1", "x0", "z0"]
 
 
 # -- times -----------------------------------------------------------------------------------------
@@ -177,17 +152,6 @@ def test_a_use_without_a_time_lifts_it(after: float) -> None:
     tier.clock.now += 100
     assert list(tier.going()) == ["x0", "y0"]
     assert dict(tier.ledger.holdings().evicted) == {"oldest": 2}
-
-
-def test_a_longer_time_counts() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 1), Claim(ttl_seconds=100))
-    tier.store(prompt("x", 1), Claim(ttl_seconds=5))
-    tier.store(prompt("old", 1))
-    tier.clock.now += 50
-    assert dict(tier.ledger.holdings().evicted) == {}
-    assert next(tier.going()) == "x0"
-    assert dict(tier.ledger.holdings().evicted) == {"oldest": 1}
 
 
 def test_a_time_runs_from_the_request_and_not_from_when_the_ledger_hears_of_it() -> None:
@@ -250,12 +214,6 @@ def test_pins_keep_within_their_bounds_and_leave_no_hole() -> None:
     assert pinned == {*prompt("a0-", 4), b"a1-0", *prompt("b0-", 4), b"b1-0"}
 
 
-def test_without_a_share_for_pins_nothing_is_pinned() -> None:
-    tier = Tier(capacity=10, pin_share=0.0)
-    tier.store(prompt("x", 4), Claim(pin=True))
-    assert len(list(tier.going())) == 4
-
-
 def test_a_pin_ends() -> None:
     """Without a time after an hour, and then it is an ordinary chunk; with one it has expired."""
     tier = Tier(capacity=10, pin_share=0.5)
@@ -269,18 +227,6 @@ def test_a_pin_ends() -> None:
     tier.clock.now += PIN_SECONDS
     assert list(tier.going()) == ["t1", "t0", "y1", "y0", "x1", "x0"]
     assert tier.ledger.holdings().pinned_bytes == 0
-
-
-def test_a_pin_is_renewed_by_those_who_ask_for_it() -> None:
-    tier = Tier(capacity=10, pin_share=0.5)
-    tier.store(prompt("x", 1), Claim(pin=True))
-    tier.clock.now += PIN_SECONDS - 1
-    tier.store(prompt("x", 1), Claim(pin=True))
-    tier.clock.now += 100
-    assert not list(tier.going())
-    tier.store(prompt("x", 1))
-    tier.clock.now += PIN_SECONDS - 101
-    assert list(tier.going()) == ["x0"]
 
 
 def test_a_pinned_chunk_that_goes_makes_room_for_another() -> None:
@@ -328,17 +274,6 @@ def test_a_flood_does_not_push_out_those_within_their_share() -> None:
     assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
 
 
-def test_what_waits_to_be_written_of_a_flood_does_not_end_the_others_share() -> None:
-    """A slow Redis keeps the oldest of it in use, more than it has above its share."""
-    tier = Tier(capacity=20, tenant_share=0.5)
-    tier.store(prompt("a", 8), Claim(A))
-    tier.store(prompt("slow", 5), Claim(B))
-    tier.busy = set(prompt("slow", 5))
-    for i in range(10):
-        tier.store(prompt(f"b{i}-", 3), Claim(B))
-    assert tier.has(prompt("a", 8)) == 8
-
-
 def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
     """As long as no request has used it, too."""
     tier = Tier(capacity=20, tenant_share=0.5)
@@ -362,14 +297,6 @@ def test_what_memory_had_of_a_prompt_is_no_older_than_what_is_fetched_of_it() ->
     tier.store(prompt("y", 2), Claim(A))
     tier.fetch(prompt("x", 2, first=3), A, before=b"x2")
     assert list(tier.going()) == ["y1", "y0", "x4", "x3", "x2", "x1", "x0"]
-
-
-def test_of_what_was_fetched_for_nobody_the_end_goes_first() -> None:
-    tier = Tier(capacity=20)
-    tier.store(prompt("y", 1), Claim(A))
-    tier.fetch(prompt("x", 3), A)
-    tier.ledger.notes.give_up(prompt("x", 3))
-    assert list(tier.going()) == ["x2", "x1", "x0", "y0"]
 
 
 def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds_on_it() -> None:
@@ -424,14 +351,6 @@ def test_the_one_furthest_above_its_share_goes_first() -> None:
     assert order[-1] == "c"  # within its share
 
 
-def test_one_tenant_alone_has_it_all() -> None:
-    tier = Tier(capacity=20, tenant_share=0.1)
-    for i in range(10):
-        tier.store(prompt(f"x{i}-", 4), Claim(A))
-    assert len(tier.held) == 20
-    assert dict(tier.ledger.holdings().evicted) == {"oldest": 20}
-
-
 def test_a_share_is_not_kept_for_those_who_have_gone() -> None:
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.store(prompt("gone", 10), Claim(A))
@@ -449,21 +368,6 @@ def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
     for i in range(20):
         tier.store(prompt(f"b{i}-", 5), Claim(B))
     assert tier.has(prompt("a", 10)) == 10
-
-
-def test_uses_by_the_million_that_nothing_follows_take_little_room() -> None:
-    """vLLM's own cache serves them all: nothing is stored, loaded or evicted."""
-    tier = Tier()
-    tier.store(prompt("x", 3))
-    notes = tier.ledger.notes
-    for i in range(2 * MAX_USES):
-        notes.use(PrefixUse(Claim(pin=True), (b"x2",)))  # one that is asked again and again
-        notes.use(PrefixUse(Claim(ttl_seconds=1.0 + i), (b"x2",)))
-    uses = []
-    while (use := notes.take_use()) is not None:
-        uses.append(use[0].claim)
-    assert len(uses) == MAX_USES
-    assert uses[-2:] == [Claim(pin=True), Claim(ttl_seconds=2.0 * MAX_USES)]
 
 
 def test_a_call_does_so_much_of_what_was_noted_however_much_that_is() -> None:
@@ -507,22 +411,6 @@ def test_many_pins_that_are_over_together_hold_nothing_back() -> None:
     assert len(tier.ledger.evict(len(keys), lambda key: True)) == len(keys)
 
 
-def test_room_is_not_taken_from_others_for_a_tenant_whose_own_waits_to_be_written() -> None:
-    """However slow Redis is, it does not get more than its share that way."""
-    tier = Tier(capacity=20, tenant_share=0.5)
-    tier.store(prompt("a", 10), Claim(A))
-    for i in range(10):
-        keys = prompt(f"b{i}-", 3)
-        tier.busy |= set(keys)
-        tier.store(keys, Claim(B))
-    assert tier.has(prompt("a", 10)) == 10
-    tier.store(prompt("c", 3), Claim(b"c"))  # somebody within its share finds room
-    assert tier.has(prompt("c", 3)) == 3
-    tier.busy.clear()
-    tier.store(prompt("b", 3), Claim(B))
-    assert tier.has(prompt("b", 3)) == 3
-
-
 def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -> None:
     """An eviction beside 1,000 such chunks took 2.5 ms, under the tier's lock."""
     tier = Tier(capacity=2000)
@@ -545,24 +433,6 @@ def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -
     assert tier.ledger.evict(1, may_go) == [b"slow999"], "it was its turn"
     tier.busy = set(slow[1:]) | set(prompt("x", 1000))
     assert tier.ledger.evict(1, may_go) == [b"slow0"], "and no other may go"
-
-
-def test_what_was_passed_over_and_is_used_again_is_new_again() -> None:
-    tier = Tier(capacity=4)
-    tier.store(prompt("a", 2))
-    tier.store(prompt("b", 2))
-    tier.busy = set(prompt("a", 2))
-    tier.evict()
-    tier.busy.clear()
-    tier.store(prompt("a", 2))
-    assert list(tier.going()) == ["b0", "a1", "a0"]
-
-
-def test_times_that_grow_with_each_use_are_looked_at_once() -> None:
-    tier = Tier()
-    for i in range(5000):
-        tier.store(prompt("x", 3), Claim(ttl_seconds=100.0 + i, pin=i % 3 == 0))
-    assert len(tier.ledger._changes) <= 3
 
 
 def test_a_million_salts_leave_nothing_behind() -> None:

@@ -69,19 +69,6 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     engine.check_whole()
 
 
-@pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
-def test_workers_are_told_which_chunks_in_memory_redis_should_have(model: Path, role: str) -> None:
-    """Also where vLLM's own prefix cache has them, or nothing may be loaded: no job says so."""
-    engine = calm(model, Shape(redis=True, role=role))
-    for _ in range(3):
-        engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
-        engine.run_until_idle()
-    told = [key for plan in engine.plans for key in plan.wanted]
-    stored = [key for plan in engine.plans for job in plan.stores for key in job.keys]
-    assert told == stored, "each once in a while, however many requests want it"
-    assert len(told) == (0 if role == "kv_consumer" else 3)
-
-
 def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     """The chunk keys of a prompt that its instance stores now."""
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
@@ -110,34 +97,6 @@ def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
     engine.version += 1
     assert engine.scheduler.reset_prefix_cache()
     assert stored_keys(engine) != as_loaded
-
-
-def shown_roots(engine: ShadowEngine) -> dict[str, float]:
-    """As ``/metrics`` shows them from now on."""
-    shown: dict[str, float] = {}
-    set_gauge = engine.adapter.tally.set
-
-    def note(name: str, *labels: str, value: float) -> None:
-        if name == "info":
-            shown[labels[0]] = value
-        set_gauge(name, *labels, value=value)
-
-    vars(engine.adapter.tally)["set"] = note
-    return shown
-
-
-def test_instances_that_share_show_the_same_root(model: Path) -> None:
-    one, two = (calm(model, Shape()) for _ in range(2))
-    roots, others = shown_roots(one), shown_roots(two)
-    stored_keys(one)
-    assert one.reset()
-    stored_keys(one)
-    assert sorted(roots.values()) == [0.0, 1.0], "that of the start, and that of the update"
-    assert others == {}
-    stored_keys(two)
-    assert two.reset()
-    stored_keys(two)
-    assert roots == others
 
 
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
@@ -231,17 +190,6 @@ def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_cach
         num_written.append(len(rank.remote))
     assert num_written == [0, 2, 2]
     assert len(rank.tier) == 5
-    engine.check_whole()
-
-
-def test_a_preempted_request_is_no_second_request(model: Path) -> None:
-    engine = calm(model, Shape(redis=True, admission="reused"))
-    engine.add(prompt(1, 2 * CHUNK), max_tokens=2 * CHUNK)
-    engine.step()
-    engine.step()
-    engine.reset(preempt=True)
-    engine.run_until_idle()
-    assert not engine.ranks[0].remote
     engine.check_whole()
 
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import AuditJob, Claim
-from lmcache_connector.retention.hints import tenant_of
+from lmcache_connector.plans import AuditJob
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults, Image
 
-ALL = Shape(audit_share=1.0, num_blocks=40)
 FIRST = Shape(audit_share=1e-9, num_blocks=40)
 
 
@@ -45,14 +43,6 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -
     assert loaded(engine) == 5  # the second hit is loaded whole
 
 
-def test_a_hit_of_one_chunk_becomes_none(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, CHUNK + 5)
-    serve(engine, tokens)
-    serve(engine, tokens)
-    assert loaded(engine) == 0
-    assert audits(engine) == {"match": 1}
-
-
 def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     """A chunk of its own says nothing about others', and is not compared with itself."""
     shape = Shape(audit_share=1e-9, redis=True, num_blocks=40)
@@ -77,16 +67,6 @@ def test_salts_share_one_first_audit(model: Path) -> None:
         serve(engine, tokens, salt=salt)
         serve(engine, tokens, salt=salt)
     assert audits(engine) == {"match": 1}
-
-
-def test_an_audit_is_a_use_by_the_request_that_it_is_made_for(model: Path) -> None:
-    """Anybody's would lift the time that was set for the whole prompt, and take a chunk that comes
-    from Redis from its tenant."""
-    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
-    for _ in range(2):
-        serve(engine, tokens, salt="mine")
-    (job,) = audit_jobs(engine)
-    assert job.claim == Claim(tenant_of("mine"))
 
 
 def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path) -> None:
@@ -144,22 +124,6 @@ def test_a_mismatch_says_of_what_request(
     assert audits(engine) == {"mismatch": 1}
     assert f"stored for a {kind} request" in caplog.text
     assert serve(engine, tokens, **of_request) == 0
-
-
-def test_what_the_tier_has_lost_is_no_answer(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 2 * CHUNK + 5)
-    serve(engine, tokens)
-    engine.ranks[0].tier.popitem()  # without an event: the last chunk
-    serve(engine, tokens)
-    assert audits(engine) == {"inconclusive": 1}
-
-
-def test_no_share_is_no_audit(model: Path) -> None:
-    engine, tokens = calm(model, Shape(num_blocks=40)), prompt(1, 2 * CHUNK + 5)
-    serve(engine, tokens)
-    serve(engine, tokens)
-    assert loaded(engine) == 2
-    assert not audit_jobs(engine)
 
 
 # -- resets ------------------------------------------------------------------------------------

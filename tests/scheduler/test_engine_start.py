@@ -60,14 +60,6 @@ def test_ranks_that_disagree_end_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "they differ in b" in line.getMessage()
 
 
-def test_stages_of_a_pipeline_have_the_keys_of_the_whole() -> None:
-    """A kind of layer that only one of them has is no disagreement."""
-    whole, split = make(1), make(2)
-    whole.update([report(0, a="1", full="1", windowed="1")])
-    split.update([report(0, a="1", full="1"), report(1, a="1", full="1", windowed="1")])
-    assert split.known_hasher.root_key({}) == whole.known_hasher.root_key({})
-
-
 def test_the_wait_is_bounded_and_a_late_report_ends_it(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     start = make(2, clock)
@@ -100,15 +92,3 @@ def test_vllm_asks_again_until_the_ranks_have_reported(model: Path, role: str) -
     engine.check_answer(request)
     engine.check_whole()
     assert (engine.adapter.tally.total("store_jobs") > 0) == (role != "kv_consumer")
-
-
-def test_where_ranks_disagree_requests_are_served_and_nothing_is_stored(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(world_size=2), 0, started=False)
-    request = engine.add(random.Random(0).choices(range(VOCABULARY), k=100), 2)
-    for rank in range(2):
-        engine.report_start(rank, (("model_config", str(rank)),))
-    engine.run_until_idle()
-    engine.adapter.reset_cache()
-    engine.check_answer(request)
-    engine.check_whole()
-    assert engine.adapter.tally.total("store_jobs") == 0

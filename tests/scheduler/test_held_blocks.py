@@ -86,19 +86,6 @@ class Held:
         return int(self.pool.get_num_free_blocks())
 
 
-def test_a_pin_ends_in_time(model: Path) -> None:
-    held = Held(model)
-    free = held.num_free
-    held.pin(1, [3, 4])
-    assert held.num_free == free - 2
-    held.clock.now = MAX_SECONDS / 2
-    held.blocks.next_step()
-    assert held.blocks.num_pins == 1
-    held.clock.now = MAX_SECONDS * 1.01
-    held.blocks.next_step()
-    assert (held.blocks.num_pins, held.num_free) == (0, free)
-
-
 def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: Path) -> None:
     held = Held(model)
     held.pin(1, [3, 4])
@@ -147,11 +134,3 @@ def test_vllm_waits_one_step_at_most(model: Path) -> None:
     assert held.blocks.will_free()
     held.blocks.next_step()
     assert not held.blocks.will_free()
-
-
-def test_a_step_without_pins_looks_at_nothing(model: Path) -> None:
-    engine = ShadowEngine(model, SCARCE, 0)
-    engine.add(prompts(0, 1)[0], 2)
-    engine.run_until_idle()
-    assert engine.plans[-1].idle
-    assert not engine.adapter.held.is_holding

@@ -58,6 +58,29 @@ def test_the_first_plan_of_a_request_loads_its_hit(model: Path, name: str, lengt
     engine.check_whole()
 
 
+@pytest.mark.parametrize("length", [CHUNK + 1, 2 * CHUNK + 60])
+def test_a_step_that_loads_is_no_measure_of_decode_steps(
+    model: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Nor of prefill, as the copy is part of its time. What it leaves to compute counts."""
+    engine = engine_with(model, SHAPES["plain"], prompt(1, 2 * CHUNK))
+    steps, policy = [], engine.adapter.policy
+    planned = policy.step_planned
+
+    def noted(num_requests: int, prompt_tokens: int, *, has_prefill: bool) -> None:
+        steps.append((prompt_tokens, has_prefill))
+        planned(num_requests, prompt_tokens, has_prefill=has_prefill)
+
+    monkeypatch.setattr(policy, "step_planned", noted)
+    engine.add(prompt(1, 2 * CHUNK)[:CHUNK] + prompt(2, length - CHUNK), 3)
+    engine.step()
+    assert num_in_step(engine) == 1
+    assert engine.plans[-1].prefill is None
+    assert steps == [(max(0, length - CHUNK - 64), True)]
+    engine.run_until_idle()
+    assert not steps[-1][1]
+
+
 def test_states_are_loaded_beside_the_steps(model: Path) -> None:
     """vLLM's model runner copies a state on before it starts any load."""
     shape = Shape(in_step=True, num_blocks=60, chunk_size=BLOCK_SIZE, groups=("s", "full"))

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
-from tests.scheduler.test_delayed_frees import serve_beside_stuck_stores
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
@@ -71,16 +69,6 @@ def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
     assert serve(engine, shared + prompt(3, 2 * CHUNK)) == 7 * CHUNK
 
 
-def test_routers_are_told_of_each_chunk_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = calm(model, replace(WIDE, kv_events=True))
-    # Else vLLM's scheduler takes them with every step, for the routers.
-    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
-    request = engine.requests[engine.add(prompt(1, 4 * CHUNK), max_tokens=1)]
-    engine.run_until_idle()
-    events = [e for e in engine.adapter.kv_events.take() if isinstance(e, BlocksStored)]
-    assert [h for event in events for h in event.blocks.hashes] == list(request.block_hashes)
-
-
 def test_of_an_answer_every_window_is_stored(model: Path) -> None:
     """The next turn goes on wherever it broke off."""
     engine = calm(model, WIDE)
@@ -108,11 +96,6 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
         assert len(stored(engine, 1)) == 8 * 6
         num_dropped.append(engine.adapter.tally.total("dropped_stores"))
     assert num_dropped[0] == 0 < num_dropped[1]
-
-
-def test_nothing_waits_for_ever_for_a_store_of_windows_that_is_stuck(model: Path) -> None:
-    shape = replace(WIDE, num_blocks=44, prefix_caching=False)
-    serve_beside_stuck_stores(model, shape, [prompt(seed, 6 * CHUNK) for seed in range(6)])
 
 
 def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -21,7 +20,7 @@ from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Fetched, JobResult, Outcome, PrefetchJob, Tier
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from tests.support.doubles.lives import CHUNK, Life, prompt
+from tests.support.doubles.lives import CHUNK, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
@@ -114,14 +113,6 @@ def test_nothing_is_fetched_ahead_of_a_load_of_the_next_step() -> None:
     assert scene.plan() == [("asked", 4), ("behind it", 4)], "vLLM had no room for it after all"
 
 
-def test_jobs_are_small_where_redis_is_slow() -> None:
-    scene = Scene(mib=100)
-    scene.model.calibrate(Tier.REDIS, 50e6, 0.0)  # 2.5 MB in 50 ms
-    scene.queue("a", 5)
-    assert scene.plan() == [("a", 2), ("a", 2), ("a", 1)]
-    assert [run.chunks for _, job in scene.jobs for run in job.runs] == [(0, 1), (2, 3), (4,)]
-
-
 def test_what_two_requests_share_is_fetched_once_and_kept_while_one_waits() -> None:
     scene = Scene(mib=100)
     tokens = [1] * 1000
@@ -132,14 +123,6 @@ def test_what_two_requests_share_is_fetched_once_and_kept_while_one_waits() -> N
     assert scene.prefetcher.take_unwanted() == ()
     scene.prefetcher.release(second, loaded=first.keys.keys[:2])
     assert scene.prefetcher.take_unwanted() == tuple(first.keys.keys[2:5])
-    scene.prefetcher.check_integrity()
-
-
-def test_nothing_is_fetched_that_would_be_computed_anyway() -> None:
-    scene = Scene(mib=100)
-    scene.model.calibrate(Tier.CPU, 1e6, 0.0)
-    scene.queue("a", 5)
-    assert scene.plan() == []
     scene.prefetcher.check_integrity()
 
 
@@ -204,13 +187,6 @@ def test_where_there_is_no_room_a_step_looks_at_nothing() -> None:
     assert scene.plan() == []
     scene.prefetcher.release(third)
     scene.prefetcher.release(second)
-
-
-def test_zero_switches_it_off() -> None:
-    scene = Scene(mib=0)
-    scene.queue("a", 5)
-    assert scene.plan() == []
-    scene.prefetcher.check_integrity()
 
 
 # -- under vLLM's scheduler --------------------------------------------------------------------
@@ -278,41 +254,3 @@ def test_nothing_is_left_of_what_was_fetched_for_nobody(model: Path, how: str) -
     assert sum((plan.unwanted for plan in engine.plans), ())
     engine.run_until_idle()
     engine.check_whole()
-
-
-def test_a_storm_of_requests_that_are_aborted_leaves_nothing(model: Path) -> None:
-    engine, waiting, wanted = crowded(model, depth=2)
-    for round_ in range(40):
-        names = [engine.add([*wanted, round_, i], 2) for i in range(3)]
-        for _ in range(round_ % 4):
-            engine.step()
-        for name in names:
-            engine.abort(name)
-    engine.run_until_idle()
-    engine.check_whole()
-    engine.check_answer(waiting)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    "groups",
-    [("full",), ("full", "w40"), ("full", "w24", "w100"), ("w40",), ("full", "c64"), ("full", "s")],
-)
-def test_storms_fetch_ahead_for_all_families_and_ranks(
-    model: Path, groups: tuple[str, ...], world_size: int
-) -> None:
-    num_planned = 0
-    for seed in range(3):
-        shape = Shape(
-            redis=True,
-            world_size=world_size,
-            depth=1 + seed % 2,
-            groups=groups,
-            num_blocks=24 if len(groups) == 1 else 40,
-            tier_chunks=(4, 16, 40)[seed],
-        )
-        engine = ShadowEngine(model, shape, seed, Faults(slow=(0.0, 0.3)[seed % 2]))
-        engine.adapter.policy.pays_from_memory = lambda *_: True  # type: ignore[method-assign]
-        Life(engine, random.Random(seed)).live(250)
-        num_planned += sum(len(plan.prefetches) for plan in engine.plans)
-    assert num_planned > 0

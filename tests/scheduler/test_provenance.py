@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.audit.verdicts import Verdict
+from lmcache_connector.scheduler.auditor import Finding
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -54,16 +56,19 @@ def test_what_another_connector_brought_is_not_stored_nor_what_follows(
     assert num_stores(engine) == 1
 
 
-@pytest.mark.parametrize("resets", [False, True])
-def test_a_reset_does_not_close_the_gap_another_connector_left(model: Path, resets: bool) -> None:
+@pytest.mark.parametrize("audited", [False, True])
+def test_other_keys_do_not_close_the_gap_another_connector_left(model: Path, audited: bool) -> None:
     """vLLM computes again what was missing, and with asynchronous scheduling the last of it from a
-    token that it has dropped."""
+    token that it has dropped. ``audited``: the request goes on under other keys meanwhile."""
     engine = ShadowEngine(model, Shape(beside=1, depth=3), 0, CALM)
     tokens = PROMPT[: engine.shape.chunk_size - 1]
-    engine.add(tokens, 1, offer=Offer(BLOCK_SIZE, False, Arrival.FAILED))
+    request_id = engine.add(tokens, 1, offer=Offer(BLOCK_SIZE, False, Arrival.FAILED))
     engine.step()
-    if resets:
-        engine.reset()
+    if audited:
+        book = engine.adapter.book
+        state = book.get(request_id)
+        assert state is not None
+        assert book.follow(Finding(state.keys.identity.kv_root, Verdict.MISMATCH)) == [state]
     assert num_stores(engine) == 0
 
 

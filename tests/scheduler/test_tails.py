@@ -15,6 +15,7 @@ from lmcache_connector.plans import PartRun
 from tests.support.doubles.lives import CHUNK, CONSUMED, PRODUCED, calm, prompt, serve
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape, next_token
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import Faults
 
 SHAPES = {
     "alone": Shape(),
@@ -156,6 +157,21 @@ def test_a_tail_is_stored_in_the_step_that_ends_its_prompt(model: Path) -> None:
     engine.step()
     (tail,) = tails(engine)
     assert tail.tail_tokens == 3
+
+
+def test_a_tail_is_not_stored_from_a_block_that_another_request_has_by_then(model: Path) -> None:
+    """A preemption gives it away before the copy is made."""
+    faults = Faults(stuck=True)
+    engine = ShadowEngine(model, Shape(num_blocks=6, max_batched_tokens=128), 0, faults)
+    engine.add(long_answered(2 * BLOCK_SIZE), max_tokens=5)
+    engine.add(prompt(1, CHUNK + 9), max_tokens=2, transfer=PRODUCED)
+    engine.step()
+    assert tails(engine) != []
+    engine.step()
+    assert engine.num_preemptions == 1
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
 
 
 def test_the_block_that_a_tail_ends_in_is_as_any_other_once_it_is_full(model: Path) -> None:

@@ -16,7 +16,6 @@ from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.tiers import read_settings
 from tests.support.engines.stepped_model import (
-    BLOCK,
     VOCABULARY,
     SteppedEngine,
     SteppedModel,
@@ -58,14 +57,6 @@ def test_a_prefix_comes_back_byte_for_byte_and_shortens_the_input(engine: Steppe
     assert engine.connector.counts.hit_chunks >= 3
 
 
-def test_the_last_token_is_computed_even_if_all_of_it_is_stored(engine: SteppedEngine) -> None:
-    tokens = tokens_of(2, 3 * CHUNK)
-    cold, _ = engine.step(sequence(tokens, range(6)))
-    hit, left = engine.step(sequence(tokens, range(30, 36)))
-    assert left.query_lens == (CHUNK,)
-    assert torch.allclose(hit[-1], cold[-1], atol=1e-4)
-
-
 def test_sequences_of_one_step_are_told_apart(engine: SteppedEngine) -> None:
     one, other = tokens_of(5, 70), tokens_of(6, 90)
     both = ModelInput((*one, *other), (70, 90), (70, 90), (tuple(range(5)), tuple(range(5, 11))))
@@ -98,23 +89,6 @@ def test_context_that_nobody_saw_computed_is_not_stored(engine: SteppedEngine) -
     engine.step(ModelInput(tuple(tokens), (70,), (30,), (blocks,)))
     _, left = engine.step(sequence(tokens, range(10, 15)))
     assert left.query_lens == (70 - CHUNK,), "the second chunk is not stored"
-
-
-def test_a_step_in_the_middle_of_a_chunk_loads_what_follows(engine: SteppedEngine) -> None:
-    """40 tokens were computed here, and 96 are stored from elsewhere."""
-    tokens = tokens_of(10, 100)
-    engine.step(sequence(tokens, range(7)))
-    blocks = tuple(range(20, 27))
-    mid = BLOCK * 2 + 8
-    engine.model(sequence(tokens[:mid], blocks[:3]), engine.kv_caches)
-    engine.connector.send_kv_caches_and_hidden_states(
-        engine.model, sequence(tokens[:mid], blocks[:3]), engine.kv_caches, None
-    )
-    _, left = engine.step(ModelInput(tuple(tokens), (100,), (100 - mid,), (blocks,)))
-    assert left.query_lens == (4,)
-    assert torch.allclose(
-        engine.kv_of(blocks, 100).float(), engine.kv_of(range(7), 100).float(), atol=1e-2
-    )
 
 
 def test_weights_that_change_in_place_are_another_model() -> None:

@@ -24,15 +24,6 @@ def prompt(seed: int, length: int) -> list[int]:
     return [token % 60 + 2 for token in random_prompt(seed, length)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models: threads would wait for each other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 def new_manager(folder: Path, **more: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     limits = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)

@@ -34,15 +34,6 @@ PROMPT = prompt_of(1, 200)
 CHUNKS = 200 // CHUNK
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models: threads would wait for each other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 @contextmanager
 def stored(**sizes: Any) -> Iterator[tuple[Any, KVTiers]]:
     """A model whose KV of :data:`PROMPT` is stored, and found."""

@@ -22,7 +22,6 @@ from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.vllm_compat import loaded_weights
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, watch_loading
 from lmcache_connector.vllm_compat.tensor_digest import model_digest
-from lmcache_connector.vllm_compat.weights import weight_folders
 from tests.support.engines.settings import kv_transfer
 from tests.support.vllm_configs import vllm_config
 
@@ -65,7 +64,7 @@ def told_of(weights: LoadedWeights) -> WeightsInMemory:
     return told
 
 
-def test_a_worker_tells_when_it_was_made_and_which_folders_it_loads_from(model: Path) -> None:
+def test_a_worker_tells_when_it_was_made(model: Path) -> None:
     watch_loading()
     config, started = vllm_config(model), time.time()
     config.kv_transfer_config = KVTransferConfig(**kv_transfer())
@@ -74,7 +73,6 @@ def test_a_worker_tells_when_it_was_made_and_which_folders_it_loads_from(model: 
     weights = LoadedWeights(worker)
     told = told_of(weights)
     weights.close()
-    assert told.folders == weight_folders(config) != ()
     assert started <= told.loaded_after <= time.time()
 
 

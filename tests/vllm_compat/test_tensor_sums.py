@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
-from tests.support import ROOT
+from tests.support.triton import run_python
 
 REHEARSAL = """
 import torch
@@ -41,22 +37,6 @@ signature |= dict.fromkeys(constants, "constexpr")
 source = ASTSource(_sum_words, signature, constants)
 print(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["cubin"]))
 """
-
-
-def run_python(*arguments: str, **environment: str) -> str:
-    """In a process of its own: Triton decides when it is loaded whether it interprets."""
-    pytest.importorskip("triton", reason="runs where Triton is installed")
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    return found.stdout
 
 
 def test_the_kernel_sums_as_numpy_does() -> None:

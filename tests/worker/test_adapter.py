@@ -5,8 +5,6 @@ The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import threading
 import time
@@ -25,7 +23,6 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
-    PrefillWork,
     RankStart,
     StepPlan,
     TransferTime,
@@ -107,7 +104,6 @@ class Instance:
 def make_instance(
     port: int,
     probe: bool = False,
-    tier_type: type[RedisTier] = RedisTier,
     pace: Pace | None = None,
     weights: FixedWeights | None = None,
     login: str = "",
@@ -126,7 +122,7 @@ def make_instance(
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
-    make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
+    make_tier = partial(RedisTier, config, PartGeometries((GEOMETRY,)))
     return Instance(WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache)
 
 
@@ -231,18 +227,6 @@ def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
         instance.worker.shutdown()  # writes what is queued
         with server.client() as client:
             assert client.keys() == []
-
-
-def test_settings_of_the_whole_process_stay_as_they_were(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LMCache would set both, and a server started from here would inherit them."""
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    before = multiprocessing.get_start_method(allow_none=True)
-    instance = make_instance(port)
-    instance.worker.shutdown()
-    assert multiprocessing.get_start_method(allow_none=True) == before
-    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
 
 
 def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFixture[str]) -> None:
@@ -410,23 +394,3 @@ def probed(instance: Instance) -> TransferTime:
             return report.redis
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
-
-
-def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
-    told: list[float] = []
-
-    class ToldTier(RedisTier):
-        def hold_writes(self, until: float) -> None:
-            told.append(until)
-
-    instance = make_instance(port, tier_type=ToldTier)
-    for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
-        told.clear()
-        instance.run(plan)
-        forever, soon = told
-        assert forever == float("inf")
-        assert soon < time.monotonic() + 1.0
-    told.clear()
-    instance.run(StepPlan(idle=True))  # no forward pass
-    assert told == [pytest.approx(soon, abs=LONG)]
-    instance.worker.shutdown()

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
+from tests.support.vllm_configs import vllm_config
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
 CAPACITY = 8
@@ -112,10 +117,14 @@ def test_the_pass_finds_what_is_loaded_and_vllm_waits_for_nothing(rank: Rank) ->
 
 def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: Rank) -> None:
     assert rank.store(1, 0, 2) is Outcome.DONE
-    rank.worker._engine.forget(KEYS[1])
     with pytest.raises(RuntimeError, match="not in memory any more"):
-        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:2], 30),)))
-    assert rank.value(30) == 30
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:3], 30),)))
+    assert [rank.value(30), rank.value(31)] == [30, 31]
+    engine = rank.worker._engine
+    engine.forget_all()
+    rank.step(StepPlan(idle=True))
+    rank.step(StepPlan(idle=True))
+    assert engine.used_bytes == 0, "nothing refers to them any more"
 
 
 def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
@@ -139,11 +148,12 @@ def test_a_full_tier_takes_what_comes_once_it_is_heard_what_goes(rank: Rank) -> 
     assert [rank.value(20 + i) for i in range(len(firm))] == expected
 
 
-def test_what_needs_much_room_waits_for_few_plans() -> None:
+@pytest.mark.parametrize(("capacity", "num_chunks"), [(64, 32), (8, 4), (8, 8)])
+def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int) -> None:
     """Not for one with each chunk: steps may be long, and a load from Redis waits as a store."""
-    rank = Rank(capacity=64)
+    rank = Rank(capacity=capacity)
     try:
-        num_chunks, blocks = 32, tuple(range(32))
+        blocks = tuple(range(num_chunks))
         for number in range(3):
             rank.num_heard = 0
             keys = tuple(KEYS[number * num_chunks : (number + 1) * num_chunks])
@@ -153,8 +163,9 @@ def test_what_needs_much_room_waits_for_few_plans() -> None:
                 assert time.monotonic() < until
                 rank.step(StepPlan(idle=True))
             assert rank.results[number].num_chunks == num_chunks
-        assert rank.worker._engine.num_chunks <= 64
-        assert 0 < rank.num_heard <= num_chunks / 4
+            assert rank.num_heard <= 2 + num_chunks // 16
+        assert rank.worker._engine.num_chunks <= capacity
+        assert rank.num_heard > 0
     finally:
         rank.worker.shutdown()
 
@@ -188,8 +199,49 @@ def test_a_load_of_a_step_that_failed_is_reported_once(rank: Rank, is_made: bool
     assert outcome is (Outcome.DONE if is_made else Outcome.CANCELLED)
 
 
-def test_no_load_inside_a_step_relies_on_memory_that_a_controller_may_empty() -> None:
-    settings = EngineSettings(0, 1, 1.0, announces=True)
-    assert settings.loads_in_step
-    assert not replace(settings, overrides={"enable_controller": True}).loads_in_step
-    assert not replace(settings, announces=False).loads_in_step
+@pytest.mark.parametrize(
+    ("executor", "setting", "expected"),
+    [
+        ("uni", True, True),
+        ("mp", True, True),
+        ("external_launcher", True, True),
+        ("mp", False, False),
+        ("ray", True, False),
+        (object, True, False),  # an executor of somebody's own
+    ],
+)
+def test_loads_are_made_inside_steps_where_steps_stay_in_order(
+    model: Path, executor: Any, setting: bool, expected: bool
+) -> None:
+    config = vllm_config(model)
+    config.parallel_config.distributed_executor_backend = executor
+    assert loads_in_step(ConnectorConfig(loads_in_step=setting), config) is expected
+
+
+def test_what_is_removed_unannounced_is_there_until_a_plan_knows(rank: Rank) -> None:
+    """As by LMCache's controller. Its memory is not another's meanwhile."""
+    assert rank.store(1, 0, CAPACITY) is Outcome.DONE
+    held = [key for key in KEYS if rank.index.num_firm([key])]
+    plan = StepPlan(loads=(in_step(2, held, 20),))  # made before anything is heard
+    engine = rank.worker._engine
+    engine.forget_all()
+    assert engine.num_chunks == 0
+    assert engine.used_bytes == CAPACITY * GEOMETRY.chunk_bytes
+    rank.step(plan)
+    assert [rank.value(20 + i) for i in range(len(held))] == [KEYS.index(key) for key in held]
+    assert not any(key in rank.index for key in KEYS)
+    rank.step(StepPlan(idle=True))
+    assert engine.used_bytes == 0
+    assert rank.store(3, 0, CAPACITY) is Outcome.DONE
+
+
+def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
+    assert rank.store(1, 0, 2) is Outcome.DONE
+    engine = rank.worker._engine
+    engine.forget(KEYS[1])
+    plan = StepPlan(loads=(in_step(3, KEYS[:2], 30),))
+    assert rank.store(2, 0, 2) is Outcome.DONE
+    assert engine.used_bytes == 2 * GEOMETRY.chunk_bytes
+    rank.step(plan)
+    assert [rank.value(30), rank.value(31)] == [0, 1]
+    assert rank.index.num_firm(KEYS) == 2

@@ -106,15 +106,6 @@ def taken(jobs: JobQueue) -> dict[int, JobResult]:
     return {r.job.job_id: r.result for r in jobs.take_ended() if r.result is not None}
 
 
-def test_stores_run_in_the_order_of_the_plans(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    for job_id in range(1, 20):
-        jobs.submit(store(job_id), None)
-    gate.set()
-    assert list(wait_all(jobs)) == list(range(1, 20))
-    assert runner.order == list(range(1, 20))
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -135,15 +126,6 @@ def test_a_delayed_store_begins_when_somebody_waits_for_it(
     wait(jobs)
     assert runner.started(1).wait(LONG / 2)
     wait_all(jobs)
-    assert jobs.close(LONG)
-
-
-def test_a_delayed_store_begins_by_itself(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=0.05)
-    jobs.submit(store(1), None)
-    jobs.submit(store(2), None)
-    assert runner.started(2).wait(LONG)
-    assert runner.order == [1, 2]
     assert jobs.close(LONG)
 
 
@@ -168,24 +150,6 @@ def test_a_hit_from_memory_waits_for_the_store_it_relies_on_and_no_other(
     assert runner.started(3).wait(LONG)
     gates[1].set()
     assert wait_all(jobs).keys() == {1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("needs_redis", [True, False])
-def test_small_loads_pass_large_ones(runner: Runner, needs_redis: bool) -> None:
-    now = 0.0
-    jobs = JobQueue(runner, num_redis_lanes=1, clock=lambda: now)
-    gate = runner.gate(1)
-    jobs.submit(load(1, needs_redis), None)
-    assert runner.started(1).wait(LONG)
-    many = tuple(b"%d" % i for i in range(50))
-    jobs.submit(load(2, needs_redis, keys=many), None)
-    jobs.submit(load(3, needs_redis), None)
-    now = 1.0  # by now the large one has waited long enough for its size
-    jobs.submit(load(4, needs_redis), None)
-    gate.set()
-    wait_all(jobs)
-    assert runner.order == [1, 3, 2, 4]
-    assert jobs.close(LONG)
 
 
 def test_chunks_are_fetched_once_however_many_want_them(runner: Runner) -> None:
@@ -231,18 +195,6 @@ def test_a_store_that_never_ends_costs_a_load_its_deadline(jobs: JobQueue, runne
     assert taken(jobs)[2].outcome is Outcome.DEADLINE
     gate.set()
     assert wait_all(jobs)[1].outcome is Outcome.DONE
-    assert runner.order == [1]
-
-
-def test_cancelled_before_it_ran_a_job_does_not_run(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    jobs.submit(store(1), None)
-    jobs.submit(load(2, after_job=1), None)
-    assert runner.started(1).wait(LONG)
-    jobs.cancel([2, 77])
-    gate.set()
-    results = wait_all(jobs)
-    assert results[2].outcome is Outcome.CANCELLED
     assert runner.order == [1]
 
 

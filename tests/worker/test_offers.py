@@ -16,7 +16,7 @@ from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
 from tests.worker.test_adapter import KEYS, LONG, Instance, make_instance
 
-KEY, OTHER = (random.Random(i).randbytes(32) for i in range(2))
+KEY = random.Random(0).randbytes(32)
 PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
 QUICK = Pace(granted_seconds=0.2, retry_seconds=0.2, max_retry_seconds=0.5)
 NUM_CHUNKS = 8
@@ -36,18 +36,6 @@ class TestOffers:
         assert offers.take(130.9, 9) == []
         offers.want(KEY, 131.1)
         assert offers.take(131.1, 9) == [KEY]
-
-    def test_what_is_wanted_all_the_time_keeps_its_place(self) -> None:
-        keys = [bytes([i]) * 32 for i in range(8)]
-        offers, now, taken = Offers(Pace(granted_seconds=0.2)), 0.0, set[bytes]()
-        for _ in range(20):
-            for key in keys:
-                offers.want(key, now)
-            for key in offers.take(now, 1):
-                offers.ended(key, True, now)
-                taken.add(key)
-            now += 0.1
-        assert taken == set(keys)
 
     def test_a_failed_write_is_tried_again_less_and_less_often(self) -> None:
         offers, now, waits = Offers(PACE), 0.0, []
@@ -78,23 +66,6 @@ class TestOffers:
         self, lifetime: float | None, granted: float
     ) -> None:
         assert Pace.for_lifetime(lifetime).granted_seconds == granted
-
-    def test_what_was_written_by_others_is_not_offered(self) -> None:
-        offers = Offers(PACE)
-        offers.ended(KEY, False, 0.0)
-        offers.ended(KEY, True, 1.0)
-        assert offers.take(1000.0, 9) == []
-        offers.ended(KEY, False, 0.0)
-        offers.forget(KEY)
-        assert offers.take(1000.0, 9) == []
-
-    def test_it_forgets_the_oldest(self) -> None:
-        offers = Offers(PACE)
-        for i in range(200_000):
-            offers.ended(i.to_bytes(32, "big"), False, float(i))
-        taken = offers.take(1e9, 1_000_000)
-        assert len(taken) == 1 << 16
-        assert taken[-1] == (199_999).to_bytes(32, "big")
 
 
 def keys(name: bytes, count: int) -> list[bytes]:
@@ -190,21 +161,6 @@ def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Instanc
     own_server.start()
     assert value_names(own_server) == []
     wait_for_all(own_server, instance, wanted=True)
-
-
-def test_what_nobody_wants_is_left_alone(own_server: Server, instance: Instance) -> None:
-    store(instance)
-    wait_for_all(own_server, instance, wanted=False)
-    with own_server.client() as client:
-        client.flushall()
-        client.config_resetstat()
-
-        def came_back() -> bool:
-            instance.run(StepPlan(idle=True, wanted=(KEYS[0],)))
-            return len(value_names(own_server)) == 2
-
-        wait_until(came_back, "the wanted one did not come back")
-        assert client.info("commandstats")["cmdstat_strlen"]["calls"] <= 3 * NUM_VALUES
 
 
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:

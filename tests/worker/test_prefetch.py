@@ -143,28 +143,3 @@ def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
     reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(10, 20)))))
     assert reader.worker.let_go()
     assert_nothing_is_held(reader)
-
-
-def test_what_is_fetched_for_a_tenant_counts_as_its_own(reader: Instance) -> None:
-    connected(reader)
-    before = dict(reader.worker._engine.holdings().tenant_bytes)
-    job = replace(prefetch(1, range(6)), tenant=b"\xab")
-    reader.run(StepPlan(prefetches=(job,)))
-    assert reader.wait_for(1).outcome is Outcome.DONE
-    after = dict(reader.worker._engine.holdings().tenant_bytes)
-    assert after.pop("ab") == 6 * GEOMETRY.chunk_bytes
-    assert after == before
-    assert_nothing_is_held(reader)
-    reader.run(load_from_memory(2, range(6)))
-    assert reader.wait_for(2).outcome is Outcome.DONE
-    assert num_unused(reader.worker._engine) == 0
-
-
-def test_what_comes_too_late_is_the_first_to_go(reader: Instance, link: SlowLink) -> None:
-    """The request is gone before its chunks come."""
-    connected(reader)
-    link.set(latency_seconds=0.05)
-    reader.run(StepPlan(prefetches=(prefetch(1, range(8)),)))
-    reader.run(StepPlan(cancelled_loads=(1,), unwanted=KEYS[:8]))
-    reader.wait_for(1)
-    assert num_unused(reader.worker._engine) == 0

@@ -124,12 +124,6 @@ def rank() -> Iterator[Rank]:
     rank.engine.close(0.0)
 
 
-def test_what_is_pinned_stays(rank: Rank) -> None:
-    rank.store(1, Claim(b"crowd", pin=True))
-    rank.flood(2)
-    assert rank.load(1, CROWD) == 4
-
-
 def test_a_store_tells_of_what_it_finds_in_memory(rank: Rank) -> None:
     """Whatever the scheduler side has missed: else nothing would ever tell it again."""
     rank.store(1, CROWD)
@@ -138,20 +132,6 @@ def test_a_store_tells_of_what_it_finds_in_memory(rank: Rank) -> None:
     rank.store(1, CROWD)
     events = rank.engine.take_events()
     assert {event.key: event.admitted for event in events} == {key(1, i): True for i in range(4)}
-
-
-def test_what_was_stored_before_is_pinned_by_a_prompt_that_loads_nothing(rank: Rank) -> None:
-    rank.store(1, CROWD)
-    rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
-    rank.flood(2)
-    assert rank.load(1, CROWD) == 4
-
-
-def test_what_is_being_stored_is_pinned_by_a_prompt_that_loads_nothing(rank: Rank) -> None:
-    rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
-    rank.store(1, CROWD)
-    rank.flood(2)
-    assert rank.load(1, CROWD) == 4
 
 
 def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:

@@ -1,8 +1,7 @@
 """Which versions of vLLM and LMCache run with this release, and what follows for new ones.
 
-A newer version than those that were tested runs where it can, and shares nothing with them: it may
-compute or lay out KV in another way. ``make contract`` checks that a version has all that is used
-of it.
+A version newer than those below runs if it can, and shares nothing with them: it may compute or lay
+out KV in another way. ``make contract`` checks that a version has all that is used of it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ API_CHECKED = "API checked"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``releases``: how much is known of each, in the README's order. ``below``: the first that is
-    refused."""
+    """``releases``: tested or API checked, in the order of docs/support.md. ``below``: the first
+    release that is refused."""
 
     name: str
     distributions: tuple[str, ...]
@@ -56,19 +55,19 @@ BUILT_FOR_TORCH = (2, 13)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of the versions that are installed. ``unverified``: those nobody has tested, as
-    part of a name."""
+    """Of the installed versions. ``unverified``: those neither tested nor API checked, as parts of
+    a namespace."""
 
     unverified: tuple[str, ...] = ()
 
     def namespace(self, wanted: str) -> str:
-        """The user's namespace, or one of its own inside of it."""
+        """``wanted``, or for unverified versions a namespace of their own inside it."""
         return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """What fails in here fails because of a version that nobody has tested, if there is one:
-        raises :class:`UnsupportedError` with one sentence then."""
+        """With an unverified version, errors inside the ``with`` become :class:`UnsupportedError`
+        with one sentence."""
         try:
             yield
         except (AttributeError, ImportError, KeyError, TypeError) as error:
@@ -88,8 +87,8 @@ def check_lmcache() -> Standing:
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Whether ``base``, a class of a vLLM that nobody has tested, calls its methods as ``kind``
-    takes them. Raises :class:`UnsupportedError` with the first that it calls in another way."""
+    """Raises :class:`UnsupportedError` for the first method of ``kind`` whose parameters differ
+    from those of ``base``, a class of an unverified vLLM, or that ``kind`` lacks."""
     for name, ours in inspect.getmembers(kind, inspect.isroutine):
         if name not in vars(base) or name.startswith("__"):
             continue
@@ -104,13 +103,13 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def warnings(standing: Standing) -> list[str]:
-    """What to tell the user: nothing of versions that are tested."""
+    """Lines for the log; none for verified versions."""
     if not standing.unverified:
         return []
     return [
-        f"{_found()} was not tested with this release ({VLLM_PACKAGE.name} "
-        f"{VLLM_PACKAGE.range_text}, {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): "
-        "nothing is shared with instances of tested versions, and the tiers' self-test runs"
+        f"{_found()} was not tested with this release, which supports {VLLM_PACKAGE.name} "
+        f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}: "
+        "nothing is shared with instances of these, and the tiers' self-test runs"
     ]
 
 
@@ -144,7 +143,7 @@ def _found() -> str:
 
 
 def installed_version(package: Package) -> str:
-    """Raises :class:`UnsupportedError` if none is."""
+    """Raises :class:`UnsupportedError` if the package is not installed."""
     for name in package.distributions:
         try:
             found = version(name)

@@ -135,20 +135,6 @@ def test_a_chunk_that_does_not_decompress_is_a_miss(
         assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, HEADER_BYTES + 33, HEADER_BYTES + 3071])
-def test_a_shorter_value_is_a_miss(valkey: Server, codec: Codec, num_bytes: int) -> None:
-    with open_tier(valkey.url, codec=codec) as tier:
-        assert all(put_all(tier, range(3), kv_data))
-        get_all(tier, range(3))
-        with valkey.client() as client:
-            name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
-            client.set(name, client.get(name)[:num_bytes].ljust(num_bytes, b"\0"))
-            assert get_all(tier, range(3))[0][:2] == [True, False]
-        assert put_all(tier, range(3), kv_data) == [True] * 3
-        assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
-
-
 def test_a_flipped_bit_is_seen_before_anything_is_decompressed(valkey: Server) -> None:
     with open_tier(valkey.url, codec="blosc2") as tier, valkey.client() as client:
         assert all(put_all(tier, range(2), kv_data))

@@ -9,19 +9,13 @@ import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
-from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     GEOMETRY,
-    PARTS,
-    Ends,
     chunk_data,
-    chunk_key,
-    config,
     get_all,
     open_tier,
     put_all,
 )
-from tests.support.redis.fault_proxy import Direction, Fault, Kind, fault_proxy
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_server
 
@@ -141,30 +135,3 @@ def test_a_server_that_will_fill_its_machine_is_warned_of_once(
         assert warnings(0, "noeviction") == 1
         assert warnings(100 << 20, "noeviction") == 0
         assert warnings(0, "allkeys-lru") == 0
-
-
-def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
-    with fault_proxy(valkey.port) as proxy:
-        room = 4 * GEOMETRY.chunk_bytes
-        tier = RedisTier(
-            config(
-                proxy.url, write_queue_bytes=room, num_connections=1, write_timeout_seconds=3600.0
-            ),
-            PARTS,
-        )
-        wait_until(lambda: put_all(tier, [99]) == [True], "not writable at first")
-        proxy.arm(Fault(Kind.STALL, 0, Direction.REQUEST))
-        told: dict[int, Ends] = {}
-        for index in (0, 50, 51, 52, 1, 2, 60):
-            if index == 50:
-                wait_until(lambda: proxy.num_struck == 1, "the first write is not on its way")
-            told[index] = Ends()
-            tier.put(chunk_key(index), memoryview(chunk_data(index)), told[index], index)
-        # 0 is stuck on the wire; 52 and 51 made room for 1 and 2, and 60 found none.
-        assert {i for i, ends in told.items() if ends.results == [False]} == {51, 52, 60}
-        assert tier.stats().counts.writes[WriteEnd.QUEUE_FULL] == 3
-        assert tier.close(0.1)
-        assert all(len(ends.results) == 1 for ends in told.values())
-        with open_tier(valkey.url) as witness:
-            for index in (51, 52, 60):
-                assert get_all(witness, [index])[0] == [False]

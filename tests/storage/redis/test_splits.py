@@ -145,17 +145,6 @@ def test_splits_that_cut_values_apart_miss_cleanly(
         assert instance.hits() == NUM_CHUNKS
 
 
-@pytest.mark.parametrize("missing", range(4))
-def test_a_chunk_that_one_rank_has_not_written_is_no_hit(valkey: Server, missing: int) -> None:
-    with ExitStack() as stack:
-        instance = Instance(valkey.url, (2, (6, 6)), stack)
-        instance.write(skip_rank=missing)
-        for split in ALIGNED:
-            assert Instance(valkey.url, split, stack).hits() == 0
-        instance.write()
-        assert Instance(valkey.url, (1, (12,)), stack).hits() == NUM_CHUNKS
-
-
 def test_replicas_write_each_value_once(valkey: Server) -> None:
     with ExitStack() as stack:
         instance = Instance(valkey.url, (8, (12,)), stack)

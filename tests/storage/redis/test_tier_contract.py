@@ -1,57 +1,18 @@
-"""What every tier promises: the in-memory tier below keeps the interface honest."""
+"""What the tier promises, over each server and each form of values."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.net.deadline import never
-from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.tier import OnDone, ReadResult, WritableTier
+from lmcache_connector.storage.tier import WritableTier
 from tests.support.redis.chunks import PARTS, Ends, chunk_key, config, kv_data
 from tests.support.redis.servers import Server, running_server
-
-
-class MemoryTier:
-    """The simplest tier there is."""
-
-    def __init__(self, geometries: PartGeometries) -> None:
-        self.geometries = geometries
-        self._chunks: dict[bytes, bytes] = {}
-        self._closed = False
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        deadline: float,
-        cancelled: Callable[[], bool] = never,
-    ) -> ReadResult:
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
-        hits = []
-        for key, buffer in zip(keys, buffers, strict=True):
-            found = self._chunks.get(key) if time.monotonic() < deadline else None
-            if found is not None:
-                buffer[:] = found
-            hits.append(found is not None)
-        return ReadResult(hits, 0.0, False)
-
-    def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        if not self._closed:
-            self._chunks.setdefault(key, bytes(buffer))
-        on_done(not self._closed)
-        return not self._closed
-
-    def close(self, seconds: float) -> bool:
-        self._closed = True
-        self._chunks.clear()
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +22,13 @@ def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["memory", "valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
+@pytest.fixture(params=["valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
 def tier(request: pytest.FixtureRequest) -> Iterator[WritableTier]:
-    tier: WritableTier
-    if request.param == "memory":
-        tier = MemoryTier(PARTS)
-    else:
-        name, _, kind = request.param.partition(", ")
-        hash_key = b"0123456789abcdef" if kind == "keyed" else None
-        codec = "blosc2" if kind == "compressed" else "none"
-        server: Server = request.getfixturevalue(name)
-        tier = RedisTier(config(server.url, hash_key=hash_key, codec=codec), PARTS)
+    name, _, kind = request.param.partition(", ")
+    hash_key = b"0123456789abcdef" if kind == "keyed" else None
+    codec = "blosc2" if kind == "compressed" else "none"
+    server: Server = request.getfixturevalue(name)
+    tier = RedisTier(config(server.url, hash_key=hash_key, codec=codec), PARTS)
     yield tier
     assert tier.close(1.0)
 
@@ -142,13 +99,12 @@ def test_the_leading_hits_are_those_that_were_put(
 ) -> None:
     with shared_valkey.client() as client:
         client.flushall()
-    tiers: list[WritableTier] = [MemoryTier(PARTS), RedisTier(config(shared_valkey.url), PARTS)]
-    for tier in tiers:
-        put(tier, sorted(stored))
-        found = get(tier, asked)
-        end = next((i for i, index in enumerate(asked) if index not in stored), len(asked))
-        assert found[:end] == [kv_data(i) for i in asked[:end]]
-        for index, data in zip(asked[end:], found[end:], strict=True):
-            assert data is None or data == kv_data(index)
-        assert end == len(asked) or found[end] is None
-        tier.close(1.0)
+    tier = RedisTier(config(shared_valkey.url), PARTS)
+    put(tier, sorted(stored))
+    found = get(tier, asked)
+    end = next((i for i, index in enumerate(asked) if index not in stored), len(asked))
+    assert found[:end] == [kv_data(i) for i in asked[:end]]
+    for index, data in zip(asked[end:], found[end:], strict=True):
+        assert data is None or data == kv_data(index)
+    assert end == len(asked) or found[end] is None
+    tier.close(1.0)

@@ -81,14 +81,6 @@ class TestCluster:
             with master.client() as client:
                 assert client.dbsize() > 0
 
-    def test_look_up_counts_the_prefix_over_all_masters(self, cluster: Cluster) -> None:
-        with open_tier(cluster.url) as tier:
-            put_all(tier, [i for i in range(20) if i != 13])
-        lookup = RedisLookup(config(cluster.url), [PARTS])
-        keys = [chunk_key(i) for i in range(20)]
-        assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 13
-        lookup.close()
-
     def test_a_slot_moves_in_the_middle_of_traffic(self, cluster: Cluster) -> None:
         slot = slot_of(0)
         with open_tier(cluster.url) as tier:
@@ -414,15 +406,3 @@ class TestAcl:
         told = [record.getMessage() for record in caplog.records]
         assert sum("NOPERM" in text for text in told) == 1
         assert not any("connected again" in text or "writer" in text for text in told)
-
-    def test_a_wrong_password_costs_misses_only(self, server: Server) -> None:
-        with server.client() as client:
-            client.config_set("requirepass", "right")
-            try:
-                with open_tier(f"redis://:wrong@127.0.0.1:{server.port}") as tier:
-                    assert put_all(tier, [0]) == [False]
-                    assert get_all(tier, [0], seconds=1.0)[0] == [False]
-                with open_tier(f"redis://:right@127.0.0.1:{server.port}") as tier:
-                    assert put_all(tier, [10]) == [True]
-            finally:
-                client.config_set("requirepass", "")

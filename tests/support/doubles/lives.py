@@ -147,7 +147,7 @@ class Life:
 
     def evict(self) -> None:
         for rank in self.engine.ranks:
-            rank.evict(self.chance.randrange(4))
+            rank.evict(self.chance.randrange(4), unannounced=0.3)
 
     def forget(self) -> None:
         """vLLM's own prefix cache is emptied, as far as no request runs, and ours is not."""

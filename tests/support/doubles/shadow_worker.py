@@ -98,6 +98,17 @@ class WrongKV(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
+class Removed:
+    """What a chunk held that is not in the CPU tier any more."""
+
+    cells: Cells
+
+    def ref_count_up(self) -> None: ...
+
+    def ref_count_down(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """One request in one forward pass: compute positions ``[start, end)``."""
 
@@ -191,7 +202,7 @@ class ShadowRank:
         self._done: list[tuple[LoadJob | StoreJob | PrefetchJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
-        self.num_loaded_in_step = 0
+        self.num_loaded_in_step = self.num_loaded_removed = 0
         self.num_stored_chunks = 0
         self.num_audited_chunks = 0
         self.num_prefetched_chunks = 0
@@ -235,10 +246,11 @@ class ShadowRank:
         while self.chance.random() >= self.faults.slow and self._run_one():
             pass
 
-    def evict(self, count: int) -> None:
+    def evict(self, count: int, unannounced: float = 0.0) -> None:
+        """The latter is a chance."""
         for _ in range(min(count, len(self.tier))):
             key = self.chance.choice(list(self.tier))
-            if self._may_drop(key):
+            if self.chance.random() < unannounced or self._may_drop(key):
                 self._drop(key)
 
     @property
@@ -422,11 +434,16 @@ class ShadowRank:
         """Nobody recomputes what does not come."""
         self._check_owned(job)
         for run in job.runs:
-            if not all(key in self.tier for key in run.keys):
+            removed = {key: one.cells for key, one in self._leaving.removed.items()}
+            if not all(key in self.tier or key in removed for key in run.keys):
                 raise WrongKV("a load inside a step found a chunk gone")
-            self._write(run, [cell for key in run.keys for cell in self.tier[key]])
+            found = [self.tier.get(key) or removed[key] for key in run.keys]
+            self._write(run, [cell for cells in found for cell in cells])
             for key in run.keys:
-                self._admit(key, self.tier[key])
+                if key in self.tier:
+                    self._admit(key, self.tier[key])
+                else:
+                    self.num_loaded_removed += 1
         self.num_loaded_chunks += len(job.keys)
         self.num_loaded_in_step += len(job.keys)
         self._done.append((job, JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)))
@@ -480,8 +497,9 @@ class ShadowRank:
         return self.changes is None or self._leaving.announce([key])
 
     def _drop(self, key: bytes) -> None:
-        del self.tier[key]
-        self._leaving.keep([key])
+        removed = Removed(self.tier.pop(key))
+        if self.changes is not None:
+            self._leaving.remove(key, removed)
         self._events.append(CacheEvent(key, False))
 
     def _tell(self, keys: Iterable[bytes]) -> None:

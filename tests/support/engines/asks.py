@@ -152,32 +152,6 @@ def kv_blocks(probe: EngineProbe, request_id: str) -> list[Any]:
     return [torch.stack([layer[i] for layer in layers]).contiguous() for i in block_ids]
 
 
-def kv_at_first_token(probe: EngineProbe, ask: Ask) -> tuple[Any, int]:
-    """All full blocks of the prompt as one array, and how many tokens of them were loaded."""
-    import torch
-
-    before = probe.external_hit_tokens()
-    request_id = add(probe, ask)
-    while not any(output.outputs[0].token_ids for output in probe.engine.step()):
-        pass
-    blocks = kv_blocks(probe, request_id)[: len(ask.tokens) // probe.scheduler.block_size]
-    values = torch.stack(blocks).float().numpy()
-    while probe.engine.has_unfinished_requests():
-        probe.engine.step()
-    probe.drain()
-    return values, probe.external_hit_tokens() - before
-
-
-def far_blocks(one: Any, other: Any) -> list[int]:
-    """Which blocks are not the KV of the same tokens at the same positions.
-
-    KV computed in another batch is near, not equal: about 0.01 of its size away. That of another
-    token is as far away as it is large.
-    """
-    distance = abs(one - other).mean(axis=(1, 2, 3, 4)) / abs(other).mean()
-    return [block for block, far in enumerate(distance) if far > 0.1]
-
-
 def _answer(output: Any, samples: dict[int, Any], blocks: tuple[str, ...]) -> Answer:
     ordered = [samples[index] for index in sorted(samples)]
     return Answer(

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
-import uuid
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe
-
-_BETWEEN_SECONDS = 2.0
 
 
 def move_weights(
@@ -81,11 +75,6 @@ def _load_rows(worker: Any, strength: float) -> None:
     model.load_weights([("model.embed_tokens.weight", weight.detach() * (1 + strength))])
 
 
-def reload_from(probe: EngineProbe, folder: Path) -> None:
-    """vLLM's own reload from disk."""
-    probe.core.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-
-
 def weights_name(probe: EngineProbe) -> str:
     """After as many requests as it takes the ranks to read them."""
     from tests.support.engines.calls import tiered_of
@@ -125,22 +114,6 @@ def update_during_a_load(probe: EngineProbe, prompt: list[int], strength: float)
     return loaded
 
 
-def fail_to_update(probe: EngineProbe) -> str:
-    """Send weights to an engine that is not configured to take any. Returns what vLLM says."""
-    try:
-        probe.core.collective_rpc("update_weights", kwargs={"update_info": {}})
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("it has taken them")
-
-
-def sleep_and_wake(probe: EngineProbe, level: int) -> None:
-    """On a CPU vLLM keeps everything where it is."""
-    probe.drain()
-    probe.core.sleep(level)
-    probe.core.wake_up()
-
-
 def accept_updates() -> None:
     """For ``prepare``: two backends of weight updates. "test" leaves the writing to the test,
     "folder" has vLLM load a checkpoint layer by layer, as its own backends do."""
@@ -174,88 +147,11 @@ def update_from(probe: EngineProbe, folder: Path) -> None:
     probe.core.collective_rpc("finish_weight_update")
 
 
-def serve_within_an_update(probe: EngineProbe, prompt: list[int]) -> None:
-    """A request between two calls of an update whose backend writes in the background. It has put
-    the weights back by the end."""
-    probe.core.collective_rpc("start_weight_update")
-    probe.core.collective_rpc("update_weights", kwargs={"update_info": {}})
-    until = time.monotonic() + _BETWEEN_SECONDS
-    while time.monotonic() < until:  # as long as it takes to read the weights
-        probe.serve([5, 6, 7], 1)
-    flip_one_bit(probe)
-    probe.serve(prompt, 2)
-    probe.drain()
-    flip_one_bit(probe)
-    probe.core.collective_rpc("finish_weight_update")
-
-
-def read_slowly() -> None:
-    """For ``prepare``: to read the weights takes a minute."""
-    from lmcache_connector.vllm_compat import loaded_weights
-
-    reader: Any = loaded_weights
-    digest = reader.model_digest
-
-    def slow(models: Any, packed: Any, is_over: Any) -> str | None:
-        for _ in range(600):
-            if is_over():
-                return None
-            time.sleep(0.1)
-        found: str | None = digest(models, packed, is_over)
-        return found
-
-    reader.model_digest = slow
-
-
 def live_on_another_host() -> None:
     """For ``prepare``: nothing is kept here of what others have found out."""
     import tempfile
 
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="another-host-")
-
-
-def replace_files_after_loading(checkpoint: Path, other: Path) -> None:
-    """For ``prepare``: the other weights come to a checkpoint's folder when it has been loaded."""
-
-    def replace() -> None:
-        shutil.copy(other / "model.safetensors", checkpoint / "arriving")
-        (checkpoint / "arriving").replace(checkpoint / "model.safetensors")
-
-    _do_after_loading(replace)
-
-
-def move_folder_after_loading(checkpoint: Path, other: Path) -> None:
-    """For ``prepare``: the other folder comes in the place of a checkpoint's, files beside too."""
-
-    def move() -> None:
-        checkpoint.rename(checkpoint.with_name("old"))
-        other.rename(checkpoint)
-        _add_beside(checkpoint)
-
-    _do_after_loading(move)
-
-
-def add_files_after_loading(checkpoint: Path) -> None:
-    """For ``prepare``: files and folders come beside a checkpoint and beside its folders."""
-    _do_after_loading(partial(_add_beside, checkpoint))
-
-
-def _add_beside(checkpoint: Path) -> None:
-    for folder in (checkpoint, *checkpoint.parents[:2]):
-        (folder / "log.txt").write_text("step 1")
-        (folder / f"folder-{uuid.uuid4().hex}").mkdir()
-
-
-def _do_after_loading(what: Callable[[], None]) -> None:
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    load = CPUWorker.load_model
-
-    def load_and_do(worker: Any, *args: Any, **kwargs: Any) -> None:
-        load(worker, *args, **kwargs)
-        what()
-
-    CPUWorker.load_model = load_and_do
 
 
 def _model(worker: Any) -> Any:

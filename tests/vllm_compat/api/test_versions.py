@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 
@@ -12,14 +10,9 @@ import pytest
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.api import versions
 from lmcache_connector.vllm_compat.api.versions import (
-    LMCACHE_PACKAGE,
-    TESTED,
-    VLLM_PACKAGE,
     Standing,
     check_lmcache,
     check_versions,
-    installed_version,
-    release_of,
     warnings,
 )
 from tests.support.engines.instance import VllmInstance
@@ -117,30 +110,6 @@ def test_a_newer_version_that_has_all_runs_apart_from_others(
     (warning,) = warnings(standing)
     assert "0.34.1" in warning
     assert "self-test" in warning
-
-
-def test_the_check_of_an_old_vllm_comes_before_its_first_import() -> None:
-    """Else its user would read of some name that cannot be imported."""
-    program = (
-        "import importlib.metadata as m, sys\n"
-        "real = m.version\n"
-        "m.version = lambda name: '0.30.0' if name.startswith('vllm') else real(name)\n"
-        "try:\n"
-        "    import lmcache_connector.connector\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-        "assert 'vllm' not in sys.modules\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "0.30.0 is installed" in run.stdout
-
-
-@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
-def test_what_is_installed_here_is_called_tested(package: versions.Package) -> None:
-    release = release_of(package, installed_version(package))
-    assert package.releases[release] == TESTED
 
 
 @pytest.mark.parametrize(
