@@ -25,8 +25,8 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2000, "handover": 65, "transformers": 860},
     {"connector": 600, "stepwise": 1280},
-    {"integrations": 440, "scheduler": 3815, "worker": 4_215},
-    {"lookup": 840, "vllm_compat": 2560},
+    {"integrations": 440, "scheduler": 3820, "worker": 4_215},
+    {"lookup": 810, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2940},
     {
         "audit": 350,
