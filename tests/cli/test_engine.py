@@ -162,7 +162,21 @@ def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:
     assert outcome.code == 3
 
 
-def test_a_misspelt_command_is_refused_with_its_name(cli: Cli) -> None:
-    outcome = cli("stat")
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        (["top", "localhost:8000"], "stats --watch"),
+        (["inspect", "ab"], "ls KEY"),
+        (["bench"], "python -m benchmarks"),
+        (["warm", "f", "--url=h"], "examples/warm.py"),
+        (["check", "f", "--url=h"], "--engine"),
+        (["ls", "--config", "{}"], "--kv-config"),
+        (["stat"], "stats"),
+    ],
+)
+def test_what_is_gone_or_misspelt_is_refused_with_its_name(
+    cli: Cli, line: list[str], instead: str
+) -> None:
+    outcome = cli(*line)
     assert outcome.code == 2
-    assert "stats" in outcome.err
+    assert instead in outcome.err
