@@ -381,6 +381,7 @@ class LMCacheEngineAdapter:
         if self._writes is not None:
             self._writes.close(seconds)
         self._engine.close()
+        self.leaving.clear()
         self._shared.close(unmap=unmap)
 
     def _retrieve(
