@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(_ENGINES):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(420))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(420))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which machines with GPUs lack

@@ -8,15 +8,36 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from lmcache_connector import __version__
 from lmcache_connector.cli.report import CliError, Report
 
+_GONE = {
+    "top": "use `lmcache-connector stats --watch`",
+    "inspect": "use `lmcache-connector ls KEY`",
+    "warm": "use examples/warm.py of a checkout, which needs nothing installed",
+    "bench": "use `python -m benchmarks` in a checkout; `stats` says how fast an engine loads",
+}
 _ENGINE = "localhost:8000"
+_RENAMED = {"--url": "--engine", "--config": "--kv-config"}
+
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Names what has taken the place of a command or an option that is gone."""
+        if args[0] in _GONE:
+            ctx.fail(f"{args[0]!r} is gone: {_GONE[args[0]]}.")
+        for option in (arg.partition("=")[0] for arg in args):
+            if option in _RENAMED and args[0] != "serve":  # vLLM has options of these names
+                ctx.fail(f"{option!r} is gone: its name is {_RENAMED[option]} now.")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="lmcache-connector",
     help="Check, watch and tend the KV cache of lmcache-connector.",
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,

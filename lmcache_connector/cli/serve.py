@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
+# Options of this command, and settings of the connector that are none.
+_OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
+_SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
+_NEAR = 0.8
 # What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
 _OURS = {
     r"--kv-t.*": "give it with --kv-config",
@@ -138,6 +144,15 @@ def _check_options(options: Options) -> None:
         for pattern, hint in _OURS.items():
             if re.fullmatch(pattern, name):
                 raise CliError(f"{name} is not for vLLM here", hint)
+        if name in _SETTINGS:
+            hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
+            raise CliError(f"{name} is a setting of the connector", hint)
+        # No option of vLLM's is as near to one of ours.
+        for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
+            raise CliError(f"{option.partition('=')[0]} is not an option", f"did you mean {near}?")
+    for option, value in pairwise(options.vllm_options):
+        if option == "--config" and value.lstrip().startswith("{"):
+            raise CliError("--config is vLLM's own option, for a YAML file", "use --kv-config")
 
 
 def _transfer(options: Options) -> dict[str, Any]:

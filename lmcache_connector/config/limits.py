@@ -1,4 +1,4 @@
-"""Limits that the system sets itself, and the folder for caches.
+"""Limits that the system sets itself, settings that are gone, and the folder for caches.
 
 They are read where they are used, not imported by name, so that a test can be more patient on a
 slow machine than the product is.
@@ -21,6 +21,22 @@ MAX_QUEUED_BYTES = 1 << 30
 MAX_PREFETCH_BYTES = 512 << 20
 """Fetched ahead for requests that wait, per rank: at most this, a quarter of the CPU tier, and half
 of a tenant's share, or what comes for one request would push out what came for another."""
+
+GONE = {
+    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
+    "out",
+    "lookup_wait_seconds": "no setting any more: a step waits 1 ms for look-ups, so leave it out",
+    "lookup_deadline_seconds": "no setting any more: a look-up has 0.1 s, and less where the "
+    "prompt is quick to compute, so leave it out",
+    "redis_connections": "no setting any more: 2 connections read from each server, so leave it "
+    "out",
+    "redis_write_queue_mib": "no setting any more: a quarter of the CPU tier may wait to be "
+    "written, 1 GiB at most, so leave it out",
+    "prefetch_mib": "called 'prefetch' now, true or false: the size follows from cpu_gib",
+    "shutdown_seconds": "no setting any more: a shutdown waits 5 s for writes, so leave it out",
+    "self_test": "no setting any more: every start tests itself, so leave it out",
+}
+"""Settings that are refused, by what replaces them: see docs/upgrading.md."""
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:

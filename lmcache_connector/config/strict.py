@@ -64,6 +64,17 @@ def parse(
     return settings
 
 
+def gone_value(value: str, instead: str) -> BeforeValidator:
+    """Refuses a value that was allowed once, and says what to do instead."""
+
+    def check(given: object) -> object:
+        if given == value:
+            raise ValueError(f"{value!r} is gone: {instead}")
+        return given
+
+    return BeforeValidator(check)
+
+
 def unknown_keys(
     keys: Sequence[str], valid: Sequence[str], valid_are: str = "valid keys are"
 ) -> Iterator[str]:
@@ -125,6 +136,10 @@ Secret = Annotated[SecretStr, BeforeValidator(_resolved)]
 ModelDigest = Annotated[
     str,
     Field(min_length=1, max_length=256),
+    gone_value(
+        "sampled",
+        "leave model_digest out, which reads every byte once and remembers the digest",
+    ),
 ]
 """``full``, or a name of the user's for the weights."""
 

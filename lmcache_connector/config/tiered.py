@@ -18,6 +18,7 @@ from lmcache_connector.config.strict import (
     ModelDigest,
     Secret,
     StrictSettings,
+    gone_value,
     parse,
     read_weights_label,
 )
@@ -105,10 +106,12 @@ class ConnectorConfig(StrictSettings):
     window_interval: Annotated[int, Field(gt=0)] | None = None
     """Sliding-window models only: distance in tokens between reusable points inside a prompt.
     Smaller values find more partial hits and store more. None: 8 windows."""
-    redis_admission: Literal["all", "reused"] = "all"
+    redis_admission: Annotated[
+        Literal["all", "reused"], gone_value("worth", "use 'reused', or 'all'")
+    ] = "all"
     """Chunks to write to Redis: every one, or those that a second request of this instance has
     used."""
-    redis_codec: Codec = "none"
+    redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
     """Lossless compression of values in Redis. Every instance reads both forms."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis. None: the server's eviction policy decides."""
@@ -333,13 +336,26 @@ _VLLMS = dict.fromkeys(
     "vLLM's own: put it beside 'kv_connector'",
 )
 _NOT_HERE = {
+    **limits.GONE,
     **_VLLMS,
     "host": "a setting of LMCacheP2PConnector: here it is 'peer_listen', or 'peer_host'",
     "bind_host": "a setting of LMCacheP2PConnector: here it is 'peer_listen'",
     "insecure": "a setting of LMCacheP2PConnector: here it is 'peer_insecure'",
 }
 _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-_ELSEWHERE = {
+_PULLED = "no setting any more, leave it out: decode instances fetch what has been computed"
+_GONE = {
+    "secret": "no setting any more: set 'hash_key', the same everywhere, which names and seals KV, "
+    "and 'router_secret' for a proxy that wants signed registrations",
+    "send_type": _PULLED,
+    "transport": "no setting any more, leave it out: KV goes over the port that is 'kv_port'",
+    "data_port": "no setting any more, leave it out: KV goes over the port that is 'kv_port'",
+    "kv_buffer_size": "'cpu_gib' now, whose fourth may wait to be fetched",
+    "overflow_bytes": "'cpu_gib' now, whose fourth may wait to be fetched",
+    "buffer_wait_seconds": "no setting any more, leave it out: no prompt waits for room",
+    "checksum": "no setting any more, leave it out: everything is verified",
+    "unknown_grace_seconds": "no setting any more, leave it out: it is a second",
+    "stall_seconds": "'redis_timeout_seconds' now",
     "peer_listen": "'host', 'bind_host' and vLLM's 'kv_port' here",
     "peer_host": "'host' here",
     "peer_insecure": "'insecure' here",
@@ -351,8 +367,8 @@ def parse_p2p_config(
     extra_config: Mapping[str, Any], kv_port: int, *, loads: bool = True
 ) -> ConnectorConfig:
     """``loads``: ``kv_role`` has it fetch. Raises :class:`ConfigError`, one line per problem."""
-    known = {key: value for key, value in extra_config.items() if key not in _ELSEWHERE}
-    problems = [f"{key!r} is {_ELSEWHERE[key]}" for key in extra_config if key in _ELSEWHERE]
+    known = {key: value for key, value in extra_config.items() if key not in _GONE}
+    problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
     listens: dict[str, Any] = {"peer_listen": _joined(bind_host, kv_port), "peer_host": host}

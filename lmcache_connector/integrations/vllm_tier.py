@@ -74,7 +74,7 @@ class RedisSecondaryTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        parsed = parse(TierSettings, settings, "the secondary tier's configuration")
+        parsed = parse(TierSettings, settings, "the secondary tier's configuration", limits.GONE)
         self.locality = Locality(parsed.locality)
         self._drain_seconds = parsed.load_deadline_seconds + limits.SHUTDOWN_SECONDS
         self._memory = primary_kv_view.cast("B")

@@ -131,6 +131,11 @@ def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         (["--kv-offloading-size", "1"], "--kv-offloading-size"),
         (["--kv_offloading_backend=lmcache"], "--kv-offloading-backend"),
         (["--kv-off", "1"], "--kv-off"),
+        (["--cpu-gb", "2"], "did you mean --cpu-gib?"),
+        (["--cpu_gib=2"], "did you mean --cpu-gib?"),
+        (["--redis_url", "redis://h"], "did you mean --redis-url?"),
+        (["--hash-key", "x"], "put it into --kv-config"),
+        (["--config", "{}"], "use --kv-config"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings of ``LMCacheP2PConnector``: its own, and those of the other connector."""
+"""Settings of ``LMCacheP2PConnector``: what became of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.tiered import _ELSEWHERE, parse_p2p_config
+from lmcache_connector.config.tiered import _GONE, parse_p2p_config
 from lmcache_connector.errors import ConfigError
 
 KEY = "a key of enough bytes"
@@ -39,7 +39,9 @@ def test_beyond_it_hosts_and_a_key_have_to_be() -> None:
         ({"host": 7}, ["peer_host"]),
         ({"insecure": "yes"}, ["'insecure'"]),
         ({"cpu_gb": 1}, ["cpu_gib"]),
-        *(({name: 1}, [name, why[:20]]) for name, why in _ELSEWHERE.items()),
+        *(({name: 1}, [name, why[:20]]) for name, why in _GONE.items()),
+        ({"secret": KEY}, ["hash_key", "router_secret"]),
+        ({"kv_buffer_size": 1}, ["cpu_gib"]),
         ({"router": "http://a:1"}, ["http_address"]),
     ],
 )

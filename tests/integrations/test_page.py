@@ -43,11 +43,11 @@ def test_vllm_loads_the_tier_that_is_shown() -> None:
 
 
 def test_every_span_is_on_the_page() -> None:
-    """One for each kind of job, one for look-ups, one of the other connector."""
+    """One for each kind of job, and one for look-ups."""
     rows = {row[0].strip("`") for row in table_after(PAGE, "## Traces")}
     kinds = (StoreJob, AuditJob, LoadJob, PrefetchJob)
     jobs = {kind.__name__.removesuffix("Job").lower() for kind in kinds}
-    assert rows == {f"lmcache.{name}" for name in jobs | {"lookup", "handover"}}
+    assert rows == {f"lmcache.{name}" for name in jobs | {"lookup"}}
 
 
 def test_all_settings_are_on_the_page() -> None:

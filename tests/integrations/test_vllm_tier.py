@@ -137,6 +137,6 @@ def test_a_silent_server_holds_up_nothing_for_ever(redis: Server, model: Path) -
 
 def test_wrong_settings_stop_the_start(model: Path) -> None:
     tier = tier_settings("redis://127.0.0.1:1", namespce="x", redis_connections=0)
-    wrong = r"(?s)did you mean 'namespace'.*'redis_connections' is no setting any more"
+    wrong = r"(?s)did you mean 'namespace'.*'redis_connections' is not a key"
     with pytest.raises(ConfigError, match=wrong), running_instance(model, tier):
         pass

@@ -34,7 +34,7 @@ never logs secrets, but vLLM logs its own command line: prefer `env:` or `file:`
 _TAIL = """\
 | `lmcache.NAME` | any | | | Passed to LMCache's own configuration as `NAME`. |
 
-An unknown setting is refused; [upgrading](upgrading.md) lists those that are gone.
+Settings that are gone are refused with what replaces them; [upgrading](upgrading.md) lists them.
 `LMCacheP2PConnector` takes the same, and [some instead of others](disaggregated.md#settings).
 """
 _TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
