@@ -78,7 +78,7 @@ pytest: $(STAMP) ## Run the tests only, on two workers; choose some with ARGS="-
 bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-# Other people's benchmarks, each in an environment of its own: none is a dependency.
+# Third-party benchmarks, each in an environment of its own: none is a dependency.
 FIELD := $(patsubst requirements-field-%.txt,.cache/field/%,$(wildcard requirements-field-*.txt))
 
 .cache/field/%: requirements-field-%.txt | $(STAMP)
@@ -87,7 +87,7 @@ FIELD := $(patsubst requirements-field-%.txt,.cache/field/%,$(wildcard requireme
 	@$(BIN)/uv pip install --quiet --python $@/bin/python --only-binary :all: -r $< \
 		&& touch $@ || { rm -rf $@; echo "$* could not be had"; }
 
-field: $(STAMP) $(TRAINED) $(FIELD) ## Let other people's tools measure (half an hour on 2 cores); ARGS="--tools NAME"
+field: $(STAMP) $(TRAINED) $(FIELD) ## Let third-party tools measure (half an hour on 2 cores); ARGS="--tools NAME"
 	@$(BIN)/python -m benchmarks field $(ARGS)
 
 # A machine with a GPU has its own torch, and may have no network to set anything up with.

@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1990, "handover": 80, "transformers": 860},
+    {"cli": 2000, "handover": 80, "transformers": 860},
     {"connector": 600, "stepwise": 1280},
     {"integrations": 440, "scheduler": 3800, "worker": 4_115},
     {"lookup": 900, "vllm_compat": 2550},
-    {"config": 765, "copy_kv_blocks": 1200, "peers": 2850},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2850},
     {
         "audit": 350,
         "cost_model": 1370,

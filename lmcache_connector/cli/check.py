@@ -21,6 +21,7 @@ from lmcache_connector.cli.report import (
 )
 from lmcache_connector.cli.stats import fetch, summarize
 from lmcache_connector.cli.target import (
+    USUAL_BLOCK,
     connector_config,
     engine_url,
     kv_port,
@@ -35,7 +36,6 @@ from lmcache_connector.vllm_compat.api import versions
 
 TIERED = "LMCacheTieredConnector"
 P2P = "LMCacheP2PConnector"
-_USUAL_BLOCK = 16
 """Tokens; vLLM's block sizes are multiples of it, but for few back ends."""
 # Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
 TRANSFER_KEYS = (
@@ -153,8 +153,8 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     yield Finding("settings", "ok", ", ".join(parts))
     if config.lmcache:
         yield _overrides(config.lmcache)
-    if config.chunk_size % _USUAL_BLOCK:
-        text = f"chunk_size {config.chunk_size} is not a multiple of {_USUAL_BLOCK} tokens"
+    if config.chunk_size % USUAL_BLOCK:
+        text = f"chunk_size {config.chunk_size} is not a multiple of {USUAL_BLOCK} tokens"
         hint = "an engine refuses a chunk_size that is not a multiple of its --block-size"
         yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):

@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report, size
-from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
-from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.cli.target import (
+    USUAL_BLOCK,
+    connector_config,
+    p2p_config,
+    read_transfer_config,
+)
+from lmcache_connector.config.tiered import ConnectorConfig, check_chunk_size
 from lmcache_connector.config.warnings import available_memory
+from lmcache_connector.errors import ConfigError
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "peer_secret", "router_secret")
@@ -46,6 +52,7 @@ _RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 _BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
+_BLOCK_SIZE = ("--block-size",)
 # Whoever names one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
@@ -97,6 +104,11 @@ def plan(options: Options) -> Server:
     _check_options(options)
     document = _transfer(options)
     config = _PARSERS[document["kv_connector"]](document)
+    if isinstance(config, ConnectorConfig) and not _names(options.vllm_options, _BLOCK_SIZE):
+        try:
+            check_chunk_size(config.chunk_size, USUAL_BLOCK)
+        except ConfigError as error:
+            raise CliError(str(error)) from None
     transfer, secrets = _hidden(document)
     vllm, is_for_cpu = _installed_vllm()
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]

@@ -25,6 +25,8 @@ from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
 DEFAULT_KV_PORT = 14579
+USUAL_BLOCK = 16
+"""Tokens; vLLM's block sizes are multiples of it unless ``--block-size`` says otherwise."""
 ConfigT = TypeVar("ConfigT")
 _METRICS_SECONDS = 5.0
 _MAX_METRICS_BYTES = 64 << 20

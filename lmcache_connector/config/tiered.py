@@ -84,7 +84,7 @@ class ConnectorConfig(StrictSettings):
     ``python -m tests.support.settings_page`` writes."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """The unit of lookup, storage and eviction. A multiple of vLLM's block sizes; by default
+    """The unit of look-up, storage and eviction. A multiple of vLLM's block sizes; by default
     128, or the next multiple. Instances that share need the same."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
@@ -308,16 +308,29 @@ class ConnectorConfig(StrictSettings):
             yield f"the Redis tier: {error}"
 
 
-def check_settings(connector: str | None, extra_config: Mapping[str, Any]) -> None:
+def check_settings(
+    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None
+) -> None:
     """Those of every ``LMCacheTieredConnector`` that vLLM's ``kv_connector_extra_config`` names,
     inside a ``MultiConnector`` too. Raises :class:`ConfigError`."""
     if connector == CONNECTOR:
-        parse_config(extra_config)
+        config = parse_config(extra_config)
+        if "chunk_size" in extra_config and block_size:
+            check_chunk_size(config.chunk_size, block_size)
     elif connector == "MultiConnector":
         for each in extra_config.get("connectors", ()):
             if isinstance(each, Mapping):  # else vLLM refuses it
                 extra = each.get("kv_connector_extra_config") or {}
-                check_settings(each.get("kv_connector"), extra)
+                check_settings(each.get("kv_connector"), extra, block_size)
+
+
+def check_chunk_size(chunk_size: int, block_size: int) -> None:
+    """Raises :class:`ConfigError`."""
+    if chunk_size % block_size:
+        raise ConfigError(
+            f"chunk_size {chunk_size} is not a multiple of vLLM's block size {block_size}: leave "
+            f"it out, or set it to a multiple, or --block-size to a divisor of {chunk_size}."
+        )
 
 
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.config.tiered import check_chunk_size
 from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
@@ -73,9 +73,5 @@ def _chunk_size(kv_cache_config: KVCacheConfig, wanted: int | None) -> int:
     block_size = block_size_of(kv_cache_config)
     if wanted is None:
         return -(-_CHUNK_SIZE // block_size) * block_size
-    if wanted % block_size:
-        raise UnsupportedError(
-            f"chunk_size {wanted} is not a multiple of vLLM's block size {block_size}: leave it "
-            f"out, or set it to a multiple, or --block-size to a divisor of {wanted}."
-        )
+    check_chunk_size(wanted, block_size)
     return wanted

@@ -115,6 +115,15 @@ def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     assert "/no/such/vllm cannot be started" in answer.stderr
 
 
+ODD_CHUNKS = json.dumps(
+    {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"chunk_size": 100},
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -136,6 +145,7 @@ def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         (["--redis_url", "redis://h"], "did you mean --redis-url?"),
         (["--hash-key", "x"], "put it into --kv-config"),
         (["--config", "{}"], "use --kv-config"),
+        (["--kv-config", ODD_CHUNKS], "chunk_size 100 is not a multiple of vLLM's block size 16"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:

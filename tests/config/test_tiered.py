@@ -151,8 +151,15 @@ def test_settings_are_read_wherever_the_connector_is_named(
     connector: str, extra: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
-        check_settings(connector, extra)
-    check_settings("NixlConnector", extra)
+        check_settings(connector, extra, 16)
+    check_settings("NixlConnector", extra, 16)
+
+
+def test_a_chunk_size_is_compared_with_the_block_size_as_soon_as_that_is_known() -> None:
+    with pytest.raises(ConfigError, match="not a multiple of vLLM's block size 16"):
+        check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
+    for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
+        check_settings("LMCacheTieredConnector", extra, block_size)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -249,6 +250,36 @@ def test_a_silent_peer_is_left_out_and_then_left_alone() -> None:
         address = at(bad.getsockname()[1])[0]
         once_dialled(lambda: dict(lookup.servers()).get(address) is CircuitState.OPEN)
         assert exist(lookup, [0, 1]) == [True, False]
+
+
+class LateChunks(HeldChunks):
+    """Once it ``is_late``, the server says nothing until somebody opens the ``gate``."""
+
+    is_late = False
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__(indices)
+        self.gate = threading.Event()
+
+    def holds(self, key: bytes) -> bool:
+        if self.is_late:
+            self.gate.wait(20.0)
+        return super().holds(key)
+
+
+def test_a_peer_that_answers_late_is_not_waited_for() -> None:
+    """Though it is connected, and nobody else has the chunk."""
+    late = LateChunks([2])
+    with (
+        serving(late) as slow,
+        serving(HeldChunks([0])) as quick,
+        looking(at(slow, quick)) as lookup,
+    ):
+        once_dialled(lambda: exist(lookup, [0, 1, 2]) == [True, False, True])
+        late.is_late, started = True, time.monotonic()
+        assert exist(lookup, [0, 1, 2], 10.0) == [True, False, False]
+        assert time.monotonic() - started < 5.0
+        late.gate.set()
 
 
 class CountedTopology(PeerTopology):

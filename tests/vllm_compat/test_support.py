@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.support import check_setup, kept_groups
 from tests.support.vllm_configs import full_attention, kv_cache, latents_with_index, vllm_config
@@ -125,6 +125,6 @@ def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
 
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(model: Path) -> None:
-    with pytest.raises(UnsupportedError) as raised:
+    with pytest.raises(ConfigError) as raised:
         describe_model(vllm_config(model), kv_cache(), chunk_size=200)
     assert "chunk_size 200 is not a multiple of vLLM's block size 16" in str(raised.value)
