@@ -112,6 +112,8 @@ def folder_of_a_reader(folder: Path) -> Iterator[None]:
     """The checkout, with the file that the page tells its reader to write. What a line puts into
     ``.cache``, as the demo does its model, is there for the lines of the next test."""
     (ROOT / ".cache").mkdir(exist_ok=True)
+    # Brought up to date here, or ``make demo`` would do so with the folder's name in each script.
+    subprocess.run(("make", "venv"), cwd=ROOT, check=True)
     for path in ROOT.iterdir():
         (folder / path.name).symlink_to(path)
     (settings,) = re.findall(

@@ -8,6 +8,7 @@ installed, for the dashboard. Takes about eight minutes on two cores.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -54,12 +55,24 @@ def _draw_servers() -> None:
                 render = (sys.executable, str(ROOT / "examples/observability/render.py"))
                 image = (str(IMAGES / "dashboard.png"), "--minutes", str(_MINUTES))
                 subprocess.run((*render, prometheus, *image, "--rate-seconds", "30"), check=True)
+            _wait_for_hits(addresses)
             watch = (*_CLI, "stats", "--watch", *addresses, "--count", str(_LOOKS))
             shown = "lmcache-connector stats --watch A:8000 B:8000"
             # A pipe gets each look; a terminal shows the last.
             _save("watch.svg", record(shown, watch, columns=150, last_lines=1 + len(addresses)))
         stats = (*_CLI, "stats", addresses[1])
         _save("stats.svg", record("lmcache-connector stats B:8000", stats, columns=90))
+
+
+def _wait_for_hits(addresses: Sequence[str]) -> None:
+    """Until each server has loaded a fifth of what it asked the tiers for."""
+    for address in addresses:
+        while True:
+            command = (*_CLI, "stats", address, "--json")
+            shown = json.loads(subprocess.check_output(command))["engines"][0]
+            if shown["prefill_saved_tokens"] > shown["queried_tokens"] / 5:
+                break
+            time.sleep(5.0)
 
 
 @contextmanager

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_PROBE_CHUNKS = 8
 _MIN_TIMED_TOKENS = 32
+_MAX_HOLD_SECONDS = 10.0
+"""Nobody says that a forward pass has failed."""
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
@@ -226,6 +228,7 @@ class Tiers:
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """Right before the forward pass, which computes so many tokens after so many."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
+        self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
         self._rank.timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
@@ -233,6 +236,7 @@ class Tiers:
     def forward_ended(self) -> None:
         """Right after the forward pass was run or, on CUDA, queued."""
         self._rank.timer.stop()
+        self._rank.hold_writes(self._clock())
 
     def store(
         self, keys: Sequence[bytes], first: int, part: PagedPart, blocks: Sequence[int]

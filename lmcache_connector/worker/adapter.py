@@ -61,6 +61,8 @@ _LET_GO_SECONDS = 5.0
 _FIND_SECONDS = 5.0
 # Of the CPU tier, what KV transfers to other instances keep until it is read.
 _TRANSFER_SHARE = 1 / 4
+# After a forward pass on CPU, writes to Redis wait that long for the next one.
+_HOLD_SECONDS = 0.01
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
@@ -123,6 +125,7 @@ class WorkerAdapter:
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
         self._tier, self._peers = tiers.redis, tiers.peers
         self._engine, self._jobs = tiers.engine, tiers.jobs
+        self._hold_writes = tiers.hold_writes
         self.self_test = tiers.self_test
         max_bytes = int(settings.engine.rank_gib * 2**30 * _TRANSFER_SHARE)
         chunks = self._engine.chunks
@@ -184,7 +187,10 @@ class WorkerAdapter:
             self._idle = False
             if self._settings.blocks_are_zeroed:
                 self._gate.open()
+            self._hold_writes(float("inf"))
             return
+        if not plan.idle:
+            self._hold_writes(float("inf"))
         self._before = self._copier.fence() if plan.has_earlier_work else None
         self._timer.start(plan.prefill)
 
@@ -240,6 +246,7 @@ class WorkerAdapter:
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
+        self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if self._settings.blocks_are_zeroed:

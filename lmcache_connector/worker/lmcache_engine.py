@@ -393,6 +393,7 @@ class LMCacheEngineAdapter:
         if self._writes is not None:
             self._writes.close(seconds)
         self._engine.close()
+        self.leaving.clear()
         self._shared.close(unmap=unmap)
 
     def _retrieve(
@@ -435,10 +436,9 @@ class LMCacheEngineAdapter:
 
     def _take(self, job: LoadJob) -> tuple[MemoryObj, ...]:
         """References to what the job's chunks lie in."""
-        table, engine_key = self._cpu.hot_cache, self._database.engine_key
+        table, removed = self._cpu.hot_cache, self.leaving.removed
         with self._cpu.cpu_lock:
-            removed = self.leaving.removed
-            found = [table.get(engine_key(key), removed.get(key)) for key in job.keys]
+            found = [table.get(self._database.engine_key(k), removed.get(k)) for k in job.keys]
             if None in found:
                 raise RuntimeError(f"KV of request {job.request_id} is not in memory any more")
             for memory in found:

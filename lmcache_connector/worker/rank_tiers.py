@@ -73,6 +73,11 @@ class RankTiers:
         self._clock = clock
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
+        self.hold_writes: Callable[[float], None] = lambda until: None
+        """No writes to Redis before that reading of the clock, where the cores that write compute
+        the model."""
+        if redis is not None and self.copier.shares_cores:
+            self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
         self.probe: RedisProbe | NoProbe = NoProbe()
         if redis is not None and probe_keys:

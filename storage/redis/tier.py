@@ -75,7 +75,7 @@ class RedisTier:
         self._counters = Counters()
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
-        self._writes = WriteQueue(config.write_queue_bytes)
+        self._writes = WriteQueue(config.write_queue_bytes, clock)
         self._is_writer = is_writer
         plan = plan_values(config, geometries, Sealer(config.hash_key))
         self._spoiled = SpoiledChunks()
@@ -116,6 +116,11 @@ class RedisTier:
             dropped = self._writes.offer(write, self._writers.lane_of(node))
         self._drop(dropped)
         return write not in dropped
+
+    def hold_writes(self, until: float) -> None:
+        """Write nothing that can wait until ``until``, a reading of the clock in seconds, to leave
+        the machine's cores to others; see `WriteQueue.hold`."""
+        self._writes.hold(until)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is left to write. False if that takes over ``timeout`` seconds."""

@@ -3,6 +3,9 @@
 When there is no room, a lane drops the chunk that is deepest in its prompt, and of several the
 newest: a prefix without its end is still of use, an end without its prefix is not. A lane below its
 share of the queue takes the room from the longest, which is that of the slowest node.
+
+On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
+can be told to hold its writes back while one runs, but not for long, and not when it fills up.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_connector.storage.tier import OnDone
@@ -18,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Beside that of the chunks whose node is not known, which is `NO_LANE`.
 MAX_LANES, NO_LANE = 32, 0
+MAX_HOLD_SECONDS = 1.0
+# How late a writer may notice that a hold has ended.
+_HOLD_SLICE_SECONDS = 0.1
 # Entries of a lane's heap that may be of chunks that have left the lane, beside as many as wait.
 _SLACK = 16
 
@@ -25,7 +33,8 @@ _SLACK = 16
 @dataclass(eq=False)
 class PendingWrite:
     """A chunk to be written. ``buffer`` must not change before `finish`. ``order`` is the chunk's
-    index in its prompt. The queue sets the rest: its ``lane``, and its place there, ``number``."""
+    index in its prompt. The queue sets the rest: its ``lane``, its place there, ``number``, and
+    ``queued_at``, a reading of the queue's clock, in seconds."""
 
     key: bytes
     buffer: memoryview
@@ -33,6 +42,7 @@ class PendingWrite:
     callbacks: list[OnDone] = field(default_factory=list)
     lane: int = NO_LANE
     number: int = 0
+    queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
         """Tell those who wait, which gives the buffer back to its owner."""
@@ -85,10 +95,12 @@ class _Lane:
 
 class WriteQueue:
     """Holds up to ``max_bytes`` of chunks. Writes that were taken still count until they are
-    finished. Thread-safe; no call walks through what waits."""
+    finished. ``clock`` returns seconds. Thread-safe; no call walks through what waits."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
+        self._clock = clock
+        self._hold_until = float("-inf")
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
         self._lanes = [_Lane(self._lock) for _ in range(MAX_LANES + 1)]
@@ -119,9 +131,18 @@ class WriteQueue:
                 return []
             dropped = self._make_room(write, self._lanes[lane])
             if dropped != [write]:
+                write.queued_at = self._clock()
                 self._pending[write.key] = write
                 self._add(write, lane)
             return dropped
+
+    def hold(self, until: float) -> None:
+        """Hand out nothing before ``until``, a reading of the clock in seconds.
+
+        Writes that have waited for ``MAX_HOLD_SECONDS`` go out nevertheless, and so does everything
+        of a lane that fills more than half of its share of the queue.
+        """
+        self._hold_until = until
 
     def take(self, max_bytes: int, timeout: float, number: int = NO_LANE) -> list[PendingWrite]:
         """The oldest writes of a lane: up to ``max_bytes``, or one. Empty after ``timeout``
@@ -130,6 +151,12 @@ class WriteQueue:
             lane = self._lanes[number]
             if not lane.waiting and not self._closed:
                 lane.changed.wait(timeout)
+            end = self._clock() + timeout
+            while (held := self._held_seconds(lane)) > 0.0:
+                left = end - self._clock()
+                if left <= 0.0:
+                    return []
+                lane.changed.wait(min(held, left, _HOLD_SLICE_SECONDS))
             size, taken = 0, list[PendingWrite]()
             while lane.waiting and (not taken or size < max_bytes):
                 taken.append(lane.pop_oldest())
@@ -187,6 +214,13 @@ class WriteQueue:
             del self._pending[write.key]
             self._count(lane, -len(write.buffer))
         return writes
+
+    def _held_seconds(self, lane: _Lane) -> float:
+        num_lanes = sum(1 for each in self._lanes if each.num_bytes)
+        if not lane.waiting or self._closed or 2 * num_lanes * lane.num_bytes > self._max_bytes:
+            return 0.0
+        oldest = next(iter(lane.waiting.values()))
+        return min(self._hold_until, oldest.queued_at + MAX_HOLD_SECONDS) - self._clock()
 
     def _make_room(self, write: PendingWrite, lane: _Lane) -> list[PendingWrite]:
         """The writes dropped to make ``write`` fit, or ``write`` itself if it cannot fit."""

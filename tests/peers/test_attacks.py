@@ -19,7 +19,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from tests.peers.test_server import dial, get, is_closed, name, url
 from tests.peers.test_tier import at, read, read_once_connected, reading, topology_of
-from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, serving
+from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, bit_by_bit, serving
 from tests.support.peers.dials import once_dialled
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -179,10 +179,14 @@ def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
 
     def trickle(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while not is_over.wait(0.05) and sock.recv(40 << 10):
+            while not is_over.wait(0.002) and sock.recv(40 << 10):
                 pass
 
-    with serving(chunks, ranks=[BIG_PARTS], limits=limits) as server, ExitStack() as stack:
+    listener = bit_by_bit()
+    with (
+        serving(chunks, ranks=[BIG_PARTS], limits=limits, listener=listener) as server,
+        ExitStack() as stack,
+    ):
         slow = [stack.enter_context(dial(server, 4096)) for _ in range(2)]
         threads = [threading.Thread(target=trickle, args=(sock,)) for sock in slow]
         for sock, thread in zip(slow, threads, strict=True):

@@ -21,7 +21,7 @@ from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.clock import Clock
 from tests.support.command_line import call_cli
 from tests.support.engines.strangers import SAYINGS, memory_of, talk
-from tests.support.peers.chunks import SECRET, HeldChunks, serving
+from tests.support.peers.chunks import SECRET, HeldChunks, bit_by_bit, serving
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -241,13 +241,6 @@ def test_silent_strangers_displace_nobody_who_asks(chunks: HeldChunks) -> None:
         assert all(map(is_closed, strangers[:16]))
         asker.sendall(ping)
         assert asker.recv(100) == b"+PONG\r\n"
-
-
-def bit_by_bit() -> socket.socket:
-    """Listens for clients to whom the kernel takes little at a time: the rest stays with us."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return listener
 
 
 def test_who_takes_nothing_is_left_and_keeps_nothing(chunks: HeldChunks) -> None:

@@ -99,6 +99,20 @@ def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
     assert stored_keys(engine) != as_loaded
 
 
+def test_of_the_roots_that_metrics_show_the_latest_is_in_use(model: Path) -> None:
+    engine, shown = calm(model, Shape()), dict[str, float]()
+    stored_keys(engine)
+
+    def note(name: str, *labels: str, value: float) -> None:
+        if name == "info":
+            shown[labels[0]] = value
+
+    vars(engine.adapter.tally)["set"] = note
+    assert engine.reset()
+    stored_keys(engine)
+    assert list(shown.values()) == [0.0, 1.0]
+
+
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
     """vLLM tells of the end of a request before it hands over what ranks report of that step."""
     for is_updated in (False, True):

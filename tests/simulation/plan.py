@@ -105,6 +105,7 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         "compute_or_load": chance.choice(["always", "auto"]),
         "redis_timeout_seconds": chance.choice([0.3, 1.0]),
         "load_deadline_seconds": chance.choice([0.3, 2.0]),
+        "loads_in_step": chance.random() < 0.7,
     }
     if chance.random() < 0.3:
         settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,26 @@ def test_a_redis_that_goes_away_costs_hits_alone(llama: Any) -> None:
     llama.generate(ids, past_key_values=plain, **GREEDY)
     halves = [half for layer in plain.layers for half in (layer.keys, layer.values)]
     assert kv_digest(cache.tensors(), 700) == kv_digest(halves, 700)
+
+
+def test_writes_go_on_after_a_pass_that_failed(
+    llama: Any, valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are held while a pass computes, and this one never says that it has ended."""
+    monkeypatch.setattr("lmcache_connector.stepwise.tiers._MAX_HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
+    wrong, client = prompt(19, 100), valkey.client()
+    wrong[0, 50] = 10**6  # no such token
+    with KVTiers(llama, SMALL | {"redis_url": valkey.url, "namespace": "failed"}) as tiers:
+        with torch.no_grad():
+            llama(prompt(18, 300), past_key_values=tiers.new_cache(), logits_to_keep=1)
+        with pytest.raises(IndexError):
+            llama.generate(wrong, past_key_values=tiers.new_cache(), **GREEDY)
+        tiers.finish_stores()
+        until = time.monotonic() + 20
+        while not (found := client.keys("lmc:{failed:*")) and time.monotonic() < until:
+            time.sleep(0.02)
+    assert found
 
 
 # -- whose KV it is --------------------------------------------------------------------------------

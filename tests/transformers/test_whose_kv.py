@@ -181,16 +181,17 @@ def test_kv_that_its_user_edits_is_not_built_upon(in_place: bool) -> None:
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers:
         cache = tiers.new_cache()
-        model.generate(PROMPT[:, :100], past_key_values=cache, **GREEDY)
+        begun = model.generate(PROMPT[:, :100], past_key_values=cache, **GREEDY)
         tiers.finish_stores()
         for layer in cache.layers:
             if in_place:
                 layer.values.mul_(3)
             else:
                 layer.values = layer.values * 3
-        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        whole = torch.cat([begun, PROMPT[:, 100:]], 1)
+        model.generate(whole, past_key_values=cache, **GREEDY)
         tiers.finish_stores()
-        assert generate_right(model, tiers, PROMPT) == 3
+        assert generate_right(model, tiers, whole) == 3
 
 
 def test_kv_that_is_edited_while_it_is_stored_is_not_stored(

@@ -23,6 +23,7 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
+    PrefillWork,
     RankStart,
     StepPlan,
     TransferTime,
@@ -104,6 +105,7 @@ class Instance:
 def make_instance(
     port: int,
     probe: bool = False,
+    tier_type: type[RedisTier] = RedisTier,
     pace: Pace | None = None,
     weights: FixedWeights | None = None,
     login: str = "",
@@ -122,7 +124,7 @@ def make_instance(
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
-    make_tier = partial(RedisTier, config, PartGeometries((GEOMETRY,)))
+    make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
     return Instance(WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache)
 
 
@@ -394,3 +396,23 @@ def probed(instance: Instance) -> TransferTime:
             return report.redis
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
+
+
+def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
+    told: list[float] = []
+
+    class ToldTier(RedisTier):
+        def hold_writes(self, until: float) -> None:
+            told.append(until)
+
+    instance = make_instance(port, tier_type=ToldTier)
+    for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
+        told.clear()
+        instance.run(plan)
+        forever, soon = told
+        assert forever == float("inf")
+        assert soon < time.monotonic() + 1.0
+    told.clear()
+    instance.run(StepPlan(idle=True))  # no forward pass
+    assert told == [pytest.approx(soon, abs=LONG)]
+    instance.worker.shutdown()

@@ -5,10 +5,12 @@ from hypothesis import strategies as st
 
 from lmcache_connector.storage.redis import write_queue
 from lmcache_connector.storage.redis.write_queue import (
+    MAX_HOLD_SECONDS,
     NO_LANE,
     PendingWrite,
     WriteQueue,
 )
+from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
 SLOW, QUICK = 1, 2
@@ -53,6 +55,39 @@ def test_a_chunk_already_here_is_not_queued_twice() -> None:
     queue.finish(taken, True)
     assert told == [("a", True), ("b", True)]
     assert queue.num_bytes == 0
+
+
+def test_writes_are_held_back_until_the_time_given() -> None:
+    clock = Clock()
+    queue = WriteQueue(100, clock)
+    queue.offer(write(1, 0))
+    queue.hold(clock.now + 0.5)
+    assert queue.take(100, 0.0) == []
+    clock.now += 0.5
+    assert names(queue.take(100, 0.0)) == [1]
+
+
+def test_nothing_is_held_back_for_long() -> None:
+    clock = Clock()
+    queue = WriteQueue(100, clock)
+    queue.hold(float("inf"))
+    queue.offer(write(1, 0))
+    clock.now += MAX_HOLD_SECONDS / 2
+    queue.offer(write(2, 1))
+    assert queue.take(10, 0.0) == []
+    clock.now += MAX_HOLD_SECONDS / 2
+    assert names(queue.take(10, 0.0)) == [1]
+    assert queue.take(10, 0.0) == [], "the second has waited for half as long"
+
+
+def test_a_queue_that_fills_up_is_not_held_back() -> None:
+    queue = WriteQueue(100, Clock())
+    queue.hold(float("inf"))
+    for name in range(5):
+        queue.offer(write(name, name))
+    assert queue.take(10, 0.0) == []
+    queue.offer(write(5, 5))
+    assert names(queue.take(10, 0.0)) == [0]
 
 
 def test_closing_hands_back_what_waits() -> None:

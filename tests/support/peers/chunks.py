@@ -93,6 +93,13 @@ class HeldChunks:
             return sum(self.leases.values())
 
 
+def bit_by_bit() -> socket.socket:
+    """Listens for clients to whom the kernel takes little at a time: the rest stays with us."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+
+
 @contextmanager
 def serving(
     chunks: HeldChunks | Chunks,
