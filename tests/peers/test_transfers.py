@@ -364,6 +364,6 @@ def test_strange_questions_are_answered(
 def test_what_another_rank_stores_is_not_missing_here(
     transfers: Transfers, chunks: HeldChunks
 ) -> None:
-    chunks.elsewhere = {KEYS[7]}
-    send(transfers, "t", (0, 6, 7))
-    assert transfers.state(b"d", "t") == names(0, 7)
+    chunks.elsewhere = {KEYS[5]}
+    send(transfers, "t", (0, 4, 5))
+    assert transfers.state(b"d", "t") == names(0, 5)
