@@ -105,13 +105,13 @@ class PeerTier:
     def find_ranks(self, sample: Sequence[bytes], is_given_up: threading.Event) -> frozenset[int]:
         """Whose memory can be read, of the ranks of this engine that store for others: what they
         have of a ``sample``. Tries again until it ``is_given_up``: they start one by one."""
-        found, is_over = set[int](), self._mapped is None
-        for rank in self._share.others:
-            while not (is_over or self._reads(rank, sample)):
-                is_over = is_given_up.wait(_LOOK_SECONDS)
-            if not is_over:
-                found.add(rank)
-        return frozenset(found)
+        if self._mapped is None:
+            return frozenset()
+        left = self._share.others
+        while True:
+            left = frozenset(rank for rank in left if not self._reads(rank, sample))
+            if not left or is_given_up.wait(_LOOK_SECONDS):
+                return self._share.others - left
 
     def _reads(self, rank: int, sample: Sequence[bytes]) -> bool:
         """A try leaves nothing behind that would keep off the next one, or loads."""

@@ -38,25 +38,33 @@ class Pair:
     folder: HostFolder
     stack: ExitStack
     url: str | None = None
+    owners: Owners = PAIR
     ranks: list[Rank] = field(default_factory=list)
     tiers: list[PeerTier] = field(default_factory=list)
     servers: list[ExitStack] = field(default_factory=list)
 
     def start(self, rank: int) -> Rank:
-        share, greeting = Share(rank, PAIR), Greeting(2, "pair")
+        num_ranks = len(self.owners.alike[0][0])
+        share, greeting = Share(rank, self.owners), Greeting(num_ranks, "pair")
         topology = PeerTopology(CONFIG, (), greeting, share, time.monotonic, self.folder)
         tier, redis = PeerTier(CONFIG, PARTS, topology), None
         if self.url is not None:
             redis = RedisTier(RedisTierConfig(url=self.url), PARTS, share.is_owner)
-        made = Rank(redis, tier, shares_memory=True, rank=rank, owners=PAIR)
+        made = Rank(redis, tier, shares_memory=True, rank=rank, owners=self.owners)
         self.stack.callback(made.engine.close, 1.0)
         self.stack.callback(tier.close, 1.0)
-        name = SocketName(digest("default"), digest("pair"), rank, 2)
+        name = SocketName(digest("default"), digest("pair"), rank, num_ranks)
         self.sample = store_sample(made.engine, [made.part])
         server = self.stack.enter_context(ExitStack())
         door = HostDoor(self.folder, name)
         server.enter_context(
-            serving(made.engine.chunks, ranks=(PARTS,) * 2, rank=rank, engine_id="pair", door=door)
+            serving(
+                made.engine.chunks,
+                ranks=(PARTS,) * num_ranks,
+                rank=rank,
+                engine_id="pair",
+                door=door,
+            )
         )
         self.ranks.append(made)
         self.tiers.append(tier)
@@ -147,6 +155,18 @@ def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
         assert rank.engine.share.reads == frozenset()
         rank.store(1, MINE)
         assert rank.engine.used_bytes == (4 + len(pair.sample)) * GEOMETRY.chunk_bytes
+
+
+def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(tmp_path: Path) -> None:
+    """As on another host, whose ranks come first or last by their numbers."""
+    with ExitStack() as stack:
+        trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))
+        for number in (1, 2):
+            trio.start(number)
+        given_up = threading.Event()
+        threading.Timer(0.3, given_up.set).start()
+        found = trio.tiers[0].find_ranks(trio.sample, given_up)
+        assert found == {2}
 
 
 def test_evictions_end_no_load_with_other_bytes(pair: Pair) -> None:
