@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 600, "stepwise": 1285},
     {"integrations": 440, "scheduler": 3820, "worker": 4_230},
     {"lookup": 810, "vllm_compat": 2560},
-    {"config": 780, "copy_kv_blocks": 1200, "peers": 2940},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2955},
     {
         "audit": 350,
         "cost_model": 1370,

@@ -148,10 +148,10 @@ class KvEventLog:
         if chunk is None:
             return
         before, needed = chunk.holders.get(tier, 0), self.needed(key)
-        chunk.holders[tier] = after = before & ~(1 << rank & needed or needed)
+        chunk.holders[tier] = after = before & ~(1 << rank & (needed | before) or needed)
         if tier is Tier.REDIS and not after:
             self._in_redis.pop(key, None)
-        if before & needed == needed:
+        if before & needed == needed != after & needed:
             self._news.append(_removed(tier, chunk))
         if chunk.is_over:
             del self._chunks[key]

@@ -51,11 +51,12 @@ def _holders(groups: Alike, place: int, reads: Sequence[Collection[int]]) -> set
 @dataclass(eq=False)
 class Share:
     """What one rank stores of all that it holds; without ``owners`` that is everything. ``reads``:
-    the ranks whose memory it reads."""
+    the ranks whose memory it reads; of those, what ``is_away`` at the moment is left nothing."""
 
     rank: int
     owners: Owners | None = None
     reads: Collection[int] = field(default_factory=frozenset)
+    is_away: Callable[[int], bool] = lambda rank: False
 
     def __post_init__(self) -> None:
         alike = self.owners.alike if self.owners is not None else (((self.rank,),),)
@@ -79,4 +80,4 @@ class Share:
 
     def is_elsewhere(self, key: bytes) -> bool:
         """Whether it is not stored here, but read from its owner."""
-        return bool(self.reads) and self.owner(key) in self.reads
+        return bool(self.reads) and (o := self.owner(key)) in self.reads and not self.is_away(o)

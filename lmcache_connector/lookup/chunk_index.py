@@ -132,9 +132,9 @@ class ChunkIndex:
 
     def drop(self, rank: int, key: bytes) -> None:
         """Learn that this rank does not hold the chunk, or could not read it where it is: then it
-        is as good as gone, until it is stored again."""
+        is as good as gone, until it is stored again. One that has held it need not have read it."""
         gone = 1 << rank
-        if self.needed is not None and not self.needed(key) & gone:
+        if self.needed is not None and not (self.needed(key) | self._holders.get(key, 0)) & gone:
             gone |= self.needed(key)
         self._stays(gone, key)
         holders = self._holders.get(key, 0) & ~gone

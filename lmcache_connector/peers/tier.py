@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _ASK_SECONDS = 0.1
 _CONNECT_SHARE = 0.1
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.05, 1.0
+_AWAY_SECONDS = 60.0
+"""Nothing is left to a rank of this engine that could not be read."""
 
 
 class PeerTier:
@@ -64,6 +66,7 @@ class PeerTier:
         self._readers = ValueReaders(
             self._servers, self._plan, self._counters, on_spoiled=self._distrust
         )
+        self._away_until: dict[int, float] = {}
         self.num_mapped = 0
         """Chunks that were read from the memory of peers on this host."""
         self._mapped = MappedPeers(self._plan, topology.address_here, clock) if maps else None
@@ -99,8 +102,17 @@ class PeerTier:
     ) -> list[bool]:
         """Which of the chunks, all of other ranks of this engine, have come."""
         limit = Deadline(deadline, self._clock, cancelled)
-        nodes = [self._topology.own_rank(self._share.owner(key)) for key in keys]
-        return self._read_at(nodes, keys, buffers, limit).hits
+        owners = list(map(self._share.owner, keys))
+        result = self._read_at(list(map(self._topology.own_rank, owners)), keys, buffers, limit)
+        if result.cut_off and not cancelled():
+            answering = {rank for rank, hit in zip(owners, result.hits, strict=True) if hit}
+            away = dict.fromkeys(set(owners) - answering, self._clock() + _AWAY_SECONDS)
+            self._away_until = self._away_until | away
+        return result.hits
+
+    def is_away(self, rank: int) -> bool:
+        """Whether that rank of this engine could not be read a while ago."""
+        return self._clock() < self._away_until.get(rank, 0.0)
 
     def find_ranks(self, sample: Sequence[bytes], is_given_up: threading.Event) -> frozenset[int]:
         """Whose memory can be read, of the ranks of this engine that store for others: what they

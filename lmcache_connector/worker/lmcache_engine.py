@@ -138,6 +138,8 @@ class LMCacheEngineAdapter:
             self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
         self._cpu.batched_msg_sender = self._changed
         self.share = Share(settings.rank, settings.owners)
+        if peers is not None:
+            self.share.is_away = peers.is_away
         if self._plugin is not None:
             self._plugin.is_elsewhere = self.share.is_elsewhere
         self.chunks = CpuTierChunks(

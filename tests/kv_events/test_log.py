@@ -240,6 +240,9 @@ def test_of_ranks_that_read_from_each_other_the_owner_counts() -> None:
     log.apply(report(1, admitted="a", written="a"))
     a = blocks(b"a")
     assert log.take() == [BlocksStored(Tier.REDIS, a), BlocksStored(Tier.CPU, a)]
+    log.apply(report(0, admitted="a"))  # while it could not read it
+    log.apply(report(0, evicted="a"))
+    assert log.take() == []
     log.apply(report(0, evicted="a"))  # which it could not read
     assert log.take() == [BlocksRemoved(Tier.CPU, a.hashes)]
     log.apply(report(1, admitted="a"))

@@ -112,6 +112,16 @@ def test_what_a_rank_could_not_read_is_as_good_as_gone() -> None:
     assert A in index
 
 
+def test_a_copy_beside_the_owners_goes_and_the_chunk_stays() -> None:
+    """Of a rank that has stored it while it could not read its owner."""
+    index = shared_by_two()
+    index.apply(0, [CacheEvent(A, True)])
+    index.apply(1, [CacheEvent(A, True), CacheEvent(A, False)])
+    assert A in index
+    index.apply(1, [CacheEvent(A, False)])
+    assert A not in index
+
+
 def test_stores_of_other_ranks_are_waited_for() -> None:
     index = shared_by_two()
     index.plan([A, KEYS[2]], job_id=1)

@@ -169,6 +169,18 @@ def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(tmp_path
         assert found == {2}
 
 
+def test_what_cannot_be_read_any_more_is_stored_here(pair: Pair) -> None:
+    """Or each request with that prompt would load it in vain and compute it again, for ever."""
+    pair.store(1)
+    pair.servers[1].close()
+    loaded = []
+    for _ in range(12):
+        loaded.append(pair.ranks[0].load(1, MINE))
+        if loaded[-1] < 4:  # computed again, and stored as what is computed is
+            pair.store(1)
+    assert loaded[-4:] == [4] * 4, loaded
+
+
 def test_evictions_end_no_load_with_other_bytes(pair: Pair) -> None:
     """The owner's tier is flooded while the other rank reads."""
     reader, owner = pair.ranks
