@@ -26,11 +26,11 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2000, "handover": 65, "transformers": 860},
     {"connector": 600, "stepwise": 1285},
     {"integrations": 440, "scheduler": 3820, "worker": 4_230},
-    {"lookup": 810, "vllm_compat": 2560},
+    {"lookup": 825, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2955},
     {
         "audit": 350,
-        "cost_model": 1370,
+        "cost_model": 1375,
         "kv_events": 335,
         "kv_layout": 635,
         "metrics": 520,

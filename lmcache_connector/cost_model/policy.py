@@ -234,6 +234,12 @@ class LoadPolicy:
         quickest = min(last_lookup_seconds.get(tier, 0.0) for tier in usable)
         return longest if quickest <= longest else 0.0
 
+    def compute_seconds(self, start: int, end: int) -> float:
+        """What tokens ``[start, end)`` take beside what runs now; infinite where that is not known,
+        or loads never give way to it."""
+        seconds = self.model.compute_seconds(start, end, self._num_requests)
+        return float("inf") if seconds is None or self.model.mode == "always" else seconds
+
     def is_worth_a_step(
         self,
         context_tokens: int,

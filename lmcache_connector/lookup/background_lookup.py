@@ -193,6 +193,7 @@ class RequestLookup:
     asked_keys: tuple[bytes, ...] = ()
     places: Mapping[bytes, Tier] = field(default_factory=dict)
     offered_keys: frozenset[bytes] = frozenset()
+    stores_until: float | None = None  # set when the request begins to wait for another's store
     is_counted: bool = False
 
     def cancel(self) -> None:

@@ -77,7 +77,13 @@ class HitFinder:
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         end = hit.stop - hit.first
         if self.index.is_stored_elsewhere(key for each in keys for key in each[:end]):
-            return PENDING
+            chunks = zip(*(each[:end] for each in keys), strict=True)
+            there = hit.first + next(
+                i for i, of_chunk in enumerate(chunks) if self.index.is_stored_elsewhere(of_chunk)
+            )
+            if self._waits_for_stores(asked, num_computed_tokens, there, hit.stop):
+                return PENDING
+            hit = hit.up_to(there)
         if not asked.is_counted:
             of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
             tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}
@@ -267,6 +273,16 @@ class HitFinder:
             found_share,
             seconds,
         )
+
+    def _waits_for_stores(
+        self, asked: RequestLookup, num_computed_tokens: int, there: int, stop: int
+    ) -> bool:
+        """For chunks from ``there`` to ``stop``: no longer than they would take to compute."""
+        now, start = self.clock(), max(num_computed_tokens, there * self.chunk_size)
+        if asked.stores_until is None:
+            seconds = self.policy.compute_seconds(start, asked.keys.end_of(stop))
+            asked.stores_until = now + seconds
+        return now < asked.stores_until
 
     def _remaining_seconds(
         self, asked: RequestLookup, num_computed_tokens: int, last: Mapping[Tier, float]

@@ -337,8 +337,8 @@ def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) ->
     assert windowed.find(asked) == 2
 
 
-def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
-    scene = Scene()
+def storing(scene: Scene) -> tuple[RequestLookup, Sequence[bytes]]:
+    """A request of whose four chunks another rank has two, and stores the third."""
     asked = scene.new_request(1)
     keys = asked.keys.keys
     scene.tier.seconds, scene.tier.num_held = [0.0] * 4, 0
@@ -346,6 +346,23 @@ def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
     scene.index.needed = lambda key: 2
     scene.index.apply(1, [CacheEvent(key, True) for key in keys[:2]])
     scene.index.plan(keys[2:3], 1)
+    return asked, keys
+
+
+def test_a_store_of_another_rank_is_waited_for_no_longer_than_its_chunks_take_to_compute() -> None:
+    scene = Scene()
+    asked, _ = storing(scene)
+    assert scene.find(asked) is PENDING
+    scene.clock.now += 0.2
+    assert scene.find(asked) is PENDING
+    scene.clock.now += 0.1
+    assert scene.find(asked) == 2
+    scene.remote.close()
+
+
+def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
+    scene = Scene()
+    asked, keys = storing(scene)
     assert scene.find(asked) is PENDING
     scene.index.apply(1, [CacheEvent(keys[2], True)])
     scene.index.settle(keys[2:3], 1)
