@@ -1,11 +1,10 @@
 """What routers are told: which blocks entered and left which tier of this instance.
 
 Blocks are named as vLLM names them in its own events, so that a block of GPU memory and the same
-block in a lower tier have one name. A chunk is in a tier when every rank that has to has put it
-there. What
-Redis drops by itself is learned when it is looked for and missing. A chunk of Redis is told as
-removed, too, when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others have been written or
-used since: it may still be there, and a router's credit is all that is lost.
+block in a lower tier have one name. A chunk is in a tier once all ranks that store it have put it
+there. Chunks that Redis drops by itself are told as removed when they are looked for and missing.
+So is a chunk of Redis when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others have been
+written or used since: it may still be there, and a router's credit is all that is lost.
 
 Runs on the scheduler's thread. Keeps a description, some 12 bytes a token, of every chunk that is
 in a tier, or that an open job may bring there.

@@ -10,7 +10,6 @@ lock from the very threads it waits for.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +35,15 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.requests.adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
-from lmcache_connector.threads import Background, Task
+from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.rank_finder import RankFinder
 from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
-from lmcache_connector.worker.self_test import store_sample
 from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
-_FIND_SECONDS = 5.0
 # Of the CPU tier, what KV transfers to other instances keep until it is read.
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait that long for the next one.
@@ -140,18 +138,11 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # and whoever waits for a plan waits in vain
         self._is_start_told = False
-        share = self._engine.share
-        self._found_ranks, self._finding_ends = Task[frozenset[int]](), threading.Event()
-        self._found_ranks.settle(share.others if not settings.loads else frozenset())
-        self._find_until, self._finding = float("inf"), Background("lmc-ranks")
-        is_read = bool(
-            share.others and make_peer_server and tiers.peers and chunks.memory is not None
+        self._ranks = RankFinder(
+            self._engine, parts, tiers.peers if make_peer_server else None, clock
         )
-        self._sample = store_sample(self._engine, parts) if is_read else ()
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
-        if is_read and tiers.peers and self._server and self._server.has_door:
-            find = partial(tiers.peers.find_ranks, self._sample, self._finding_ends)
-            self._found_ranks = self._finding.submit(find)
+        self._ranks.begin(self._server, loads=settings.loads)
 
     @property
     def rank(self) -> int:
@@ -317,8 +308,7 @@ class WorkerAdapter:
 
     def shutdown(self) -> None:
         """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
-        self._finding_ends.set()
-        self._finding.close()
+        self._ranks.close()
         seconds = limits.SHUTDOWN_SECONDS
         self._wait_for_no_plan()
         self.finish_stores()
@@ -348,9 +338,7 @@ class WorkerAdapter:
         self._engine.leaving.await_plans(may_come=False)
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
-        while self._sample:  # all ranks have started, or there would be no jobs
-            self._engine.forget(self._sample[0])
-            self._sample = self._sample[1:]
+        self._ranks.forget_sample()
         if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
             self._jobs.refuse((job,))
             return
@@ -425,10 +413,12 @@ class WorkerAdapter:
 
     def _start(self) -> RankStart | None:
         """What was found out at start: once, when Redis has been measured or was too slow."""
-        if self._is_start_told or self._tiers.is_calibrating or self._is_finding_ranks():
+        if self._is_start_told or self._tiers.is_calibrating:
+            return None
+        if (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
-        self._engine.share.reads = self._found_ranks.value or frozenset()
+        self._engine.share.reads = reads
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
@@ -436,17 +426,8 @@ class WorkerAdapter:
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",
-            reads=frozenset(self._engine.share.reads),
+            reads=reads,
         )
-
-    def _is_finding_ranks(self) -> bool:
-        """Whether it is not known yet whose memory can be read. All ranks have started when the
-        first step comes, or are about to."""
-        now = self._clock()
-        self._find_until = min(self._find_until, now + _FIND_SECONDS)
-        if now >= self._find_until:
-            self._finding_ends.set()
-        return not self._found_ranks.is_done
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

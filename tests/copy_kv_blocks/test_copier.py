@@ -33,6 +33,7 @@ from tests.support.doubles.copy_reference import (
     same,
 )
 from tests.support.doubles.rehearsed_cuda import cuda_copier, is_rehearsal
+from tests.support.torch_threads import one_torch_thread
 
 CUDA_OPTIONS = {
     "cuda": {},
@@ -57,10 +58,8 @@ DTYPES = (
 @pytest.fixture(autouse=True, scope="module")
 def _one_torch_thread() -> Iterator[None]:
     """The reference's copies are tiny: starting threads for them takes longer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.catalog import load
 from tests.mutants.command import main
+from tests.support import ROOT
 
 _LIST = """
 [found]
@@ -51,6 +53,12 @@ def _tree(root: Path) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+
+
+def test_every_bug_of_the_list_can_be_planted() -> None:
+    """The text that it takes the place of is in the product, once."""
+    for mutant in load(ROOT):
+        mutant.plant((ROOT / mutant.file).read_text())
 
 
 def test_each_bug_is_planted_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,14 @@ _HEADER_BYTES = 128
 
 
 def _content(value: bytes) -> bytes:
-    """What a value holds, compressed or not; nothing if it is not as long as it says."""
+    """What a value holds, compressed or not; nothing if a fault has damaged what was compressed."""
     stored, compressed = value[_HEADER_BYTES:], int.from_bytes(value[76:84], "little")
     if not compressed:
         return stored
-    return bytes(blosc2.decompress2(stored)) if len(stored) == compressed else b""
+    try:
+        return bytes(blosc2.decompress2(stored)) if len(stored) == compressed else b""
+    except (RuntimeError, ValueError):
+        return b""
 
 
 class Ledger:

@@ -23,6 +23,7 @@ from tests.support.engines.stepped_model import (
 )
 from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.torch_threads import one_torch_thread
 
 CHUNK = 32
 
@@ -33,11 +34,8 @@ def tokens_of(seed: int, number: int) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """A tiny model: threads would wait for each other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
