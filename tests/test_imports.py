@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2000, "handover": 65, "transformers": 860},
     {"connector": 600, "stepwise": 1285},
-    {"integrations": 440, "scheduler": 3820, "worker": 4_280},
+    {"integrations": 440, "scheduler": 3820, "worker": 4_285},
     {"lookup": 825, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2955},
     {

@@ -71,12 +71,13 @@ class ChunkIndex:
         """The store job a load of this chunk must wait for, 0 if it is already there."""
         return 0 if self._is_there(key) else self._planned.get(key, 0)
 
-    def is_stored_elsewhere(self, keys: Iterable[bytes]) -> bool:
-        """Whether one of these is being stored by some rank for others too. They cannot tell when
-        that has ended."""
-        if self.needed is None or not self._planned:
-            return False
-        return any(self.planned_job(k) and self.needed(k) != self._all_ranks for k in keys)
+    def first_stored_elsewhere(self, keys: Sequence[bytes]) -> int:
+        """The place of the first that some rank is storing for others too, who cannot tell when
+        that has ended; their number if there is none."""
+        if (needed := self.needed) is None or not self._planned:
+            return len(keys)
+        stored = (self.planned_job(k) and needed(k) != self._all_ranks for k in keys)
+        return next((i for i, is_stored in enumerate(stored) if is_stored), len(keys))
 
     def plan(self, keys: Iterable[bytes], job_id: int) -> None:
         """Learn that a store job for these chunks was planned."""

@@ -76,11 +76,9 @@ class HitFinder:
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         end = hit.stop - hit.first
-        if self.index.is_stored_elsewhere(key for each in keys for key in each[:end]):
-            chunks = zip(*(each[:end] for each in keys), strict=True)
-            there = hit.first + next(
-                i for i, of_chunk in enumerate(chunks) if self.index.is_stored_elsewhere(of_chunk)
-            )
+        there = min(self.index.first_stored_elsewhere(each[:end]) for each in keys)
+        if there < end:
+            there += hit.first
             if self._waits_for_stores(asked, num_computed_tokens, there, hit.stop):
                 return PENDING
             hit = hit.up_to(there)
