@@ -30,7 +30,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2955},
     {
         "audit": 350,
-        "cost_model": 1375,
+        "cost_model": 1380,
         "kv_events": 335,
         "kv_layout": 635,
         "metrics": 520,

@@ -289,14 +289,17 @@ class CostModel:
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason
     ) -> LoadDecision:
-        deadline = 0.0
         if prefix.num_chunks:
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
+            load_seconds = prefix.load_seconds
+        else:
+            deadline = 0.0
+            load_seconds = self._prefixes(offer).of(len(offer.tiers)).load_seconds
         return LoadDecision(
             num_chunks=prefix.num_chunks,
             num_hit_chunks=len(offer.tiers),
             deadline_seconds=deadline,
-            predicted_load_seconds=prefix.load_seconds,
+            predicted_load_seconds=load_seconds,
             predicted_compute_seconds=compute_seconds,
             reason=reason,
         )

@@ -95,7 +95,11 @@ def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
     model = make_model()
     model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.0)
     asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})
-    assert model.decide(asked).num_chunks == num_chunks
+    decision = model.decide(asked)
+    assert decision.num_chunks == num_chunks
+    # Also of a hit that is not worth its load: who reads the log wants to know why.
+    chunks = 32 * asked.chunk_bytes
+    assert decision.predicted_load_seconds == pytest.approx((queued_bytes + chunks) / 1e8)
 
 
 def test_company_makes_compute_dearer_and_loading_worth_it() -> None:
