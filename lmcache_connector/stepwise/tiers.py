@@ -158,7 +158,7 @@ class Tiers:
         )
         while self._rank.is_calibrating:
             time.sleep(0.01)
-        self._policy.calibrate([self._rank.calibration()])
+        self._policy.observe_measured([self._rank.measured()])
         self._last_job = 0
 
     def __str__(self) -> str:
@@ -302,7 +302,7 @@ class Tiers:
         """What jobs, forward passes and probes have told since the last call."""
         self._settle()
         probe, timer = self._rank.probe, self._rank.timer
-        report = RankReport(0, (), (), forwards=timer.take(), redis=probe.take())
+        report = RankReport(0, (), (), forwards=timer.take(), measured=probe.take())
         self._policy.observe_reports([report])
         if self._policy.probes.take():
             probe.request()

@@ -10,7 +10,6 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, Reason
 from lmcache_connector.cost_model.policy import LOOKUP_SHARE, LoadPolicy
 from lmcache_connector.plans import (
-    Calibration,
     Fetched,
     ForwardTime,
     JobResult,
@@ -19,7 +18,6 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankReport,
     Tier,
-    TransferTime,
 )
 from tests.support import jobs
 from tests.support.clock import Clock
@@ -44,9 +42,17 @@ def policy(clock: Clock) -> LoadPolicy:
         (CHUNK_BYTES,),
         clock,
     )
-    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), TransferTime(1 << 23, 0.08))])
+    made.observe_measured([STARTED])
     made.observe_reports([forward(PROMPT, RECOMPUTE)])
     return made
+
+
+def redis(num_bytes: int, seconds: float) -> Fetched:
+    """What a probe found; nothing at all is a failure."""
+    return Fetched(Tier.REDIS, num_bytes, seconds, not num_bytes)
+
+
+STARTED = (Fetched(Tier.CPU, CHUNK_BYTES, 0.0002), redis(1 << 23, 0.08))
 
 
 def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
@@ -55,7 +61,7 @@ def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
 
 
 def probed(num_bytes: int, seconds: float, rank: int = 0) -> RankReport:
-    return RankReport(rank, (), (), redis=TransferTime(num_bytes, seconds))
+    return RankReport(rank, (), (), measured=(redis(num_bytes, seconds),))
 
 
 def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
@@ -196,7 +202,7 @@ def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Cl
     assert not policy.probes.take()
 
 
-ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
+ANSWERED = Fetched(Tier.REDIS, 0, 0.001)
 
 
 @pytest.fixture
@@ -205,8 +211,7 @@ def reader(clock: Clock) -> LoadPolicy:
     made = LoadPolicy(
         CostModel(clock, max_deadline_seconds=10.0), CHUNK_TOKENS, (CHUNK_BYTES,), clock
     )
-    answer = TransferTime(0, 0.001, latency_seconds=0.001)
-    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), answer)])
+    made.observe_measured([(STARTED[0], ANSWERED)])
     made.observe_reports([forward(PROMPT, RECOMPUTE)])
     return made
 
@@ -220,9 +225,9 @@ def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
     assert decide(reader, KEYS) == 0
     reader.observe_reports([probed(0, 1.0)])
     assert decide(reader, KEYS) == 0, "it is still silent"
-    reader.observe_reports([probed(0, 1.0, rank=0), ANSWERED])
+    reader.observe_measured([[redis(0, 1.0)], [ANSWERED]])
     assert decide(reader, KEYS) == 0, "one rank hears nothing yet"
-    reader.observe_reports([ANSWERED])
+    reader.observe_measured([[ANSWERED]])
     assert decide(reader, KEYS) > 0
 
 
@@ -237,7 +242,7 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
             reader.load_planned(load_job(i, KEYS), [Tier.REDIS] * len(KEYS))
             reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
         if reader.probes.take():
-            reader.observe_reports([ANSWERED])
+            reader.observe_measured([[ANSWERED]])
     assert 1 <= num_loads <= 70
 
 
@@ -361,7 +366,7 @@ def sharing(clock: Clock) -> LoadPolicy:
     model = CostModel(clock, max_deadline_seconds=10.0)
     tiers = (Tier.PEER, Tier.REDIS)
     made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
-    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), TransferTime(1 << 23, 0.08))])
+    made.observe_measured([STARTED])
     made.observe_reports([forward(PROMPT, RECOMPUTE)])
     for job_id in range(8):
         load(made, job_id, 32 * CHUNK_BYTES, 0.32, Tier.PEER)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.plans import Calibration, RankReport, RankStart, TransferTime
+from lmcache_connector.plans import Fetched, RankReport, RankStart, Tier
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
 
-CALIBRATIONS = tuple(Calibration(cpu=TransferTime(rank + 1, 1.0)) for rank in range(3))
+MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 
 
 def make(world_size: int, clock: Clock | None = None) -> EngineStart:
@@ -26,7 +26,7 @@ def make(world_size: int, clock: Clock | None = None) -> EngineStart:
 
 
 def report(rank: int, **configuration: str) -> RankReport:
-    start = RankStart(tuple(sorted(configuration.items())), CALIBRATIONS[rank])
+    start = RankStart(tuple(sorted(configuration.items())), MEASURED[rank])
     return RankReport(rank, (), (), start=start)
 
 
@@ -37,7 +37,7 @@ def test_requests_wait_for_the_last_rank() -> None:
     assert start.update([RankReport(1, (), ())]) == ()
     assert start.is_awaited()
     assert start.hasher is None
-    assert start.update([report(1, a="1")]) == CALIBRATIONS
+    assert start.update([report(1, a="1")]) == MEASURED
     assert start.hasher is not None
 
 

@@ -18,11 +18,11 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import (
     CacheEvent,
-    Calibration,
+    Fetched,
     ForwardTime,
     PrefillWork,
     RankReport,
-    TransferTime,
+    Tier,
 )
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
@@ -55,7 +55,7 @@ class Planning:
         index.apply(0, [CacheEvent(key, True) for key in keys.keys])
         model = CostModel(lambda: 0.0, max_deadline_seconds=10.0)
         self.policy = LoadPolicy(model, CHUNK, (CHUNK_BYTES,), lambda: 0.0)
-        self.policy.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.001))])
+        self.policy.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.001),)])
         forward = ForwardTime(PrefillWork(4096, 0, 0), 4.096)
         self.policy.observe_reports([RankReport(0, (), (), (forward,))])
         self.tally = Tally()

@@ -20,13 +20,13 @@ from lmcache.v1.cache_controller.message import OpType
 
 from lmcache_connector.plans import (
     CacheEvent,
+    Fetched,
     JobResult,
     LoadJob,
     Outcome,
     PrefillWork,
     RankStart,
     StepPlan,
-    TransferTime,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -312,10 +312,9 @@ def test_the_probe_measures_and_notices_silence(
     link.set(latency_seconds=0.04)
     instance = make_instance(port, probe=True)
     try:
-        measured = started(instance).calibration.redis
-        assert measured is not None
-        assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-        assert measured.seconds >= 0.04
+        _, many, one = started(instance).measured
+        assert many.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
+        assert many.seconds > one.seconds >= 0.04
         link.set(stalled=True)
         assert probed(instance).num_bytes == 0
         link.set()
@@ -366,13 +365,12 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
         with slow_proxy(server.port, link) as proxy:
             instance = make_instance(proxy.port, probe=True)
             try:
-                first = started(instance).calibration.redis
-                assert first is not None
-                assert (first.num_bytes, first.has_answered) == (0, True)
+                _, first = started(instance).measured
+                assert (first.num_bytes, first.has_failed) == (0, False)
                 link.set(stalled=True)
-                assert not probed(instance).has_answered
+                assert probed(instance).has_failed
                 link.set()
-                assert probed(instance).has_answered
+                assert not probed(instance).has_failed
             finally:
                 instance.worker.shutdown()
 
@@ -388,12 +386,12 @@ def started(instance: Instance) -> RankStart:
     raise AssertionError("the start is not told")
 
 
-def probed(instance: Instance) -> TransferTime:
+def probed(instance: Instance) -> Fetched:
     instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
         report = instance.worker.finish_step().report
-        if report is not None and report.redis is not None:
-            return report.redis
+        if report is not None and report.measured:
+            return report.measured[0]
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
 
