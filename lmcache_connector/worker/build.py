@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -81,12 +80,28 @@ def build_worker(
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     ranks_on_host = vllm_config.parallel_config.local_world_size
     config = config.fitted(model.chunk_size, ranks_on_host)
-    settings = replace(
-        _worker_settings(config, model, vllm_config, kv_events),
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    settings = WorkerSettings(
+        engine=EngineSettings(
+            rank=model.rank,
+            world_size=model.world_size,
+            rank_gib=config.rank_gib,
+            overrides=config.lmcache,
+            tenant_share=config.tenant_share,
+            pin_share=config.pin_share,
+            report_writes=kv_events,
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
+            announces=loads and loads_in_step(config, vllm_config),
+            owners=model.owners,
+        ),
+        parts=model.parts,
+        probe_keys=_probe_keys(config, model) if loads else (),
+        configuration=tuple(sorted(model.configuration.items())),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
         lease_seconds=config.lease_seconds,
-        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        loads=loads,
     )
     doubt = cuda_code_warning()
     if doubt is not None:
@@ -108,7 +123,6 @@ def build_worker(
             banner(
                 config,
                 fingerprint(model.configuration),
-                model.chunk_size,
                 _geometries(model),
                 worker.self_test,
                 worker.redis_is_away,
@@ -120,7 +134,6 @@ def build_worker(
 def banner(
     config: ConnectorConfig,
     model: str,
-    chunk_size: int,
     geometries: PartGeometries,
     self_test: SelfTestResult | None,
     redis_is_away: bool = False,
@@ -135,7 +148,7 @@ def banner(
         f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {model[:12]}",
-        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
+        f"chunks of {config.chunk_size} tokens, {sizes} MiB per rank",
         f"compute_or_load {config.compute_or_load}",
     ]
     if self_test is not None:
@@ -144,31 +157,6 @@ def banner(
         load = gigabytes / max(1e-9, self_test.load_seconds)
         parts.append(f"self-test passed (store {store:.1f} GB/s, load {load:.1f} GB/s)")
     return "LMCacheTieredConnector: " + ", ".join(parts)
-
-
-def _worker_settings(
-    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, kv_events: bool
-) -> WorkerSettings:
-    assert vllm_config.kv_transfer_config is not None
-    loads = vllm_config.kv_transfer_config.is_kv_consumer
-    return WorkerSettings(
-        engine=EngineSettings(
-            rank=model.rank,
-            world_size=model.world_size,
-            rank_gib=config.rank_gib,
-            overrides=config.lmcache,
-            tenant_share=config.tenant_share,
-            pin_share=config.pin_share,
-            report_writes=kv_events,
-            pace=Pace.for_lifetime(config.redis_ttl_seconds),
-            shares_memory=config.host_sharing,
-            announces=loads and loads_in_step(config, vllm_config),
-            owners=model.owners,
-        ),
-        parts=model.parts,
-        probe_keys=_probe_keys(config, model) if loads else (),
-        configuration=tuple(sorted(model.configuration.items())),
-    )
 
 
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from lmcache_connector.kv_parts.owners import Owners, Share
-from lmcache_connector.kv_parts.part import parents_of_part, part_key
+from lmcache_connector.kv_parts.part import Part, Rule, parents_of_part, part_key
 
 KEYS = [random.Random(i).randbytes(32) for i in range(400)]
 # Two stages of four ranks each: a head in pairs, latents in fours, and heads of their own.
@@ -51,7 +51,7 @@ def test_a_rank_stores_what_it_cannot_read() -> None:
 
 
 def test_a_chunk_builds_on_the_one_before_it_that_has_the_same_owner() -> None:
-    parents = parents_of_part(KEYS, range(100), KEYS[:100], 0, 1, 4)
+    parents = parents_of_part([Part(Rule.PREFIX, (0,), 16)], 0, KEYS, range(100), KEYS[:100], 4)
     pair = Owners((((0, 1, 2, 3),),))
     for rank in range(4):
         share, before = Share(rank, pair), b""
