@@ -75,7 +75,7 @@ class WorkerSettings:
 
     engine: EngineSettings
     parts: tuple[PartLayout, ...]
-    probe_keys: tuple[bytes, ...] = ()
+    probe_keys: Sequence[bytes] = ()
     configuration: tuple[tuple[str, str], ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False

@@ -18,7 +18,6 @@ from lmcache_connector.config.warnings import (
     size_warnings,
 )
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
@@ -45,6 +44,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBE_CHUNKS = 8
 _LEASED_SHARE = 1 / 8
 """Of the CPU tier, what answers to slow peers may keep from being evicted."""
 _IN_ORDER = ("uni", "mp", "external_launcher")
@@ -81,6 +80,7 @@ def build_worker(
     ranks_on_host = vllm_config.parallel_config.local_world_size
     config = config.fitted(model.chunk_size, ranks_on_host)
     loads = vllm_config.kv_transfer_config.is_kv_consumer
+    root = {"namespace": config.namespace, **model.configuration}
     settings = WorkerSettings(
         engine=EngineSettings(
             rank=model.rank,
@@ -96,7 +96,9 @@ def build_worker(
             owners=model.owners,
         ),
         parts=model.parts,
-        probe_keys=_probe_keys(config, model) if loads else (),
+        probe_keys=[part_key(key, 0, len(model.parts)) for key in probe_keys(config, root)]
+        if loads
+        else (),
         configuration=tuple(sorted(model.configuration.items())),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
@@ -162,21 +164,6 @@ def banner(
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
     executor = vllm_config.parallel_config.distributed_executor_backend
     return config.loads_in_step and executor in _IN_ORDER
-
-
-def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
-
-    They hold noise of the right size, so instances with other weights may share them, but not those
-    that write other forms of values: that of the model's first part, of which most is loaded.
-    """
-    if config.compute_or_load == "always":
-        return ()
-    root = {"namespace": config.namespace, **model.configuration}
-    hasher = PrefixHasher(root, model.chunk_size, config.hash_key_bytes)
-    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
-    keys = [hasher.root_key({"probe": i, **form}) for i in range(_NUM_PROBE_CHUNKS)]
-    return tuple(part_key(key, 0, len(model.parts)) for key in keys)
 
 
 def _redis_tier_maker(

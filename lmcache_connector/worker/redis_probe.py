@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Fetched, Tier
 from lmcache_connector.threads import Background
 
@@ -32,6 +34,21 @@ _CONNECT_SECONDS = 0.5
 """After the start it takes a moment until the tier is connected."""
 _RETRY_SECONDS = 0.01
 _WRITE_SECONDS = 10.0
+_NUM_CHUNKS = 8
+
+
+def probe_keys(config: ConnectorConfig, root: Mapping[str, object]) -> list[bytes]:
+    """Keys of chunks that measure Redis for the model that ``root`` names; none if every hit is
+    loaded however slow it is.
+
+    They hold noise of the right size, so instances with other weights may share them, but not those
+    that write other forms of values.
+    """
+    if config.compute_or_load == "always":
+        return []
+    hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
+    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
+    return [hasher.root_key({"probe": i, **form}) for i in range(_NUM_CHUNKS)]
 
 
 class RedisProbe:
