@@ -50,6 +50,7 @@ class TierSpeed:
         self._num_good = self._num_failed = 0.0
         self._changed_at = 0.0
         self._quiet_seconds = _FIRST_QUIET_SECONDS
+        self._starts_anew = True  # with the next load, whatever was seen before
 
     @property
     def latency_seconds(self) -> float:
@@ -76,11 +77,12 @@ class TierSpeed:
 
     def measured(self, now: float, loads: Sequence[tuple[int, float]]) -> None:
         """Bytes and seconds of loads that were made for their own sake, as by a probe; none if the
-        tier has answered and there was nothing to read. They count as one load that arrived, but
-        those that end a stall do not: a tier may bring what is measured, and stall with every load
-        after it."""
+        tier has answered and there was nothing to read. They take the place of what was known, and
+        count as one load that arrived. Those that end a stall do not: a tier may bring what is
+        measured, and stall with every load after it."""
         if loads and not self.stalled:
             self._count(failed=False)
+        self._starts_anew |= bool(loads)
         for num_bytes, seconds in loads:
             self._observe(now, num_bytes, seconds)
             self._quiet_seconds = QUIET_SECONDS
@@ -93,9 +95,10 @@ class TierSpeed:
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
     def tried(self, now: float) -> TierSpeed:
-        """One request tries what is outdated: for all others it counts for another while. Returns
-        the tier as that request takes it: nothing is known but how often it has failed."""
-        self._changed_at = now
+        """One request tries what is outdated: for all others it counts for another while, or until
+        a load tells more. Returns the tier as that request takes it: nothing is known but how often
+        it has failed."""
+        self._changed_at, self._starts_anew = now, True
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
         fresh = TierSpeed(self.probed)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
@@ -129,12 +132,12 @@ class TierSpeed:
         weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
         self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
         self._changed_at = now
-        self.known = True
+        self.known, self._starts_anew = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:
         """How much of the past still counts after a load that took so long."""
         predicted = max(predicted, _MIN_SECONDS)
-        if not self.known:
+        if self._starts_anew:
             return 0.0
         if seconds * _SURPRISE_FACTOR < predicted:
             return _KEEP_AFTER_FAST_SURPRISE

@@ -76,7 +76,7 @@ def test_a_smaller_local_hit_gets_a_decision_and_a_deadline_of_its_own() -> None
     short = planning.state.load.deadline_seconds
     assert planning.offer(0) == NUM_CHUNKS * CHUNK
     assert short < NUM_CHUNKS * 0.001
-    assert planning.state.load.deadline_seconds == pytest.approx(3 * NUM_CHUNKS * 0.001)
+    assert planning.state.load.deadline_seconds == pytest.approx(3 * NUM_CHUNKS * 0.001, rel=1e-2)
 
 
 def test_asked_the_same_again_it_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
