@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1280},
     {"integrations": 440, "scheduler": 3740, "worker": 4_155},
-    {"lookup": 800, "vllm_compat": 2555},
+    {"lookup": 795, "vllm_compat": 2555},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2905},
     {
         "audit": 345,

@@ -319,7 +319,7 @@ class Tiers:
         if isinstance(answer, Pending):
             pending.cancel()
             return frozenset()
-        return answer.places
+        return answer
 
     def _count(self, **more: int) -> None:
         counts = self.counts
