@@ -130,3 +130,20 @@ def draft_counts(probe: EngineProbe) -> tuple[int, int]:
         int(values.get("vllm:spec_decode_num_draft_tokens", 0)),
         int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
     )
+
+
+def prepare_pipeline(probe: EngineProbe) -> None:
+    """Make what pipeline ranks receive with: vLLM's CPU worker skips the warm-up that does."""
+    probe.on_ranks(_make_buffers)
+
+
+def _make_buffers(worker: Any) -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
