@@ -118,7 +118,7 @@ class WorkerMetrics:
         if self.redis is not None:
             self._look_at_redis(self.redis)
         if self.peers is not None:
-            self._count_chunks("peer_chunks", self.peers.counts())
+            self._count_chunks("peer", self.peers.counts())
             tally.count_up_to("peer_mapped_chunks", total=self.peers.num_mapped)
             tally.count_up_to("peer_fallbacks", total=self.peers.num_fallbacks)
 
@@ -130,14 +130,16 @@ class WorkerMetrics:
         tally.set("writes_paused", self._rank, value=float(stats.writes_paused))
         for node, state in stats.servers:
             tally.set("circuit_state", self._rank, node, value=state.value)
-        self._count_chunks("redis_chunks", stats.counts)
+        self._count_chunks("redis", stats.counts)
         for end, count in stats.counts.writes.items():
-            name = "dropped_writes" if end in _DROPPED else "written_chunks"
-            tally.count_up_to(name, end.value, total=count)
+            if end in _DROPPED:
+                tally.count_up_to("dropped_writes", end.value, total=count)
+            else:
+                tally.count_up_to("written_chunks", end.value, total=count)
         tally.count_up_to("stored_bytes", "redis", total=stats.counts.bytes_written)
 
-    def _count_chunks(self, name: str, counts: TierCounts) -> None:
+    def _count_chunks(self, tier: str, counts: TierCounts) -> None:
         """Chunks read, and those that were not, by cause."""
-        self.tally.count_up_to(name, "hit", total=counts.chunks_hit)
+        self.tally.count_up_to(f"{tier}_chunks", "hit", total=counts.chunks_hit)
         for reason, count in counts.misses.items():
-            self.tally.count_up_to(name, reason, total=count)
+            self.tally.count_up_to(f"{tier}_chunks", reason, total=count)
