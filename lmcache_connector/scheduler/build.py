@@ -164,7 +164,7 @@ def _policy(
         chunk_tokens=config.chunk_size,
         value_bytes=[max(rank.chunk_bytes for rank in part.geometries) for part in parts],
         clock=time.monotonic,
-        num_stages=len({rank.layer_start for rank in parts[0].ranks}),
+        num_stages=len({rank.layer_start for rank in parts[0].geometries}),
         num_prefix_parts=sum(part.part.rule is Rule.PREFIX for part in parts),
         remote_tiers=config.remote_tiers,
     )
