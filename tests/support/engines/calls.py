@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,17 @@ def forget(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache and the CPU tier."""
     forget_unseen(probe)
     probe.serve([1, 2, 3], 1)  # too short to be stored; its steps tell the scheduler
+
+
+def stored_on_ranks(probe: EngineProbe) -> list[tuple[int, int]]:
+    """Bytes in the CPU tier of each rank, and the process that it is in."""
+    return probe.on_ranks(_stored)
+
+
+def _stored(worker: Any) -> tuple[int, int]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return int(get_kv_transfer_group()._worker._engine.used_bytes), os.getpid()
 
 
 def wait_for_writes(probe: EngineProbe) -> None:
