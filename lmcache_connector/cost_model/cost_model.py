@@ -25,11 +25,11 @@ Before any prefill was measured ``C`` is unknown: as much as is predicted to loa
 and three times that is the least deadline.
 
 The way back. A tier that is left out because it looked slow is measured no more. Once nothing has
-been heard of it for a minute, one request tries it, as if nothing was known. If that is slow too,
-or never heard of, the tier is left out for another minute. After its first loads the tier is tried
-some seconds later already: those may have met a hiccup. Redis is probed while requests would use
-it, so after a stall it comes back by its probe alone. Nobody probes peers: after a stall they are
-tried as any tier that nothing was heard of.
+been heard of it for a minute, one request loads one chunk of it on trial, as if nothing was known.
+If that is slow too, or never heard of, the tier is left out for another minute. After its first
+loads the tier is tried some seconds later already: those may have met a hiccup. Redis is probed
+while requests would use it, so after a stall it comes back by its probe alone. Nobody probes peers:
+after a stall they are on trial as any tier that nothing was heard of.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class CostModel:
         return compute_seconds * (1 - _MIN_GAIN_SHARE) - price_seconds
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
-        """Decide one request. It may be the one that tries a tier, so each is decided once."""
+        """Decide one request. May put a tier on trial, so each request is decided once."""
         compute_seconds = self._rest_seconds(offer, 0)
         if not offer.tiers:
             return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
@@ -206,8 +206,9 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
-        """The best prefix. If it leaves out a tier nothing was heard of for a minute, that one is
-        tried, as if nothing was known of it."""
+        """The best prefix. If it leaves out a tier nothing was heard of for a minute, one chunk of
+        the tier is added on trial, as if nothing was known of it: a copy out of memory ends whole,
+        whatever its deadline."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
@@ -216,9 +217,13 @@ class CostModel:
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
         self._tiers[left_out] = learned.tried(now)
-        best = self._best(offer, compute_seconds)
+        trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
+        # One chunk alone may not pay where the whole hit does.
+        pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         self._tiers[left_out] = learned
-        return best
+        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
+        is_safe = trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE)
+        return trial if pays and is_safe else best
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix, or none where recompute is as good."""

@@ -64,6 +64,10 @@ class LoadOffer:
         at = bisect_right(self.ends, num_chunks)
         return self.ends[at - 1] if at else 0
 
+    def end_after(self, num_chunks: int) -> int:
+        """The next such number after ``num_chunks``."""
+        return self.ends[bisect_right(self.ends, num_chunks)] if self.ends else num_chunks + 1
+
     def bytes_of(self, num_chunks: int) -> dict[Tier, int]:
         """What a load of so many chunks takes from each tier."""
         others = self.other_bytes(num_chunks) if self.other_bytes and num_chunks else {}

@@ -312,9 +312,10 @@ def test_the_probe_measures_and_notices_silence(
     link.set(latency_seconds=0.04)
     instance = make_instance(port, probe=True)
     try:
-        _, many, one = started(instance).measured
+        _, many, *few = started(instance).measured
         assert many.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-        assert many.seconds > one.seconds >= 0.04
+        assert many.seconds >= 0.04
+        assert all(0.04 <= one.seconds < many.seconds for one in few)  # none where noise hides it
         link.set(stalled=True)
         assert probed(instance).num_bytes == 0
         link.set()
