@@ -24,7 +24,7 @@ class AnyLookup:
 
     @property
     def has_servers(self) -> bool:
-        """Whether there is anybody to ask. From any thread."""
+        """Whether there is anybody to ask. From any thread, and at once."""
         return any(lookup.has_servers for lookup in self._lookups.values())
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
@@ -32,7 +32,8 @@ class AnyLookup:
             lookup.learn_geometries(geometries)
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
-        """The first tier that holds each of the ``keys``, as far as is known by ``deadline``."""
+        """The first tier that holds each of the ``keys``, as far as is known by ``deadline``, a
+        reading of the clock."""
         if not keys:
             return []
         limit, started = Deadline(deadline, self._clock), self._clock()
@@ -55,6 +56,7 @@ class AnyLookup:
         return places
 
     def tend(self) -> None:
+        """Called when there is nothing to ask: connect ahead of need."""
         for lookup in self._lookups.values():
             lookup.tend()
 

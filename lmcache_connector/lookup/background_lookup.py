@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.plans import Tier
 from lmcache_connector.threads import start_thread
+
+if TYPE_CHECKING:
+    from lmcache_connector.lookup.any_lookup import AnyLookup
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +49,6 @@ PENDING: Final = Pending.PENDING
 MISS: Final = Found()
 """There is no answer, so nothing is known to be held."""
 LookupAnswer = Found | Pending
-
-
-class TierLookup(Protocol):
-    """Tiers that can say what they hold. One thread owns it."""
-
-    @property
-    def last_seconds(self) -> Mapping[Tier, float]:
-        """How long each tier's part of the last question was on its way, answered or not."""
-        ...
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether there is anybody to ask. From any thread, and at once."""
-        ...
-
-    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
-        """Where each key is held. Blocks until ``deadline``, a reading of the clock, at most.
-        ``None`` on any trouble."""
-        ...
-
-    def tend(self) -> None:
-        """Called when there is nothing to ask: connect ahead of need."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class PendingLookup:
@@ -112,7 +90,7 @@ class BackgroundLookup:
     """Asks one question after the other on one background thread, which ``lookup`` belongs to."""
 
     def __init__(
-        self, lookup: TierLookup, deadline_seconds: float, clock: Callable[[], float]
+        self, lookup: AnyLookup, deadline_seconds: float, clock: Callable[[], float]
     ) -> None:
         self._lookup = lookup
         self._deadline_seconds = deadline_seconds

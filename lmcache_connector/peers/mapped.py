@@ -276,7 +276,7 @@ def _batches(
     batch, num_bytes = list[_Value](), 0
     for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
         tag = chunk_tag(plan.config.namespace, key)
-        for stripe in plan.of(key).stripes:
+        for stripe in plan.stripes_of(key):
             payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
             if batch and (
                 num_bytes + stripe.num_bytes > _BATCH_BYTES or len(batch) >= _MAX_BATCH_VALUES

@@ -17,13 +17,11 @@ from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.mapped import MappedPeers
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PeerSource
-from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
-from lmcache_connector.storage.redis.tier import plan_values
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ValueReaders
 from lmcache_connector.storage.tier import ReadResult
@@ -62,7 +60,7 @@ class PeerTier:
             config, [geometries], topology, clock, connect_share=_CONNECT_SHARE
         )
         self._servers = Servers(config, topology, clock, random.random, kind="peer")
-        self._plan = plan_values(config, geometries, Sealer(config.hash_key))
+        self._plan = ValuePlan(config, geometries)
         self._readers = ValueReaders(
             self._servers, self._plan, self._counters, on_spoiled=self._distrust
         )
@@ -206,14 +204,12 @@ class PeerTier:
     def _nodes_at(self, source: PeerSource, key: bytes) -> Sequence[Node]:
         """The rank of ``source`` that has each of the values of ``key``: as here, or, in another
         number of tensor-parallel ranks, the one of those that hold the head."""
-        values, topology = self._plan.of(key), self._topology
-        ranks = [self._share.owner(key)] * len(values.stripes)
+        stripes, topology = self._plan.stripes_of(key), self._topology
+        ranks = [self._share.owner(key)] * len(stripes)
         if source.num_ranks != topology.num_ranks:
-            num_heads = values.geometry.num_shards_total
+            num_heads = self.geometries.of(key).num_shards_total
             place = turn(key, max(1, source.num_ranks // num_heads))
-            ranks = [
-                stripe.shard * source.num_ranks // num_heads + place for stripe in values.stripes
-            ]
+            ranks = [each.shard * source.num_ranks // num_heads + place for each in stripes]
         nodes = {r: topology.admit(source.host, source.port + r) for r in dict.fromkeys(ranks)}
         return [nodes[rank] for rank in ranks]
 

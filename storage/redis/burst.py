@@ -122,7 +122,7 @@ class Burst:
         commands = []
         for write in writes:
             tag = chunk_tag(config.namespace, write.key)
-            names = [tag + stripe_suffix(stripe) for stripe in plan.of(write.key).stripes]
+            names = [tag + stripe_suffix(stripe) for stripe in plan.stripes_of(write.key)]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
                 lifetime = config.ttl_options[1]
@@ -131,7 +131,7 @@ class Burst:
 
     def _missing(self, write: PendingWrite) -> list[_Value]:
         """The values of a chunk that are to be written; if there are none, the chunk is done."""
-        stripes = self._plan.of(write.key).stripes
+        stripes = self._plan.stripes_of(write.key)
         lengths = [self._answer_to_strlen() for _ in stripes]
         if self._plan.config.refresh_ttl:
             for _ in stripes:

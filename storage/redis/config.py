@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
-    MAX_PAYLOAD_BYTES,
     Codec,
     Sealer,
     ValueHeader,
     stripe_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
+from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
 
 MIB = 1 << 20
-_POSITIVE = (
-    "connect_timeout_seconds",
-    "read_timeout_seconds",
-    "write_timeout_seconds",
-    "num_connections",
-    "window_bytes",
-    "write_queue_bytes",
-    "backoff_min_seconds",
-    "backoff_max_seconds",
-)
 
 
 @dataclass(frozen=True)
 class RedisTierConfig:
-    """Raises a ``ValueError`` that lists every impossible value.
+    """Raises a ``ValueError`` that lists what cannot be of what users set.
 
     ``url`` and ``hash_key`` are secrets, given as such and not as references; neither shows in
     ``repr``.
@@ -62,27 +51,20 @@ class RedisTierConfig:
     backoff_max_seconds: float = 15.0
 
     def __post_init__(self) -> None:
-        problems = [message for message in self._problems() if message]
+        if problems := "; ".join(self._problems()):
+            raise ValueError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        if not self.namespace or any(c in "{}" or not c.isprintable() for c in self.namespace):
+            yield "namespace must be printable, not empty and without braces"
+        if self.hash_key is not None and len(self.hash_key) < 16:
+            yield "hash_key needs at least 16 bytes"
+        if self.refresh_ttl and self.ttl_seconds is None:
+            yield "refresh_ttl needs ttl_seconds"
         try:
             parse_redis_url(self.url)
         except ValueError as error:
-            problems.append(str(error))
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def _problems(self) -> list[str]:
-        problems = [f"{name} must be positive" for name in _POSITIVE if not getattr(self, name) > 0]
-        if not self.namespace or any(c in "{}" or not c.isprintable() for c in self.namespace):
-            problems.append("namespace must be printable, not empty and without braces")
-        if self.hash_key is not None and len(self.hash_key) < 16:
-            problems.append("hash_key needs at least 16 bytes")
-        if self.ttl_seconds is not None and self.ttl_seconds < 0.001:
-            problems.append("ttl_seconds must be at least a millisecond")
-        if self.refresh_ttl and self.ttl_seconds is None:
-            problems.append("refresh_ttl needs ttl_seconds")
-        if not 4096 <= self.max_value_bytes <= MAX_PAYLOAD_BYTES:
-            problems.append(f"max_value_bytes must be 4096 to {MAX_PAYLOAD_BYTES}")
-        return problems
+            yield str(error)
 
     @cached_property
     def address(self) -> RedisAddress:
@@ -106,29 +88,20 @@ class RedisTierConfig:
         return (b"PX", b"%d" % round(self.ttl_seconds * 1000))
 
 
-@dataclass(frozen=True, slots=True)
-class PartValues:
-    """The values of one part of a chunk. ``stripes``: those that this rank reads or writes, in
-    buffer order."""
-
-    geometry: ChunkGeometry
-    stripes: tuple[Stripe, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ValuePlan:
-    """What all reads, or all writes, of a tier have in common. ``geometries``: of the chunks,
-    ``parts``: what is moved of them, both of the model's parts in order."""
+    """What all reads, or all writes, of a tier have in common. ``geometries``: of what this rank
+    reads or writes of a chunk."""
 
-    config: RedisTierConfig
-    geometries: PartGeometries
-    parts: tuple[PartValues, ...]
-    sealer: Sealer
+    def __init__(self, config: RedisTierConfig, geometries: PartGeometries) -> None:
+        self.config = config
+        self.geometries = geometries
+        self.sealer = Sealer(config.hash_key)
+        self._stripes = [part.stripes(config.max_payload_bytes) for part in geometries.parts]
 
-    def of(self, key: bytes) -> PartValues:
-        """What is stored under ``key``, which must name a part of the model."""
-        return self.parts[part_of(key, len(self.parts))]
+    def stripes_of(self, key: bytes) -> tuple[Stripe, ...]:
+        """Of what is stored under ``key``, which must name a part of the model, in buffer order."""
+        return self._stripes[self.geometries.index_of(key)]
 
     def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
         """Of the value that holds ``stripe`` of ``key``."""
-        return stripe_header(self.of(key).geometry, stripe, key, keyed=self.sealer.keyed)
+        return stripe_header(self.geometries.of(key), stripe, key, keyed=self.sealer.keyed)

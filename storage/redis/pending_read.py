@@ -85,7 +85,7 @@ class PendingRead:
         self._keys = keys
         self._buffers = buffers
         self._changed = threading.Condition()
-        self._left = [len(plan.of(key).stripes) for key in keys]
+        self._left = [len(plan.stripes_of(key)) for key in keys]
         self._misses: dict[int, Miss] = {}
         # Chunks from here on are of no use: an earlier one is missing.
         self._end = len(keys)
@@ -209,7 +209,7 @@ class PendingRead:
             tag = chunk_tag(config.namespace, key)
             buffer = self._buffers[chunk]
             places = self._nodes[chunk]
-            for number, stripe in enumerate(plan.of(key).stripes):
+            for number, stripe in enumerate(plan.stripes_of(key)):
                 if node != (places if isinstance(places, str) else places[number]):
                     continue
                 name = tag + stripe_suffix(stripe)

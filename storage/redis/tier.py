@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline, never
-from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import SpoiledChunks
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
+from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.topology import Node, make_topology
@@ -77,7 +76,7 @@ class RedisTier:
         self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         self._is_writer = is_writer
-        plan = plan_values(config, geometries, Sealer(config.hash_key))
+        plan = ValuePlan(config, geometries)
         self._spoiled = SpoiledChunks()
         self._spoiled_at = float("-inf")
         self._readers = ValueReaders(self._servers, plan, self._counters, self._found_spoiled)
@@ -198,11 +197,6 @@ class RedisTier:
         for write in writes:
             self._counters.count_write(WriteEnd.QUEUE_FULL)
             write.finish(False)
-
-
-def plan_values(config: RedisTierConfig, geometries: PartGeometries, sealer: Sealer) -> ValuePlan:
-    parts = (PartValues(each, each.stripes(config.max_payload_bytes)) for each in geometries.parts)
-    return ValuePlan(config, geometries, tuple(parts), sealer)
 
 
 def _num_writers(num_connections: int) -> int:

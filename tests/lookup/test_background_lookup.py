@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
@@ -21,7 +22,7 @@ from tests.support.clock import Clock
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
 
-class GatedLookup:
+class GatedLookup(AnyLookup):
     """Answers when told to."""
 
     def __init__(self) -> None:
@@ -31,9 +32,12 @@ class GatedLookup:
         self.closed = False
         self.error: Exception | None = None
         self.last_seconds = {Tier.REDIS: 0.5}
-        self.has_servers = True
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
+    @property
+    def has_servers(self) -> bool:
+        return True
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)

@@ -15,6 +15,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
@@ -36,22 +37,25 @@ PROMPT_TOKENS = 4 * CHUNK
 ONE_PART = (Part(Rule.PREFIX, (0,), 16),)
 
 
-class SlowLookup:
+class SlowLookup(AnyLookup):
     """Takes so many seconds of the test's time for each question in turn; holds everything, unless
     told otherwise."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._time = clock
         self.seconds: list[float] = []
         self.last_seconds: dict[Tier, float] = {}
-        self.has_servers = True
         self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
+    @property
+    def has_servers(self) -> bool:
+        return True
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
         assert self.gate.wait(30.0)
-        self._clock.now += self.seconds[0]
+        self._time.now += self.seconds[0]
         self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
         num_held = len(keys) if self.num_held is None else self.num_held
         return [Tier.REDIS if i < num_held else None for i in range(len(keys))]

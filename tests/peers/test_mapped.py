@@ -18,10 +18,8 @@ from lmcache_connector.peers import commands, mapped
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.peers.tier import PeerTier
-from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.redis.client.resp import command
-from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.tier import plan_values
+from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.tier import ReadResult
 from tests.peers.test_host import name_of, topology, within
@@ -30,7 +28,7 @@ from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
 
 FOUND_SECONDS = 5.0
 CONFIG = RedisTierConfig(url="redis://peers")
-PLAN = plan_values(CONFIG, PARTS, Sealer(None))
+PLAN = ValuePlan(CONFIG, PARTS)
 HASH_KEY = b"a secret of enough bytes"
 
 
