@@ -262,7 +262,6 @@ def test_every_import_is_allowed() -> None:
 
 
 def test_vllm_is_named_in_one_package() -> None:
-    """In imports for type checkers too: what those names have is in a table."""
     others = [f for f in source_files() if not any(fnmatch(f, each) for each in ALLOWED["vllm"])]
     assert {f: names for f in others if (names := vllm_names((ROOT / f).read_text()))} == {}
 

@@ -188,14 +188,6 @@ def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock:
     assert policy.probes.take()  # the measurement is old
 
 
-def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Clock) -> None:
-    policy.observe_reports([probed(1 << 20, 0.9)])
-    assert decide(policy, KEYS) == 0
-    assert policy.probes.take()
-    assert decide(policy, KEYS) == 0
-    assert not policy.probes.take()
-
-
 ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
 
 

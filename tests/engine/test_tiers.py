@@ -54,7 +54,6 @@ def test_vllms_own_prefix_cache_goes_first(writer: VllmInstance) -> None:
 
 @pytest.mark.parametrize("num_tokens", [10, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 512, 1500])
 def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens: int) -> None:
-    """Also around the borders of chunks."""
     prompt = random_prompt(1000 + num_tokens, num_tokens)
     cold = writer.serve(prompt)
     assert cold.external_hit_tokens == 0
@@ -73,7 +72,7 @@ def last_step_then_reset(probe: EngineProbe, prompt: list[int]) -> Served:
     """As ``LLM.generate`` and ``LLM.reset_prefix_cache`` do it: no step between the two, while the
     pause before stores is long enough to be met."""
     request_id = probe.add(prompt, max_tokens=1)
-    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    probe.finish([request_id], 0.0, drain=False)
     assert probe.engine.reset_prefix_cache()
     return probe.serve(prompt)
 
@@ -153,7 +152,6 @@ def test_all_but_the_last_token_is_handed_over(writer: VllmInstance, length: int
 
 
 def test_what_follows_a_tail_is_stored(writer: VllmInstance) -> None:
-    """Whole chunks, the one with the tail among them, as if all had been computed."""
     length, answer = 2 * CHUNK_SIZE - 1, 2 * CHUNK_SIZE
     prompt = random_prompt(60, length)
     produced(writer, prompt)
@@ -184,14 +182,13 @@ def test_a_tail_is_handed_over_by_redis(writer: VllmInstance, length: int) -> No
 
 def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
     request_id = probe.add(prompt, max_tokens=1)
-    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    probe.finish([request_id], 0.0, drain=False)
     probe.shutdown()
 
 
 def test_another_process_finds_it_in_redis(
     writer: VllmInstance, start: StartInstance, valkey: Server
 ) -> None:
-    """And what its last step computes is there when it has ended."""
     prompt = random_prompt(40, 2000)
     cold = writer.serve(prompt)
     wait_for_values(valkey, len(cold.block_digests))

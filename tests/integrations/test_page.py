@@ -16,7 +16,7 @@ from lmcache_connector.config.strict import parse
 from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.plans import AuditJob, LoadJob, PrefetchJob, StoreJob
 from tests.support import ROOT
-from tests.test_readme import table_after
+from tests.test_docs import table_after
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 SNIPPETS = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
@@ -43,7 +43,6 @@ def test_vllm_loads_the_tier_that_is_shown() -> None:
 
 
 def test_every_span_is_on_the_page() -> None:
-    """One for each kind of job, and one for look-ups."""
     rows = {row[0].strip("`") for row in table_after(PAGE, "## Traces")}
     kinds = (StoreJob, AuditJob, LoadJob, PrefetchJob)
     jobs = {kind.__name__.removesuffix("Job").lower() for kind in kinds}

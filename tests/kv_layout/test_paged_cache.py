@@ -172,7 +172,7 @@ def bytes_of(box: Box) -> list[int]:
     return [start + at for start in starts for at in range(box.width)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(boxes())
 def test_boxes_called_disjoint_are_disjoint(case: list[Box]) -> None:
     touched = [at for box in case for at in bytes_of(box)]

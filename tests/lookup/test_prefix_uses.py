@@ -33,7 +33,6 @@ def test_nothing_is_told_of_a_prompt_that_nobody_holds() -> None:
 
 
 def test_all_windows_held_are_told() -> None:
-    """They build on nothing."""
     prefix, window = ([part_key(key, part, 2) for key in KEYS] for part in (0, 1))
     uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]))
     uses.add(KEYS, Claim())

@@ -184,4 +184,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=100, stateful_step_count=40)

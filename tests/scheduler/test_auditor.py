@@ -129,25 +129,6 @@ def test_a_mismatch_says_of_what_request(
 # -- resets ------------------------------------------------------------------------------------
 
 
-def test_unchanged_weights_share_at_once(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
-    serve(engine, tokens)
-    assert engine.reset(new_weights=False)
-    serve(engine, tokens)  # the first hit is audited
-    assert loaded(engine) == 2
-    assert audits(engine) == {"match": 1}
-
-
-def test_changed_weights_load_nothing_from_before(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
-    serve(engine, tokens)
-    assert engine.reset()
-    serve(engine, tokens)
-    assert loaded(engine) == 0
-    serve(engine, tokens)
-    assert loaded(engine) == 2, "its own KV, under another name"
-
-
 def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:
     faults = Faults(slow=0.0)
     engine = ShadowEngine(model, FIRST, 0, faults)

@@ -1,7 +1,6 @@
 """Loads of a real worker side behind a slow or silent Redis: what is used, and what is not touched.
 
-The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is missing.
-"""
+The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is missing."""
 
 from __future__ import annotations
 
@@ -9,18 +8,23 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lmcache.v1.cache_controller.message import OpType
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.plans import (
     CacheEvent,
-    JobResult,
     LoadJob,
     Outcome,
     PrefillWork,
@@ -35,11 +39,14 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
 from tests.support.fixed_weights import FixedWeights
+from tests.support.frames import product_frames
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, free_port, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.vllm_configs import vllm_config
+from tests.support.waits import wait_until, within
+from tests.support.workers import SteppedWorker
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
 CHUNK_TOKENS, NUM_BLOCKS = 32, 128
@@ -49,12 +56,6 @@ GEOMETRY = ChunkGeometry(
 LONG = 60.0
 KEYS = tuple(random.Random(i).randbytes(32) for i in range(40))
 PROBE_KEYS = tuple(random.Random(-i - 1).randbytes(32) for i in range(4))
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with running_valkey() as server:
-        yield server
 
 
 @pytest.fixture
@@ -69,39 +70,6 @@ def port(valkey: Server, link: SlowLink) -> Iterator[int]:
         link.set()
 
 
-@dataclass
-class Instance:
-    """A worker and the paged cache it works on."""
-
-    worker: WorkerAdapter
-    cache: dict[str, torch.Tensor]
-    results: dict[int, JobResult] = field(default_factory=dict)
-    redis_bytes: int = 0
-
-    def run(self, plan: StepPlan) -> None:
-        self.worker.handle_preemptions(plan)
-        self.worker.start_forward(plan)
-        self.worker.start_loads(plan)
-        self.worker.end_forward(plan)
-        self.collect()
-
-    def collect(self) -> None:
-        output = self.worker.finish_step()
-        for result in output.report.results if output.report else ():
-            self.results[result.job_id] = result
-            self.redis_bytes += result.fetched_bytes
-
-    def wait_for(self, job_id: int) -> JobResult:
-        for _ in range(20_000):
-            if job_id in self.results:
-                return self.results[job_id]
-            self.run(StepPlan(idle=True))  # waits a few milliseconds for something to end
-        raise AssertionError(f"job {job_id} does not end")
-
-    def blocks(self, block_ids: range) -> list[torch.Tensor]:
-        return [layer[list(block_ids)].clone() for layer in self.cache.values()]
-
-
 def make_instance(
     port: int,
     probe: bool = False,
@@ -110,7 +78,7 @@ def make_instance(
     weights: FixedWeights | None = None,
     login: str = "",
     **tier: Any,
-) -> Instance:
+) -> SteppedWorker:
     """``tier``: settings of the Redis tier."""
     torch.manual_seed(random.randrange(1 << 30))
     cache = {
@@ -125,14 +93,14 @@ def make_instance(
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
     make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
-    return Instance(WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache)
+    return SteppedWorker(
+        WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache
+    )
 
 
 @pytest.fixture
-def written(port: int, valkey: Server) -> list[torch.Tensor]:
+def written(port: int) -> list[torch.Tensor]:
     """All chunks of KEYS are in Redis, and in no CPU tier; the blocks they were stored from."""
-    with valkey.client() as client:
-        client.flushall()
     writer = make_instance(port)
     block_ids = range(2 * len(KEYS))
     job = store_job(1, "writer", KEYS, (tuple(block_ids),))
@@ -144,14 +112,13 @@ def written(port: int, valkey: Server) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def reader(written: list[torch.Tensor], port: int) -> Iterator[Instance]:
+def reader(written: list[torch.Tensor], port: int) -> Iterator[SteppedWorker]:
     instance = make_instance(port)
     yield instance
     instance.worker.shutdown()
 
 
 def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: int) -> None:
-    """They have changed after the plan was made."""
     weights = FixedWeights()
     instance = make_instance(port, weights=weights)
     try:
@@ -174,25 +141,16 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
 
 def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
     """The scheduler side did not know: it would have planned another job."""
-    instance, found = make_instance(port), list[CacheEvent]()
+    instance = make_instance(port)
     try:
         store, again = (store_job(number, "r", KEYS[:1], ((0, 1),)) for number in (1, 2))
         load = load_job(3, "r", KEYS[:2], ((4, 5, 6, 7),), deadline_seconds=20.0)
-        for job, plan in (
-            (store, StepPlan(stores=(store,))),
-            (again, StepPlan(stores=(again,))),
-            (load, StepPlan(loads=(load,))),
+        for number, plan in enumerate(
+            (StepPlan(stores=(store,)), StepPlan(stores=(again,)), StepPlan(loads=(load,))), 1
         ):
-            until = time.monotonic() + 20
-            instance.worker.start_loads(plan)
-            instance.worker.end_forward(plan)
-            is_done = False
-            while not is_done:
-                assert time.monotonic() < until
-                if (report := instance.worker.finish_step().report) is not None:
-                    found += report.events
-                    is_done = any(result.job_id == job.job_id for result in report.results)
-        assert found == [
+            instance.run(plan)
+            instance.wait_for(number)
+        assert instance.events == [
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[1], admitted=False),
@@ -234,7 +192,6 @@ def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
 def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFixture[str]) -> None:
     with valkey.client() as client:
         client.execute_command("ACL", "SETUSER", "u", "on", ">hunter2", "~*", "+@all")
-        client.flushall()
         instance = make_instance(valkey.port, login="u:hunter2@")
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         assert instance.wait_for(1).outcome is Outcome.DONE
@@ -260,7 +217,7 @@ def stored(written: list[torch.Tensor], chunks: range) -> list[torch.Tensor]:
     return [layer[2 * chunks.start : 2 * chunks.stop] for layer in written]
 
 
-def connected(reader: Instance) -> None:
+def connected(reader: SteppedWorker) -> None:
     """Loads one chunk, so that the tier has its connections."""
     numbers = count(9000)
 
@@ -273,7 +230,7 @@ def connected(reader: Instance) -> None:
 
 
 def test_late_bytes_never_land_in_a_block_that_was_given_back(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     link.set(stalled=True)
@@ -291,7 +248,7 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
 
 
 def test_what_arrived_by_the_deadline_is_used(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     link.set(bytes_per_second=GEOMETRY.chunk_bytes * 40)  # a second for all
@@ -325,7 +282,7 @@ def test_the_probe_measures_and_notices_silence(
 
 
 def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
-    reader: Instance, link: SlowLink
+    reader: SteppedWorker, link: SlowLink
 ) -> None:
     link.set(stalled=True)
     job = load_job(1, "r", KEYS, (tuple(range(2 * len(KEYS))),), deadline_seconds=8.0)
@@ -377,7 +334,7 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
                 instance.worker.shutdown()
 
 
-def started(instance: Instance) -> RankStart:
+def started(instance: SteppedWorker) -> RankStart:
     """The worker tells once what it found out at start."""
     for _ in range(20_000):
         report = instance.worker.finish_step().report
@@ -388,7 +345,7 @@ def started(instance: Instance) -> RankStart:
     raise AssertionError("the start is not told")
 
 
-def probed(instance: Instance) -> TransferTime:
+def probed(instance: SteppedWorker) -> TransferTime:
     instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
         report = instance.worker.finish_step().report
@@ -416,3 +373,64 @@ def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
     instance.run(StepPlan(idle=True))  # no forward pass
     assert told == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
+
+
+# -- quiet steps -----------------------------------------------------------------------------------
+
+
+MAX_FRAMES = 19
+"""Of all calls that vLLM's model runner makes in one step. It was 44."""
+
+
+@pytest.fixture
+def instance(valkey: Server) -> Iterator[SteppedWorker]:
+    instance = make_instance(valkey.port)
+    yield instance
+    instance.worker.shutdown()
+
+
+@pytest.fixture
+def connector(
+    model: Path, instance: SteppedWorker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LMCacheTieredConnector]:
+    """vLLM's runner finds it."""
+    connector = object.__new__(LMCacheTieredConnector)
+    connector._scheduler, connector._worker = None, instance.worker
+    connector._step = connector._step_output = connector._scheduler = connector._guard = None
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    with set_forward_context(None, vllm_config(model)):
+        yield connector
+
+
+def run_step(connector: LMCacheTieredConnector, metadata: KVConnectorMetadata) -> bool:
+    """As vLLM's runner does. Whether something was reported."""
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_metadata = metadata
+    connector.handle_preemptions(metadata)
+    with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as found:
+        pass
+    assert found is not None
+    return found.kv_connector_worker_meta is not None
+
+
+def come_to_rest(connector: LMCacheTieredConnector) -> None:
+    idle = PlanMetadata(StepPlan(idle=True))
+    assert within(20.0, lambda: not run_step(connector, idle))
+
+
+def test_a_quiet_step_takes_few_frames(connector: LMCacheTieredConnector) -> None:
+    come_to_rest(connector)
+    run_step(connector, PlanMetadata(None))
+    frames = product_frames(lambda: run_step(connector, PlanMetadata(None)))
+    assert frames.total() <= MAX_FRAMES, frames
+
+
+def test_a_job_is_reported_with_a_quiet_step(
+    connector: LMCacheTieredConnector, instance: SteppedWorker
+) -> None:
+    come_to_rest(connector)
+    job = store_job(1, "r", KEYS[:1], ((0, 1),))
+    run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
+    assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
+    while instance.worker._has_news():  # its write to Redis ends later, and is reported too
+        assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

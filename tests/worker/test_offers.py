@@ -11,10 +11,11 @@ import pytest
 from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.offers import Offers, Pace, RedisOffers
 from tests.support.jobs import store_job
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
-from tests.worker.test_adapter import KEYS, LONG, Instance, make_instance
+from tests.support.waits import wait_until
+from tests.support.workers import SteppedWorker
+from tests.worker.test_adapter import KEYS, LONG, make_instance
 
 KEY = random.Random(0).randbytes(32)
 PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
@@ -126,13 +127,13 @@ def own_server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def instance(own_server: Server) -> Iterator[Instance]:
+def instance(own_server: Server) -> Iterator[SteppedWorker]:
     made = make_instance(own_server.port, pace=QUICK)
     yield made
     made.worker.shutdown()
 
 
-def store(instance: Instance) -> None:
+def store(instance: SteppedWorker) -> None:
     block_ids = tuple(range(2 * NUM_CHUNKS))
     keys = KEYS[:NUM_CHUNKS]
     job = store_job(1, "r", keys, (block_ids,))
@@ -140,7 +141,7 @@ def store(instance: Instance) -> None:
     instance.wait_for(1)
 
 
-def wait_for_all(server: Server, instance: Instance, wanted: bool) -> None:
+def wait_for_all(server: Server, instance: SteppedWorker, wanted: bool) -> None:
     """Until all values are there; with ``wanted``, while requests want them."""
 
     def are_there() -> bool:
@@ -151,7 +152,7 @@ def wait_for_all(server: Server, instance: Instance, wanted: bool) -> None:
     wait_until(are_there, "the values did not come back")
 
 
-def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Instance) -> None:
+def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: SteppedWorker) -> None:
     store(instance)
     wait_for_all(own_server, instance, wanted=False)
     with own_server.client() as client:
