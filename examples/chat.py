@@ -28,6 +28,7 @@ from typing import Any
 _SECONDS = 600.0
 _ANSWER_TOKENS = 48
 _SOURCES = {"device": "vLLM's cache", "cpu": "CPU tier", "peer": "peers", "redis": "Redis"}
+_SAVED = "saved"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,13 @@ def converse(args: argparse.Namespace) -> None:
             turn = chat.say(some_words(words, args.question_words))
             after = tokens_by_source(url)
             found = {source: after[source] - before[source] for source in _SOURCES}
-            computed = turn.num_prompt_tokens - sum(found.values())
             sources = ", ".join(f"{found[source]} {name}" for source, name in _SOURCES.items())
+            saved = found["device"] + after[_SAVED] - before[_SAVED]
+            computed, lost = turn.num_prompt_tokens - saved, sum(found.values()) - saved
             print(
                 f"turn {number + 1} user {user + 1}: {turn.first_seconds:.3f} s, "
-                f"{turn.num_prompt_tokens} prompt tokens: {sources}, {computed} computed",
+                f"{turn.num_prompt_tokens} prompt tokens: {sources}, {computed} computed"
+                + (f" ({lost} were found, and did not come in time)" if lost else ""),
                 flush=True,
             )
 
@@ -123,15 +126,17 @@ def some_words(words: random.Random, count: int) -> str:
 
 
 def tokens_by_source(url: str) -> dict[str, int]:
-    """Prompt tokens that were not computed, so far."""
+    """Prompt tokens that were found, so far, and those that the connector has loaded of them."""
+    text = get(f"{url}/metrics")
     found = re.findall(
         r"^vllm:(?:prompt_tokens_cached_by_source|lmcache_hit_tokens)_total"
         r'\{.*(?:source|tier)="(\w+)"\} (\S+)$',
-        get(f"{url}/metrics"),
+        text,
         re.MULTILINE,
     )
-    sums = dict.fromkeys(_SOURCES, 0)
-    for source, value in found:
+    loaded = re.findall(r"^vllm:lmcache_prefill_saved_tokens_total\{.*\} (\S+)$", text, re.M)
+    sums = dict.fromkeys((*_SOURCES, _SAVED), 0)
+    for source, value in (*found, *((_SAVED, value) for value in loaded)):
         if source in sums:
             sums[source] += int(float(value))
     return sums

@@ -40,7 +40,7 @@ EXCLUDED = {
 }
 TURN = re.compile(
     r"^turn (\d) user \d: ([\d.]+) s, (\d+) prompt tokens: "
-    r"\d+ vLLM's cache, (\d+) CPU tier, (\d+) peers, 0 Redis, \d+ computed$",
+    r"\d+ vLLM's cache, (\d+) CPU tier, (\d+) peers, (\d+) Redis, (\d+) computed$",
     re.MULTILINE,
 )
 Run = Callable[[Sequence[str]], dict[str, str]]
@@ -197,7 +197,7 @@ def test_the_readme_shows_hits(reader: Run) -> None:
     (chat,) = (TURN.findall(text) for line, text in printed.items() if "chat.py" in line)
     assert_later_turns_are_loaded(chat)
     (counter,) = (text for line, text in printed.items() if "curl" in line)
-    assert float(counter.split()[-1]) >= sum(int(cpu) for _, _, _, cpu, _ in chat)
+    assert float(counter.split()[-1]) >= sum(int(cpu) for _, _, _, cpu, *_ in chat)
 
 
 @pytest.mark.soak
@@ -209,8 +209,12 @@ def test_every_other_line_runs(reader: Run) -> None:
     first, second = (TURN.findall(text) for line, text in printed.items() if "chat.py" in line)
     assert_later_turns_are_loaded(first)
     assert len(second) == len(first)
-    prompts, from_peer = (sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4))
-    assert from_peer > prompts / 2
+    # From the first server, or from Redis if that is as quick.
+    prompts, *loaded, computed = (
+        sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4, 5, 6)
+    )
+    assert loaded[0] > 0
+    assert computed < prompts / 10
     (stats,) = (text for line, text in printed.items() if "stats localhost" in line)
     assert not re.search(r"hit rate 0\.0%", stats)
 

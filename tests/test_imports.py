@@ -23,14 +23,14 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 2000, "handover": 65, "transformers": 860},
+    {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 600, "stepwise": 1285},
     {"integrations": 440, "scheduler": 3820, "worker": 4_285},
     {"lookup": 825, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2955},
     {
         "audit": 350,
-        "cost_model": 1375,
+        "cost_model": 1380,
         "kv_events": 335,
         "kv_layout": 635,
         "metrics": 520,

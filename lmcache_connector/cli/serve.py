@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ _BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 _BLOCK_SIZE = ("--block-size",)
+# With one of these vLLM listens elsewhere than at `--port` of all addresses.
+_ELSEWHERE = ("--host", "--uds", "--headless", "--config")
+_PORT = 8000
 # Whoever names one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
@@ -82,6 +86,8 @@ class Server:
 def run(report: Report, options: Options, *, dry_run: bool) -> int:
     """Becomes the server. With ``dry_run`` it only says the line."""
     server = plan(options)
+    if not dry_run:
+        _check_port(options.vllm_options)
     variables = [f"{name}={value}" for name, value in server.environment.items()]
     report.emit(
         {
@@ -145,6 +151,21 @@ def _become(server: Server) -> None:
     except OSError as error:
         reason = f"{server.command[0]} cannot be started: {error.strerror}"
         raise CliError(reason, "install vLLM beside this command") from None
+
+
+def _check_port(vllm_options: Sequence[str]) -> None:
+    """vLLM would load the model first, and then share the port with another vLLM, or raise."""
+    line = " ".join(vllm_options).replace("=", " ").split()
+    port = ([value for name, value in pairwise(line) if name == "--port"] or [str(_PORT)])[-1]
+    if _names(vllm_options, _ELSEWHERE) or not port.isdecimal():
+        return
+    try:
+        socket.create_server(("", int(port))).close()
+    except OSError as error:
+        reason = f"port {port} cannot be listened at: {os.strerror(error.errno or 0)}"
+        raise CliError(reason, "stop what listens there, or give another --port") from None
+    except OverflowError:
+        raise CliError(f"port {port} is none", "give --port a number up to 65535") from None
 
 
 def _check_options(options: Options) -> None:

@@ -21,7 +21,8 @@ leaves the request within 1.05 of recompute, however slow the tier is.
   who waits. If such a tier stalls out of the blue, the loads under way lose up to that; from the
   first of them reported on, nothing loads from it.
 
-Before any prefill was measured ``C`` is unknown: as much as is predicted to load within 250 ms is.
+Before any prefill was measured ``C`` is unknown: as much as is predicted to load within 250 ms is,
+and three times that is the least deadline.
 
 The way back. A tier that is left out because it looked slow is measured no more. Once nothing has
 been heard of it for a minute, its last calibration counts again: where it says that a load pays,
@@ -58,8 +59,8 @@ STALL_SHARE = 0.05
 MIN_DEADLINE_SECONDS = 0.010
 """Below this, thread wake-ups decide, not the tier."""
 UNMEASURED_LOAD_SECONDS = 0.250
-"""Predicted loads may last this long while nothing says what recompute would cost; so may the wait
-for a tier nothing is known about."""
+"""Predicted loads may last this long while nothing says what recompute would cost; a tier nothing
+is known about is taken to need as long."""
 _MIN_GAIN_SHARE = 0.05
 """Closer than this predictions cannot tell, and compute is the safe side."""
 _MIN_PREFILL_SHARE = 0.25
@@ -267,7 +268,7 @@ class CostModel:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
         if not self._prefill.known:
-            deadline = max(trusted, UNMEASURED_LOAD_SECONDS)
+            deadline = max(trusted, _MULTIPLE * UNMEASURED_LOAD_SECONDS)
         else:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
@@ -289,14 +290,17 @@ class CostModel:
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason
     ) -> LoadDecision:
-        deadline = 0.0
         if prefix.num_chunks:
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
+            load_seconds = prefix.load_seconds
+        else:
+            deadline = 0.0
+            load_seconds = self._prefixes(offer).of(len(offer.tiers)).load_seconds
         return LoadDecision(
             num_chunks=prefix.num_chunks,
             num_hit_chunks=len(offer.tiers),
             deadline_seconds=deadline,
-            predicted_load_seconds=prefix.load_seconds,
+            predicted_load_seconds=load_seconds,
             predicted_compute_seconds=compute_seconds,
             reason=reason,
         )

@@ -84,8 +84,8 @@ class LoadOffer:
 class LoadDecision:
     """Load the first ``num_chunks`` of ``num_hit_chunks``, and wait ``deadline_seconds`` for them.
 
-    ``predicted_load_seconds`` is that load's; ``predicted_compute_seconds`` is recompute alone,
-    with nothing loaded. Both are 0 where nothing is known.
+    ``predicted_load_seconds`` is that load's, or the whole hit's if nothing is loaded;
+    ``predicted_compute_seconds`` is recompute alone. Both are 0 where nothing is known.
     """
 
     num_chunks: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,14 @@ def test_every_option_of_vllm_goes_to_vllm() -> None:
             refused.add(option)
     ours = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--model")
     assert refused == {*ours, "-kvt"} & options
+
+
+@pytest.mark.parametrize("option", ["--port {}", "--port={}"])
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(option: str) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["some/model", *option.format(port).split(), "--json"]
+        answer = CliRunner().invoke(app, ["serve", *options])
+    assert answer.exit_code == 2
+    error = json.loads(answer.stdout)["error"]
+    assert error == f"port {port} cannot be listened at: Address already in use"

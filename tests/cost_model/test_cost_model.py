@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.cost_model import MIN_DEADLINE_SECONDS, STALL_SHARE, CostModel
+from lmcache_connector.cost_model.cost_model import (
+    MIN_DEADLINE_SECONDS,
+    STALL_SHARE,
+    UNMEASURED_LOAD_SECONDS,
+    CostModel,
+)
 from lmcache_connector.cost_model.decision import LoadOffer, Reason
 from lmcache_connector.cost_model.steps import IDLE_SECONDS
 from lmcache_connector.cost_model.tiers import QUIET_SECONDS
@@ -71,7 +76,7 @@ def test_a_tier_nothing_is_known_of_is_loaded_within_the_stall_share(tier: Tier)
 def test_with_nothing_known_at_all_loads_are_made_within_a_bound() -> None:
     decision = make_model(prefill=False).decide(offer(CPU, CPU, REDIS))
     assert (decision.num_chunks, decision.reason) == (3, Reason.UNMEASURED)
-    assert 0 < decision.deadline_seconds <= 0.25
+    assert decision.deadline_seconds == 3 * UNMEASURED_LOAD_SECONDS
 
 
 def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
@@ -85,6 +90,18 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     assert decision.deadline_seconds == pytest.approx(latest, rel=1e-3)
     short = model.decide(offer(*[REDIS] * 8, chunk_bytes=10**5))
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)
+
+
+@pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
+def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
+    model = make_model()
+    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.0)
+    asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})
+    decision = model.decide(asked)
+    assert decision.num_chunks == num_chunks
+    # Also of a hit that is not worth its load: who reads the log wants to know why.
+    chunks = 32 * asked.chunk_bytes
+    assert decision.predicted_load_seconds == pytest.approx((queued_bytes + chunks) / 1e8)
 
 
 def test_company_makes_compute_dearer_and_loading_worth_it() -> None:
