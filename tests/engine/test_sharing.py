@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import values_of
+from tests.support.waits import wait_until
 
 LIMITS = PATIENT
 NUM_HEADS = 4
@@ -77,11 +77,11 @@ def serve_cold(
     assert cold.external_hit_tokens == 0
     tags = instance.call(chunk_tags, prompt)
     assert len(tags) == NUM_CHUNKS
-    for _ in range(500):
-        if all(len(values_of(valkey, tag)) == num_values for tag in tags):
-            return cold
-        threading.Event().wait(0.02)
-    raise AssertionError("the writes did not arrive")
+    wait_until(
+        lambda: all(len(values_of(valkey, tag)) == num_values for tag in tags),
+        "the writes did not arrive",
+    )
+    return cold
 
 
 def assert_same_bytes(hit: Served, cold: Served) -> None:
@@ -165,8 +165,15 @@ def prepare_pipeline(probe: EngineProbe) -> None:
 
 def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
     probe.reset_prefix_cache()
-    for rank in range(2):
-        probe.on_ranks(forget_on_rank, rank, chunk_keys(probe, prompt), False)
+    probe.on_ranks(forget_on_rank, chunk_keys(probe, prompt))
+
+
+def forget_on_rank(worker: Any, keys: list[bytes]) -> None:
+    """Drop chunks from a rank's CPU tier."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for key in keys:
+        get_kv_transfer_group()._worker._engine.forget(key)
 
 
 @pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers
@@ -193,24 +200,6 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
     before = failed_loads(one)
     assert one.serve(prompt).external_hit_tokens == 0
     assert failed_loads(one) == before
-
-
-# -- several ranks are one -------------------------------------------------------------------------
-
-
-def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) -> int:
-    """Drop chunks from one rank's CPU tier; returns how many it holds then."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    engine = get_kv_transfer_group()._worker._engine
-    if worker.rank == rank:
-        reported = engine._changed
-        if silently:
-            engine._cpu.batched_msg_sender = type(reported)()
-        for key in keys:
-            engine.forget(key)
-        engine._cpu.batched_msg_sender = reported
-    return int(engine.num_chunks)
 
 
 # -- weight updates --------------------------------------------------------------------------------

@@ -13,13 +13,20 @@ from lmcache_connector.worker.adapter import WorkerAdapter
 
 @dataclass
 class SteppedWorker:
-    """``cache``: the paged one that the worker moves KV of, by layer."""
+    """``cache``: the paged one that the worker moves KV of, by layer. In a ``with``, it ends in the
+    end, and writes what is queued."""
 
     worker: WorkerAdapter
     cache: dict[str, torch.Tensor]
     results: dict[int, JobResult] = field(default_factory=dict)
     events: list[CacheEvent] = field(default_factory=list)
     redis_bytes: int = 0
+
+    def __enter__(self) -> SteppedWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
 
     def run(self, plan: StepPlan) -> RankReport | None:
         self.worker.handle_preemptions(plan)

@@ -113,15 +113,13 @@ def written(port: int) -> list[torch.Tensor]:
 
 @pytest.fixture
 def reader(written: list[torch.Tensor], port: int) -> Iterator[SteppedWorker]:
-    instance = make_instance(port)
-    yield instance
-    instance.worker.shutdown()
+    with make_instance(port) as instance:
+        yield instance
 
 
 def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: int) -> None:
     weights = FixedWeights()
-    instance = make_instance(port, weights=weights)
-    try:
+    with make_instance(port, weights=weights) as instance:
         store = store_job(1, "r", KEYS[:1], ((0, 1),))
         instance.run(StepPlan(stores=(store,), heard_weights=(0,)))
         assert instance.wait_for(1).outcome is Outcome.DONE
@@ -135,14 +133,11 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
             assert instance.wait_for(job_id + 1).outcome is outcome
             are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))
             assert are_there == (outcome is Outcome.CANCELLED)
-    finally:
-        instance.worker.shutdown()
 
 
 def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
     """The scheduler side did not know: it would have planned another job."""
-    instance = make_instance(port)
-    try:
+    with make_instance(port) as instance:
         store, again = (store_job(number, "r", KEYS[:1], ((0, 1),)) for number in (1, 2))
         load = load_job(3, "r", KEYS[:2], ((4, 5, 6, 7),), deadline_seconds=20.0)
         for number, plan in enumerate(
@@ -155,14 +150,11 @@ def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[1], admitted=False),
         ]
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
     """LMCache tells of it outside its lock: the chunk may have come back meanwhile."""
-    instance = make_instance(port)
-    try:
+    with make_instance(port) as instance:
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         instance.wait_for(1)
         cpu = instance.worker._engine._cpu
@@ -176,8 +168,6 @@ def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
         instance.worker._engine.forget(KEYS[0])
         assert events() == (CacheEvent(KEYS[0], admitted=False),)
         assert events() == ()
-    finally:
-        instance.worker.shutdown()
 
 
 def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
@@ -267,8 +257,7 @@ def test_the_probe_measures_and_notices_silence(
     written: list[torch.Tensor], port: int, link: SlowLink
 ) -> None:
     link.set(latency_seconds=0.04)
-    instance = make_instance(port, probe=True)
-    try:
+    with make_instance(port, probe=True) as instance:
         measured = started(instance).calibration.redis
         assert measured is not None
         assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
@@ -277,8 +266,6 @@ def test_the_probe_measures_and_notices_silence(
         assert probed(instance).num_bytes == 0
         link.set()
         assert probed(instance).num_bytes > 0
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
@@ -294,16 +281,12 @@ def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
-    worker = make_instance(free_port() if is_away else valkey.port).worker
-    try:
-        wait_until(lambda: worker.redis_is_away == is_away, "state of the server")
-    finally:
-        worker.shutdown()
+    with make_instance(free_port() if is_away else valkey.port) as instance:
+        wait_until(lambda: instance.worker.redis_is_away == is_away, "state of the server")
 
 
 def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
-    instance = make_instance(valkey.port, probe=True)
-    try:
+    with make_instance(valkey.port, probe=True) as instance:
         started(instance)
         with valkey.client() as client:
             for lost in (PROBE_KEYS[2:], PROBE_KEYS[:1], PROBE_KEYS):
@@ -311,8 +294,6 @@ def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
                     client.delete(*client.keys(f"lmc:*{key.hex()}*"))
                 measured = probed(instance)
                 assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
@@ -320,18 +301,17 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
         with server.client() as client:
             client.execute_command("ACL SETUSER default -@write")
         link = SlowLink()
-        with slow_proxy(server.port, link) as proxy:
-            instance = make_instance(proxy.port, probe=True)
-            try:
-                first = started(instance).calibration.redis
-                assert first is not None
-                assert (first.num_bytes, first.has_answered) == (0, True)
-                link.set(stalled=True)
-                assert not probed(instance).has_answered
-                link.set()
-                assert probed(instance).has_answered
-            finally:
-                instance.worker.shutdown()
+        with (
+            slow_proxy(server.port, link) as proxy,
+            make_instance(proxy.port, probe=True) as instance,
+        ):
+            first = started(instance).calibration.redis
+            assert first is not None
+            assert (first.num_bytes, first.has_answered) == (0, True)
+            link.set(stalled=True)
+            assert not probed(instance).has_answered
+            link.set()
+            assert probed(instance).has_answered
 
 
 def started(instance: SteppedWorker) -> RankStart:
@@ -384,9 +364,8 @@ MAX_FRAMES = 19
 
 @pytest.fixture
 def instance(valkey: Server) -> Iterator[SteppedWorker]:
-    instance = make_instance(valkey.port)
-    yield instance
-    instance.worker.shutdown()
+    with make_instance(valkey.port) as instance:
+        yield instance
 
 
 @pytest.fixture

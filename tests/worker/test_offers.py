@@ -128,9 +128,8 @@ def own_server() -> Iterator[Server]:
 
 @pytest.fixture
 def instance(own_server: Server) -> Iterator[SteppedWorker]:
-    made = make_instance(own_server.port, pace=QUICK)
-    yield made
-    made.worker.shutdown()
+    with make_instance(own_server.port, pace=QUICK) as made:
+        yield made
 
 
 def store(instance: SteppedWorker) -> None:
@@ -167,8 +166,7 @@ def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Stepped
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
     """Without room they would fail, and not be tried again for long."""
     pace = Pace(granted_seconds=0.2, retry_seconds=1000.0, max_retry_seconds=1000.0)
-    instance = make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10))
-    try:
+    with make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10)) as instance:
         for first in range(0, NUM_CHUNKS, 2):
             blocks = tuple(range(2 * first, 2 * first + 4))
             job = store_job(first + 1, "r", KEYS[first : first + 2], (blocks,))
@@ -181,14 +179,11 @@ def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
         with own_server.client() as client:
             client.flushall()
         wait_for_all(own_server, instance, wanted=True)
-    finally:
-        instance.worker.shutdown()
 
 
 def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
     lifetime: dict[str, Any] = {"ttl_seconds": 100.0, "refresh_ttl": True}
-    instance = make_instance(own_server.port, pace=QUICK, **lifetime)
-    try:
+    with make_instance(own_server.port, pace=QUICK, **lifetime) as instance:
         store(instance)
         wait_for_all(own_server, instance, wanted=False)
         with own_server.client() as client:
@@ -201,5 +196,3 @@ def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
                 return all(client.pttl(name) > 90_000 for name in names)
 
             wait_until(all_renewed, "the lifetimes were not renewed")
-    finally:
-        instance.worker.shutdown()

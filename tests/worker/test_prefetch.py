@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -102,12 +103,13 @@ def test_a_prefetch_ends_while_redis_is_silent(
     assert_nothing_is_held(reader)
     link.set()
 
-    def loads() -> bool:  # the circuit may have to close first
-        reader.run(StepPlan(loads=(load(next(numbers), range(20), 0),)))
-        return reader.wait_for(numbers_used[-1]).outcome is Outcome.DONE
+    numbers = count(100)
 
-    numbers_used: list[int] = []
-    numbers = iter(_noting(numbers_used))
+    def loads() -> bool:  # the circuit may have to close first
+        number = next(numbers)
+        reader.run(StepPlan(loads=(load(number, range(20), 0),)))
+        return reader.outcome(number) is Outcome.DONE
+
     wait_until(loads, "nothing loads after a prefetch that failed")
     assert same(reader.blocks(range(40)), stored(written, range(20)))
 
@@ -125,12 +127,6 @@ def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
     for job in jobs:
         assert reader.wait_for(job.job_id).outcome is Outcome.DONE
         assert not reader.results[job.job_id].has_fetch_failed
-
-
-def _noting(used: list[int]):  # type: ignore[no-untyped-def]
-    for number in range(100, 10_000):
-        used.append(number)
-        yield number
 
 
 def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
