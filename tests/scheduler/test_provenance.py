@@ -13,9 +13,10 @@ from lmcache_connector.audit.verdicts import Verdict
 from lmcache_connector.scheduler.auditor import Finding
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
+from tests.support.doubles.shadow_cells import Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import Faults, Image
+from tests.support.doubles.shadow_worker import Faults
 
 PROMPT = prompt(5, 4 * BLOCK_SIZE + 1)
 CALM = Faults(slow=0.0, others_lie=True)

@@ -25,9 +25,10 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
+from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults
+from tests.support.doubles.shadow_worker import Faults
 from tests.support.frames import product_frames
 
 CALIBRATIONS = tuple(Calibration(cpu=TransferTime(rank + 1, 1.0)) for rank in range(3))
