@@ -7,9 +7,7 @@ across block sizes and ranks.
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,42 +200,7 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
     assert failed_loads(one) == before
 
 
-# -- weight updates --------------------------------------------------------------------------------
-
-
-def other_weights(model: Path, folder: Path) -> Path:
-    """A copy of a model with every weight changed a little."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, folder)
-    weights = folder / "model.safetensors"
-    save_file({n: t * 1.25 for n, t in load_file(weights).items()}, weights, {"format": "pt"})
-    return folder
-
-
-def update_weights(probe: EngineProbe, path: str) -> None:
-    """As a trainer does: new weights, and everything computed before forgotten."""
-    probe.drain()
-    probe.core.collective_rpc("reload_weights", kwargs={"weights_path": path})
-    assert probe.engine.reset_prefix_cache(reset_connector=True)
-
-
-def test_a_weight_update_concerns_one_instance_and_mixes_nothing(
-    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int], tiny_model: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    cold = serve_cold(one, valkey, prompt)
-    old_tags = one.call(chunk_tags, prompt)
-    two.call(update_weights, str(other_weights(tiny_model, tmp_path / "other")))
-    # No key was deleted, and where the weights have changed none of them is a hit any more.
-    assert all(len(values_of(valkey, tag)) == NUM_HEADS for tag in old_tags)
-    new = serve_cold(two, valkey, prompt)
-    assert not set(itertools.chain(*new.shard_digests)) & set(itertools.chain(*cold.shard_digests))
-    # Each goes on with its own: the other instance is untouched.
-    assert one.call(chunk_tags, prompt) == old_tags
-    for instance, own in ((one, cold), (two, new)):
-        instance.reset_prefix_cache()
-        assert_same_bytes(instance.serve(prompt), own)
+# -- several ranks are one -------------------------------------------------------------------------
 
 
 def test_a_tail_comes_back_on_two_ranks(two: VllmInstance) -> None:

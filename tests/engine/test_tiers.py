@@ -6,7 +6,6 @@ Bytes are compared, and what the connector says it loaded proves that the cache 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -42,14 +41,6 @@ def assert_loaded(hit: Served, cold: Served, num_tokens: int) -> None:
     blocks = hit.cached_tokens // BLOCK_SIZE
     assert blocks > 0
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
-
-
-def test_vllms_own_prefix_cache_goes_first(writer: VllmInstance) -> None:
-    prompt = random_prompt(2, 1100)
-    writer.serve(prompt)
-    again = writer.serve(prompt)
-    assert again.external_hit_tokens == 0
-    assert again.cached_tokens >= 1024
 
 
 @pytest.mark.parametrize("num_tokens", [10, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 512, 1500])
@@ -92,36 +83,6 @@ def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     hit = writer.serve(prompt)
     assert_loaded(hit, cold, 1280 - BLOCK_SIZE)
     assert hit.cached_tokens == 1280
-
-
-def test_the_next_turn_of_a_conversation_hits_generated_tokens(writer: VllmInstance) -> None:
-    prompt = random_prompt(6, 500)
-    first = writer.serve(prompt, 40)
-    writer.reset_prefix_cache()
-    second = writer.serve([*prompt, *first.token_ids, *random_prompt(7, 200)])
-    assert second.external_hit_tokens == 512  # 12 of its tokens were generated
-
-
-def preempt_all(probe: EngineProbe, prompt: list[int], steps: int) -> Any:
-    """Preempt a request while its stores may be running, and let it finish."""
-    probe.add(prompt, max_tokens=8)
-    for _ in range(steps):
-        probe.engine.step()
-    probe.scheduler.reset_prefix_cache(reset_running_requests=True)
-    outputs = []
-    while probe.engine.has_unfinished_requests():
-        outputs += [output for output in probe.engine.step() if output.finished]
-    probe.drain()
-    return outputs[0].outputs[0].token_ids, probe.counts()
-
-
-def test_preemption_while_a_store_may_run(writer: VllmInstance) -> None:
-    prompt = random_prompt(30, 1400)
-    for steps in (1, 2, 3):
-        tokens, counts = writer.call(preempt_all, [steps, *prompt], steps)
-        assert len(tokens) == 8
-        assert counts.by_label("failed_loads") == {}
-    writer.call(check_integrity)
 
 
 def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
