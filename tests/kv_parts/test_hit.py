@@ -49,11 +49,6 @@ def ends(
     return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
 
 
-def test_of_a_window_that_vllm_has_a_part_only_the_rest_is_needed() -> None:
-    assert ends([FULL, window(9)], [X, X, X], [X, o, X], local=8) == (3,)
-    assert ends([FULL, window(9)], [X, X, X], [o, X, X], local=8) == (5,)
-
-
 def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:
     state = Part(Rule.STATE, (1,), 4)
     assert ends([FULL, state], [X] * 3, [X] * 3, num_tokens=12) == (1, 2)
