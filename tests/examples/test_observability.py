@@ -16,7 +16,8 @@ import yaml
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.dashboard import queries, used_metrics
-from tests.test_docs import anchors, table_after
+from tests.test_docs import anchors
+from tests.test_readme import table_after
 
 FOLDER = ROOT / "examples" / "observability"
 # vLLM's own, looked at by test_serve on a real engine.

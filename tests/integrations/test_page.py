@@ -16,7 +16,7 @@ from lmcache_connector.config.strict import parse
 from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.plans import AuditJob, LoadJob, PrefetchJob, StoreJob
 from tests.support import ROOT
-from tests.test_docs import table_after
+from tests.test_readme import table_after
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 SNIPPETS = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
