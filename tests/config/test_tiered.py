@@ -100,18 +100,6 @@ def test_secrets_come_from_variables_and_files(
         assert parse_config({"hash_key": reference}).hash_key_bytes == SECRET.encode()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\xff\xfe"], ids=str)
-def test_a_secret_that_cannot_be_read_is_a_problem_that_names_the_file(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    file = tmp_path / "key"
-    if content is not None:
-        file.write_bytes(content)
-    (line,) = problems(hash_key=f"file:{file}")
-    assert "'hash_key'" in line
-    assert str(file) in line
-
-
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     url = f"redis://user:{SECRET}@host:6379"
@@ -224,9 +212,10 @@ def test_secrets_by_value_environment_and_file(tmp_path: Path) -> None:
     for reference in ("env:MISSING", "env:EMPTY", "file:/no/such/file"):
         with pytest.raises(ValueError, match=reference.split(":", 1)[1]):
             resolve_secret(reference, environ)
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="no secret"):
-        resolve_secret(f"file:{file}", environ)
+    for content in (b"", b"  \n", b"\xff\xfe"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=str(file)):
+            resolve_secret(f"file:{file}", environ)
 
 
 # -- what is gone ----------------------------------------------------------------------------------
