@@ -42,7 +42,7 @@ from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from tests.support.engines.calls import forget
+from tests.support.engines.calls import forget, stored_on_ranks
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import Served
 from tests.support.engines.settings import tiered_transfer
@@ -161,7 +161,7 @@ def _decode(args: argparse.Namespace, reader: VllmInstance) -> list[float]:
 # -- memory --------------------------------------------------------------------------------------
 
 
-def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> float:
+def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> int:
     """In the CPU tiers of all ranks, after the same prompts."""
     with Engines(replace(DEMO_SHAPE, num_kv_heads=1)) as engines:
         engine = engines.start(
@@ -173,7 +173,7 @@ def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> float:
         )
         for number in range(2):
             engine.serve(random_prompt(number, args.prompt_tokens))
-        return sum(engine.counts().gauge_values("cpu_used_bytes"))
+        return sum(size for size, _ in engine.call(stored_on_ranks))
 
 
 # -- look-ups ------------------------------------------------------------------------------------

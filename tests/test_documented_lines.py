@@ -225,5 +225,5 @@ def assert_later_turns_are_loaded(turns: Sequence[tuple[str, ...]]) -> None:
     computed = [float(seconds) for turn, seconds, *_ in turns if turn == "1"]
     loaded = [float(seconds) for turn, seconds, *_ in turns if turn != "1"]
     assert statistics.median(loaded) < statistics.median(computed) / 3
-    for turn, _, prompt, cpu, _ in turns:
+    for turn, _, prompt, cpu, *_ in turns:
         assert (int(cpu) > int(prompt) / 2) == (turn != "1")

@@ -172,8 +172,10 @@ def _worker_settings(
 
 
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
-    executor = vllm_config.parallel_config.distributed_executor_backend
-    return config.loads_in_step and executor in _IN_ORDER
+    is_wanted = config.loads_in_step
+    if is_wanted is None:
+        is_wanted = vllm_config.device_config.device_type == "cpu"
+    return is_wanted and vllm_config.parallel_config.distributed_executor_backend in _IN_ORDER
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

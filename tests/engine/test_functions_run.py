@@ -22,7 +22,7 @@ with each function that goes."""
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     log = tmp_path_factory.mktemp("traced") / "log"
     with VllmInstance(
-        tiny_model, kv_transfer(loads_in_step=True), log, watch_threads, max_model_len=8192
+        tiny_model, kv_transfer(), log, watch_threads, max_model_len=8192
     ) as instance:
         answer: dict[str, list[str]] = instance.call(functions_run)
     return answer

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines.calls import check_integrity
+from tests.support.engines.calls import check_integrity, prepare_pipeline
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
 from tests.support.prompts import random_prompt
 
 
@@ -50,12 +50,29 @@ def forget_prefixes(probe: EngineProbe) -> None:
     probe.drain()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+ENGINES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+    "small steps": {"max_num_batched_tokens": 384},
+    "in MultiConnector": {},
+}
+EVERY_TIME = ("one rank", "two ranks")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak) for name in ENGINES
+    ],
+)
 def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[VllmInstance]:
-    # Of both ranks together, 20 chunks.
-    with start(
-        kv_transfer(loads_in_step=True, cpu_gib=0.02), tensor_parallel_size=request.param
-    ) as instance:
+    transfer = kv_transfer(cpu_gib=0.02)  # of all ranks together, 20 chunks
+    if request.param == "in MultiConnector":
+        transfer = together(transfer)
+    with start(transfer, **ENGINES[request.param]) as instance:
+        if request.param == "two stages":
+            instance.call(prepare_pipeline)
         instance.serve(random_prompt(0, 300))
         yield instance
 

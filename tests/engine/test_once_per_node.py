@@ -7,14 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from examples.tiny_model import ModelShape, build_tiny_model
-from tests.support.engines.calls import abort_after, check_integrity
+from tests.support.engines.calls import abort_after, check_integrity, stored_on_ranks
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
@@ -38,21 +36,10 @@ def two(start: StartInstance, tmp_path_factory: pytest.TempPathFactory) -> Itera
         instance.call(check_integrity)
 
 
-def used_bytes(worker: Any) -> tuple[int, int]:
-    """Of one rank's CPU tier, and the process that it is in."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return int(get_kv_transfer_group()._worker._engine.used_bytes), os.getpid()
-
-
-def on_ranks(probe: EngineProbe) -> list[tuple[int, int]]:
-    return probe.on_ranks(used_bytes)
-
-
 def test_each_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None:
     prompt = random_prompt(1, HIT + 40)
     cold = two.serve(prompt)
-    before, used = two.counts(), [size for size, _ in two.call(on_ranks)]
+    before, used = two.counts(), [size for size, _ in two.call(stored_on_ranks)]
     assert sum(used) == NUM_CHUNKS * CHUNK_BYTES
     assert min(used) > 0
     two.reset_prefix_cache()
@@ -63,7 +50,7 @@ def test_each_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None
     # Each by the rank that does not own it, which does not keep it.
     mapped = counts.total("peer_mapped_chunks") - before.total("peer_mapped_chunks")
     assert mapped == NUM_CHUNKS
-    assert [size for size, _ in two.call(on_ranks)] == used
+    assert [size for size, _ in two.call(stored_on_ranks)] == used
 
 
 def test_evictions_end_no_hit_with_other_bytes(two: VllmInstance) -> None:
@@ -87,7 +74,7 @@ def test_evictions_end_no_hit_with_other_bytes(two: VllmInstance) -> None:
     counts = two.counts()
     assert counts.total("hit_tokens", "cpu") > before.total("hit_tokens", "cpu")
     assert counts.total("peer_mapped_chunks") > before.total("peer_mapped_chunks")
-    assert sum(size for size, _ in two.call(on_ranks)) <= 2 * CAPACITY * CHUNK_BYTES
+    assert sum(size for size, _ in two.call(stored_on_ranks)) <= 2 * CAPACITY * CHUNK_BYTES
 
 
 def test_aborts_and_a_stopped_rank_cost_nothing_for_good(two: VllmInstance) -> None:
@@ -97,7 +84,7 @@ def test_aborts_and_a_stopped_rank_cost_nothing_for_good(two: VllmInstance) -> N
     for steps in (1, 2, 3):
         two.reset_prefix_cache()
         two.call(abort_after, prompt, steps)
-    for _, pid in two.call(on_ranks):
+    for _, pid in two.call(stored_on_ranks):
         two.reset_prefix_cache()
         os.kill(pid, signal.SIGSTOP)
         timer = threading.Timer(1.0, os.kill, (pid, signal.SIGCONT))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, chunk_keys
+from tests.support.engines.calls import check_integrity, chunk_keys, prepare_pipeline
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
@@ -142,23 +142,6 @@ def test_other_block_sizes_read_and_write_the_same_chunks(
         other.call(check_integrity)
     for reader in (one, two):
         assert_same_bytes(reader.serve(prompts[2]), cold)
-
-
-def give_buffers(worker: Any) -> None:
-    """Make what a pipeline rank receives with: vLLM's CPU worker skips the warm-up that does."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    runner = worker.model_runner
-    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens,
-            dtype=runner.model_config.dtype,
-            device=runner.device,
-        )
-
-
-def prepare_pipeline(probe: EngineProbe) -> None:
-    probe.on_ranks(give_buffers)
 
 
 def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:

@@ -34,8 +34,18 @@ RANKS = "ranks"
         ),
         # Two ranks that hold the same, each of which reads what the other stores.
         pytest.param(RANKS, BAD_VALUES | {"num_requests": 120}, {}, marks=pytest.mark.soak),
+        pytest.param(RANKS, UPDATES, {}, marks=pytest.mark.soak),
     ],
-    ids=["short", "long", "windows", "updates", "two at a time", "audited", "ranks"],
+    ids=[
+        "short",
+        "long",
+        "windows",
+        "updates",
+        "two at a time",
+        "audited",
+        "ranks",
+        "ranks updated",
+    ],
 )
 @pytest.mark.timeout(1800)
 def test_a_storm(

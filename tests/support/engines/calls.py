@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +95,17 @@ def forget(probe: EngineProbe) -> None:
     probe.serve([1, 2, 3], 1)  # too short to be stored; its steps tell the scheduler
 
 
+def stored_on_ranks(probe: EngineProbe) -> list[tuple[int, int]]:
+    """Bytes in the CPU tier of each rank, and the process that it is in."""
+    return probe.on_ranks(_stored)
+
+
+def _stored(worker: Any) -> tuple[int, int]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return int(get_kv_transfer_group()._worker._engine.used_bytes), os.getpid()
+
+
 def wait_for_writes(probe: EngineProbe) -> None:
     """Until Redis has everything."""
     assert not any(probe.on_ranks(_drain_writes))
@@ -113,3 +125,20 @@ def draft_counts(probe: EngineProbe) -> tuple[int, int]:
         int(values.get("vllm:spec_decode_num_draft_tokens", 0)),
         int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
     )
+
+
+def prepare_pipeline(probe: EngineProbe) -> None:
+    """Make what pipeline ranks receive with: vLLM's CPU worker skips the warm-up that does."""
+    probe.on_ranks(_make_buffers)
+
+
+def _make_buffers(worker: Any) -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )

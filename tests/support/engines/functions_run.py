@@ -101,9 +101,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = build_tiny_model(Path(folder) / "model")
         log = Path(folder) / "log"
-        with VllmInstance(
-            model, kv_transfer(loads_in_step=True), log, watch_threads, max_model_len=8192
-        ) as instance:
+        with VllmInstance(model, kv_transfer(), log, watch_threads, max_model_len=8192) as instance:
             for name, functions in instance.call(functions_run).items():
                 print(f"{name}: {len(functions)}", *functions, sep="\n  ")
 

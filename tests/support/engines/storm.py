@@ -93,6 +93,8 @@ class Storm:
     """Requests on shared prefixes, own ones, and conversations."""
 
     def __init__(self, probe: EngineProbe, seed: int, weather: Weather) -> None:
+        import torch
+
         self._probe = probe
         self._weather = weather
         self._chance = random.Random(seed)
@@ -101,7 +103,7 @@ class Storm:
         self._wanted: dict[str, int] = {}
         self._kept: list[_Kept] = []
         self._valkey = redis.Redis(port=weather.port)
-        self._embeddings = probe.on_ranks(copy_embeddings)[0]
+        self._embeddings = torch.cat(probe.on_ranks(copy_embeddings))
         self._weights = 0  # which of two
         self._is_updating = False  # vLLM has not taken the reset yet
         self.report = StormReport()
@@ -248,7 +250,8 @@ def copy_embeddings(worker: Any) -> Any:
 
 
 def set_embeddings(worker: Any, embeddings: Any, is_told: int) -> None:
-    """By the model's own loading, which the connector watches, or in place."""
+    """Those of all ranks, by the model's own loading, which the connector watches; or a rank's own
+    in place: what they are now, with the other sign."""
     import torch
 
     model = worker.model_runner.get_model()
@@ -256,7 +259,7 @@ def set_embeddings(worker: Any, embeddings: Any, is_told: int) -> None:
         model.load_weights([("model.embed_tokens.weight", embeddings)])
     else:
         with torch.no_grad():
-            model.model.embed_tokens.weight.copy_(embeddings)
+            model.model.embed_tokens.weight.neg_()
 
 
 def blocks_of(probe: EngineProbe, name: str, num_tokens: int) -> Blocks:
