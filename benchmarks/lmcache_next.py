@@ -298,8 +298,8 @@ def _copies(part: PagedPart) -> Callable[[Sequence[int], object, bool], None]:
     copier = make_copier(torch.device("cpu"))
 
     def copy(addresses: Sequence[int], owners: object, to_chunks: bool) -> None:
-        blocks = (tuple(range(len(addresses))),)
-        copies = part.copies(addresses, owners, blocks, to_chunks=to_chunks)
+        run = PartRun(0, (), (), (tuple(range(len(addresses))),))
+        copies = part.copies(run, addresses, owners, to_chunks=to_chunks)
         copier.copy(copies, "d2h" if to_chunks else "h2d")
 
     return copy

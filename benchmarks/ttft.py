@@ -5,10 +5,10 @@ Engines of one model live side by side and serve prompts of the same lengths in 
 memory, and from a Valkey that another process has filled), and the connectors of
 :mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). Who goes first changes
 from round to round. Before each hit vLLM's own prefix cache is emptied, and before each Redis hit
-the CPU tier too. ``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our
-engine with its connector taken out for a moment: two processes differ by a few per cent whatever
-they run, so what the connector costs a cold prompt is measured in one, and against vLLM alone
-beside it.
+the CPU tier too; what a hit right after such a reset costs, ``weights`` measures.
+``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our engine with its
+connector taken out for a moment: two processes differ by a few per cent whatever they run, so what
+the connector costs a cold prompt is measured in one, and against vLLM alone beside it.
 
 Ratios are medians of the rounds' ratios. What a peer cannot do here is reported under
 ``unavailable``.

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.errors import FailureLog, UnsupportedError, log_through
 from lmcache_connector.kv_events.vllm_events import to_vllm
@@ -21,10 +20,9 @@ from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import LoadJob, RankReport, StepOutput, StepPlan
-from lmcache_connector.scheduler.build import SchedulerBuild
+from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.scheduler.scheduler import Scheduler
-from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.names import (
     STANDING,
     KVConnectorBase_V1,
@@ -41,11 +39,7 @@ from lmcache_connector.vllm_compat.api.names import (
 )
 from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
 from lmcache_connector.vllm_compat.drafter import find_drafter
-from lmcache_connector.vllm_compat.lora_loads import adapter_folder
-from lmcache_connector.vllm_compat.machines import engine_index
-from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.short_loads import before_each_reset, compute_the_rest
-from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
     import torch
@@ -147,35 +141,14 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             for text in warnings(STANDING):
                 _warn_once(text)
-            self._scheduler = self._make_scheduler()
+            self._scheduler = build_scheduler(
+                self._config,
+                vllm_config,
+                kv_cache_config,
+                kv_events=self._wants_kv_events,
+                does_both=self._does_both,
+            )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
-
-    def _make_scheduler(self) -> Scheduler:
-        vllm_config, transfer = self._vllm_config, self._kv_transfer_config
-        parallel = vllm_config.parallel_config
-        wanted = self._config.wanted_chunk_size
-        model = describe_model(vllm_config, self._kv_cache_config, chunk_size=wanted)
-        config = self._config.fitted(model.chunk_size, parallel.local_world_size)
-        # Two blocks with other tokens may have one hash in vLLM's prefix cache.
-        is_weak = not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")
-        return SchedulerBuild(
-            config=config,
-            model=model,
-            weights=weights_identity(vllm_config, config.model_digest, user_cache_folder()),
-            loads=transfer.is_kv_consumer or self._does_both,
-            stores=transfer.is_kv_producer or self._does_both,
-            kv_events=self._wants_kv_events,
-            weak_block_hashes=is_weak,
-            num_batches=vllm_config.max_concurrent_batches,
-            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            find_adapter=adapter_folder,
-            spans=make_spans(vllm_config),
-            engine_id=str(transfer.engine_id),
-            sends=transfer.is_kv_producer,
-            receives=transfer.is_kv_consumer,
-            first_rank=engine_index(parallel) * model.world_size,
-            tp_size=parallel.tensor_parallel_size,
-        ).build()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -308,17 +308,15 @@ class Bare(LMCacheTieredConnector):
     def _parse_config(self) -> ConnectorConfig:
         return parse_config({})
 
-    def _make_scheduler(self) -> Any:
-        return None
-
 
 def test_two_connectors_of_an_engine_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[object, ...]] = []
     connectors._warn_once.cache_clear()
     monkeypatch.setattr(connectors, "STANDING", Standing(unverified=("0.99",)))
     monkeypatch.setattr(connectors.logger, "warning", lambda *words: said.append(words))
+    monkeypatch.setattr(connectors, "build_scheduler", lambda *_, **__: None)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
-    config: Any = SimpleNamespace(kv_transfer_config=object())
+    config: Any = SimpleNamespace(kv_transfer_config=object(), kv_events_config=None)
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         Bare(config, role, object())
     (words,) = said

@@ -106,10 +106,12 @@ def _decode(
 
 
 def come_to_rest(probe: EngineProbe) -> None:
-    """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis."""
+    """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis, and the weights
+    have been read again: that costs the first hit after a reset, and no other."""
     from lmcache_connector import LMCacheTieredConnector
 
     probe.reset_prefix_cache()
+    probe.drain()
     if not isinstance(probe.connector, LMCacheTieredConnector):
         return
     tier = worker_of(probe)._tier

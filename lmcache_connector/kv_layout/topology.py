@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_parts.owners import Alike
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 
@@ -34,23 +33,11 @@ class TopologyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """One rank's part of the KV cache of a model.
+    """Which heads and layers one rank holds, as in :class:`ChunkGeometry`."""
 
-    ``shards``: global KV head indices this rank holds, in buffer order. ``layer_start``,
-    ``num_layers``: this rank's layers, counted over the whole model in the order of
-    ``layer_counts``. ``num_shards_total``: KV heads of the model, 1 with MLA.
-    """
-
-    rank: int
-    world_size: int
     shards: tuple[int, ...]
     layer_start: int
     num_layers: int
-    num_shards_total: int
-
-    @property
-    def layer_end(self) -> int:
-        return self.layer_start + self.num_layers
 
 
 def all_ranks(
@@ -62,30 +49,27 @@ def all_ranks(
     pipeline-parallel size. ``num_kv_heads`` counts the whole model's, 1 with MLA.
     Raises :class:`TopologyError` for an uneven or impossible split.
     """
-    _check_sizes(tp_size, layer_counts)
+    if min(layer_counts) < 1:
+        raise TopologyError(
+            f"every pipeline rank needs a layer with KV, but the layer counts are {layer_counts}"
+        )
     replicas = _replicas(num_kv_heads, tp_size)
-    ranks: list[RankTopology] = []
-    for pp_rank, num_layers in enumerate(layer_counts):
-        for tp_rank in range(tp_size):
-            held = _held_shards(num_kv_heads, tp_size, tp_rank, replicas)
-            ranks.append(
-                RankTopology(
-                    rank=len(ranks),
-                    world_size=tp_size * len(layer_counts),
-                    shards=held,
-                    layer_start=sum(layer_counts[:pp_rank]),
-                    num_layers=num_layers,
-                    num_shards_total=num_kv_heads,
-                )
-            )
-    return tuple(ranks)
+    return tuple(
+        RankTopology(
+            _held_shards(num_kv_heads, tp_size, tp_rank, replicas),
+            sum(layer_counts[:pp_rank]),
+            num_layers,
+        )
+        for pp_rank, num_layers in enumerate(layer_counts)
+        for tp_rank in range(tp_size)
+    )
 
 
-def ranks_alike(ranks: Sequence[RankTopology]) -> Alike:
+def ranks_alike(ranks: Sequence[RankTopology | ChunkGeometry]) -> Alike:
     """Those that hold the same heads of the same layers, together."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for each in ranks:
-        groups.setdefault((each.shards, each.layer_start), []).append(each.rank)
+    for rank, each in enumerate(ranks):
+        groups.setdefault((each.shards, each.layer_start), []).append(rank)
     return tuple(map(tuple, groups.values()))
 
 
@@ -113,17 +97,6 @@ def _replicas(num_shards: int, tp_size: int) -> int:
     return 1
 
 
-def _check_sizes(tp_size: int, layer_counts: tuple[int, ...]) -> None:
-    if tp_size < 1:
-        raise TopologyError(f"the tensor-parallel size must be at least 1, not {tp_size}")
-    if not layer_counts:
-        raise TopologyError("there must be at least one pipeline rank")
-    if min(layer_counts) < 1:
-        raise TopologyError(
-            f"every pipeline rank needs a layer with KV, but the layer counts are {layer_counts}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class GroupLayers:
     """A part's layers in one of vLLM's KV cache groups: names, and places among the layers of the
@@ -139,25 +112,17 @@ class PartLayout:
     """One part on the ranks of one engine.
 
     ``groups[i]`` are its layers in KV cache group ``part.groups[i]``, on the rank that asks.
-    ``ranks`` and ``geometries`` list all ranks in order (TP within PP); a geometry's layers are
-    those of the part in model order, whatever groups they are in. A state's chunk is one token
-    long, and its heads are the ranks that hold pieces of it. ``num_kv_heads`` are those of one
-    rank. ``planes`` say how a block lies in memory where strides do not, ``formats`` how the
-    elements of each layer are stored. The bytes of ``mixed_tokens`` may lie among one another.
+    ``geometries`` list all ranks in order (TP within PP); a geometry's layers are those of the part
+    in model order, whatever groups they are in. A state's chunk is one token long, and its heads
+    are the ranks that hold pieces of it. ``num_kv_heads`` are those of one rank. ``planes`` say how
+    a block lies in memory where strides do not, ``formats`` how the elements of each layer are
+    stored. The bytes of ``mixed_tokens`` may lie among one another.
     """
 
     part: Part
     groups: tuple[GroupLayers, ...]
-    ranks: tuple[RankTopology, ...]
     geometries: tuple[ChunkGeometry, ...]
     num_kv_heads: int
     planes: tuple[Plane, ...]
     formats: tuple[str, ...]
     mixed_tokens: int = 1
-
-    @cached_property
-    def blocks_per_chunk(self) -> int:
-        """In each of its groups."""
-        if self.part.rule is Rule.STATE:
-            return 1
-        return self.geometries[0].num_tokens // self.part.block_size

@@ -118,6 +118,11 @@ class Tally:
         self.totals.count(name, *labels, amount=amount)
         self._new.count(name, *labels, amount=amount)
 
+    def count_up_to(self, name: str, *labels: str, total: float) -> None:
+        """Something that is counted elsewhere has come to ``total`` since the start."""
+        known = self.totals.counters.get(sample_key(name, *labels), 0)
+        self.count(name, *labels, amount=total - known)
+
     def set(self, name: str, *labels: str, value: float) -> None:
         """Set a gauge."""
         self._new.set(name, *labels, value=value)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.chunk_codec import (
@@ -42,6 +42,9 @@ from lmcache_connector.storage.chunk_codec import (
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
 from lmcache_connector.storage.redis.client.resp import CRLF, bulk_length, bulk_line
 from lmcache_connector.storage.redis.value_names import chunk_tag, parse_value_name, stripe_suffix
+
+if TYPE_CHECKING:
+    from lmcache_connector.peers.transfers import Transfers
 
 MAX_COMMAND_BYTES = 1 << 18
 MAX_WORDS = 2_500
@@ -112,20 +115,6 @@ class NotOver(Enum):
 
     UNKNOWN = "unknown"
     COMING = "coming"
-
-
-class TransferTable(Protocol):
-    """The KV transfers of one rank. Thread-safe."""
-
-    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
-        """Once it is over, how the keys of its chunks begin, one after the other."""
-        ...
-
-    def done(self, reader: bytes, transfer_id: str) -> None: ...
-
-    def tend(self) -> None:
-        """Called once in a while."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +209,8 @@ class Commands:
         sealer: Sealer,
         greeting: Greeting,
         max_payload_bytes: int,
+        transfers: Transfers,
         secret: bytes | None = None,
-        transfers: TransferTable | None = None,
     ) -> None:
         self._chunks = chunks
         self._transfers = transfers
@@ -281,23 +270,21 @@ class Commands:
 
     def tend(self) -> None:
         """Called once in a while."""
-        if self._transfers is not None:
-            self._transfers.tend()
+        self._transfers.tend()
 
     # -- KV transfers ----------------------------------------------------------------------------
 
     def _transfer(self, client: Client, words: list[bytes]) -> Reply:
-        if self._transfers is None or len(words) < 3:
-            return _error("how long, who, and which; or there are no KV transfers from here")
+        if len(words) < 3:
+            return _error("how long, who, and which")
         states = [self._transfers.state(words[1], _text(name)) for name in words[2:]]
         parts = (_bulk(s) if isinstance(s, bytes) else _NOT_OVER[s] for s in states)
         is_early = not any(isinstance(state, bytes) for state in states)
         return Reply((b"*%d\r\n" % len(states) + b"".join(parts),), is_early=is_early)
 
     def _done(self, client: Client, words: list[bytes]) -> Reply:
-        if self._transfers is not None:
-            for name in words[1:]:
-                self._transfers.done(words[0], _text(name))
+        for name in words[1:]:
+            self._transfers.done(words[0], _text(name))
         return OK
 
     # -- values ----------------------------------------------------------------------------------

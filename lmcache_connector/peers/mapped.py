@@ -15,7 +15,6 @@ import fcntl
 import logging
 import mmap
 import os
-import select
 import socket
 import struct
 import threading
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
@@ -33,7 +33,7 @@ from lmcache_connector.storage.chunk_codec import (
     ValueHeader,
     check_value,
 )
-from lmcache_connector.storage.redis.client.resp import command
+from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from lmcache_connector.threads import start_thread
@@ -50,10 +50,6 @@ _MAX_BATCH_VALUES = 256
 _PLACE = struct.Struct("<Q")
 _SEALED = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW: a mapping of it never faults
 _F_GET_SEALS = 1034
-
-
-class _Lost(Exception):
-    """The connection cannot be used any more."""
 
 
 class _NotOffered(Exception):
@@ -106,7 +102,7 @@ class MappedPeers:
                 return mapping.read(self._plan, keys, buffers, limit)
         except _NotOffered:
             self._leave_alone(node, _NOT_OFFERED_SECONDS)
-        except (_Lost, OSError, ValueError, RuntimeError) as error:  # the last: no thread to spare
+        except (WireError, OSError, ValueError, RuntimeError) as error:  # the last: no thread
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
             self._leave_alone(node, _RETRY_SECONDS)
@@ -134,18 +130,20 @@ class MappedPeers:
                 self._looking = start_thread("lmc-mapped-peers", self._look)
             idle = self._idle.get(node)
             mapping = idle.pop() if idle else None
-        if mapping is not None and not mapping.is_fresh:  # its owner has gone, and maybe come back
+        if (
+            mapping is not None and not mapping.is_fresh()
+        ):  # its owner has gone, and maybe come back
             mapping.close()
             mapping = None
-        mapping = mapping or _Mapping(address, _seconds(limit))
+        mapping = mapping or _Mapping(address, _soon(limit))
         try:
             yield mapping
         except BaseException:
             mapping.close()
             raise
         try:
-            mapping.release(max(_RELEASE_SECONDS, _seconds(limit)))
-        except (_Lost, OSError):  # what was copied has come all the same; the lease ends with it
+            mapping.release(_soon(limit, least=_RELEASE_SECONDS))
+        except WireError:  # what was copied has come all the same; the lease ends with it
             mapping.close()
             return
         with self._lock:
@@ -157,7 +155,9 @@ class MappedPeers:
     def _look(self) -> None:
         while not self._closing.wait(_SECONDS_BETWEEN_LOOKS):
             with self._lock:
-                gone = [each for idle in self._idle.values() for each in idle if not each.is_fresh]
+                gone = [
+                    each for idle in self._idle.values() for each in idle if not each.is_fresh()
+                ]
                 kept = {n: [m for m in idle if m not in gone] for n, idle in self._idle.items()}
                 self._idle = {node: idle for node, idle in kept.items() if idle}
             for mapping in gone:
@@ -166,16 +166,16 @@ class MappedPeers:
 
 class _Mapping:
     """A connection, and the memory of who is at its other end. Raises ``OSError``, ``ValueError``
-    or `_Lost` in all it does; `_NotOffered` at first."""
+    or ``WireError`` in all it does; `_NotOffered` at first. Answers have to be there, all of them,
+    by ``until``."""
 
-    def __init__(self, address: str, seconds: float) -> None:
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._received = bytearray()
+    def __init__(self, address: str, until: Deadline) -> None:
+        sock = socket.socket(socket.AF_UNIX)
         try:
-            self._sock.settimeout(seconds)
-            self._sock.connect(address)
-            self._ask(seconds, b"MAP")
-            data, descriptors, _, _ = socket.recv_fds(self._sock, 64, 1)
+            sock.settimeout(until.remaining())
+            sock.connect(address)
+            sock.sendall(command(b"MAP"))
+            data, descriptors, _, _ = socket.recv_fds(sock, 64, 1)
             try:
                 if not descriptors:
                     raise _NotOffered
@@ -183,19 +183,14 @@ class _Mapping:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            self._received += data
-            self._line()
+            self._wire = Wire(sock, until.clock, _ANSWER_SECONDS)
+            self._wire.give_back(data)
+            self._wire.receive_line(until)
         except BaseException:
-            self._sock.close()
+            sock.close()
             raise
         self._memory = np.frombuffer(self._map, np.uint8)
-        self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it is connected, and nothing is left to read."""
-        return not (self._received or self._poll.poll(0))
+        self.is_fresh = self._wire.is_fresh
 
     def read(
         self,
@@ -210,22 +205,22 @@ class _Mapping:
                 for value in batch:
                     hits[value.index] = False
                 continue
-            seconds = _seconds(limit)
-            self._ask(seconds, b"LEASE", *(value.name for value in batch))
-            places = self._places(len(batch))
+            until = _soon(limit)
+            self._wire.send([command(b"LEASE", *(value.name for value in batch))], until)
+            self._expect(b"*%d" % len(batch), until)
+            places = [self._place(until) for _ in batch]
             for value, place in zip(batch, places, strict=True):
                 if not (hits[value.index] and self._copy(plan.sealer, value, place)):
                     hits[value.index] = False
         return hits
 
-    def release(self, seconds: float) -> None:
+    def release(self, until: Deadline) -> None:
         """End the lease of the last batch. Each batch ends that of the one before."""
-        self._ask(seconds, b"RELEASE")
-        if self._line() != b"+OK":
-            raise _Lost("a lease that does not end")
+        self._wire.send([command(b"RELEASE")], until)
+        self._expect(b"+OK", until)
 
     def close(self) -> None:
-        self._sock.close()
+        self._wire.close()
         del self._memory
         self._map.close()
 
@@ -236,7 +231,7 @@ class _Mapping:
         (offset,) = _PLACE.unpack_from(place)
         size = len(value.payload)
         if offset + size > len(self._memory):
-            raise _Lost("a place outside of the memory")
+            raise WireError(WireFault.OUT_OF_STEP, "a place outside of the memory")
         # Unlike a memoryview's, numpy's copy lets the engine's step run meanwhile.
         np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
         try:
@@ -245,51 +240,26 @@ class _Mapping:
             return False
         return True
 
-    def _places(self, count: int) -> list[bytes | None]:
-        line = self._line()
-        if line != b"*%d" % count:
-            raise _Lost(line[:64])
-        return [self._bulk() for _ in range(count)]
-
-    def _bulk(self) -> bytes | None:
-        line, size = self._line(), _PLACE.size + HEADER_BYTES
+    def _place(self, until: Deadline) -> bytes | None:
+        """Where a value lies, and its header; ``None``: it is not there."""
+        line, answer = self._wire.receive_line(until), bytearray(_PLACE.size + HEADER_BYTES)
         if line == b"$-1":
             return None
-        if line != b"$%d" % size:
-            raise _Lost(line[:64])
-        while len(self._received) < size + 2:
-            self._receive()
-        found = bytes(self._received[:size])
-        del self._received[: size + 2]
-        return found
+        if line != b"$%d" % len(answer):
+            raise WireError(WireFault.OUT_OF_STEP, first_line(line))
+        self._wire.receive_behind([memoryview(answer)], until)
+        self._expect(b"", until)
+        return bytes(answer)
 
-    def _line(self) -> bytes:
-        while (end := self._received.find(b"\r\n")) < 0:
-            if len(self._received) > 256:
-                raise _Lost("a line without an end")
-            self._receive()
-        line = bytes(self._received[:end])
-        del self._received[: end + 2]
-        return line
-
-    def _ask(self, seconds: float, *words: bytes) -> None:
-        """The answer has to be there, all of it, in that time."""
-        self._until = time.monotonic() + seconds
-        self._sock.settimeout(seconds)
-        self._sock.sendall(command(*words))
-
-    def _receive(self) -> None:
-        if (left := self._until - time.monotonic()) <= 0.0:
-            raise _Lost("late")
-        self._sock.settimeout(left)
-        data = self._sock.recv(64 << 10)
-        if not data:
-            raise _Lost("closed")
-        self._received += data
+    def _expect(self, wanted: bytes, until: Deadline) -> None:
+        if (line := self._wire.receive_line(until)) != wanted:
+            raise WireError(WireFault.OUT_OF_STEP, first_line(line))
 
 
-def _seconds(limit: Deadline) -> float:
-    return min(_ANSWER_SECONDS, max(0.001, limit.remaining()))
+def _soon(limit: Deadline, least: float = 0.001) -> Deadline:
+    """When an owner's answer has to be there."""
+    seconds = min(_ANSWER_SECONDS, max(least, limit.remaining()))
+    return Deadline(limit.clock() + seconds, limit.clock)
 
 
 def _mapped(descriptor: int) -> mmap.mmap:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import ne
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -32,49 +32,10 @@ from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
-from lmcache_connector.scheduler.request_state import (
-    RequestState,
-    SchedulerSettings,
-)
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
-
-class Block(Protocol):
-    """vLLM's ``KVCacheBlock``."""
-
-    block_id: int
-
-
-class BlockPool(Protocol):
-    """vLLM's, as far as it is used here."""
-
-    blocks: Sequence[Block]
-    hash_block_size: int
-
-    def get_num_free_blocks(self) -> int:
-        """Those that nobody holds."""
-        ...
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Take a reference to each."""
-        ...
-
-    def unpin_blocks(self, blocks: Iterable[Block], on_reuse: Callable[[Block], None]) -> None:
-        """Give it back, and be called before the block is written by anybody else."""
-        ...
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Let no further request hit them."""
-        ...
-
-
-class CacheManager(Protocol):
-    """vLLM's ``KVCacheManager``, as far as it is used here."""
-
-    block_pool: BlockPool
-
-    def get_blocks(self, request_id: str) -> Any:
-        """``blocks`` of the answer lists the request's blocks per KV cache group."""
-        ...
+if TYPE_CHECKING:
+    from lmcache_connector.vllm_compat.api.names import KVCacheBlock, KVCacheManager
 
 
 class BlockWitness:
@@ -103,12 +64,12 @@ class BlockWitness:
         }
         self._least_block = min([*self._group_sizes.values(), settings.chunk_size])
         self._names_tokens = settings.weak_block_hashes
-        self._manager: CacheManager | None = None
+        self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
-        self._pinned: dict[int, list[Block]] = {}  # by the list's id()
+        self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
-    def bind(self, manager: CacheManager) -> None:
+    def bind(self, manager: KVCacheManager) -> None:
         """vLLM's cache manager; until then nothing is witnessed."""
         self._manager = manager
 
@@ -171,7 +132,7 @@ class BlockWitness:
 
     # -- blocks that stores read -----------------------------------------------------------------
 
-    def pin(self, block_ids: Iterable[int]) -> list[Block]:
+    def pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         """Nobody is handed these blocks until :meth:`unpin` of the same list."""
         blocks = self._by_id(block_ids)
         if blocks and self._manager is not None:
@@ -179,7 +140,7 @@ class BlockWitness:
             self._pinned[id(blocks)] = blocks
         return blocks
 
-    def unpin(self, blocks: list[Block]) -> None:
+    def unpin(self, blocks: list[KVCacheBlock]) -> None:
         """Those that are free now are handed out after all other free blocks."""
         if self._manager is not None and self._pinned.pop(id(blocks), []):
             self._manager.block_pool.unpin_blocks(reversed(blocks), self._on_reuse)
@@ -343,7 +304,7 @@ class BlockWitness:
             if tail.end % size and (first + 1) * size > state.witness.num_vouched:
                 self._remember(self._blocks(state, group, first, first + 1), [tail.key])
 
-    def _remember(self, blocks: Sequence[Block], lineages: Sequence[bytes]) -> None:
+    def _remember(self, blocks: Sequence[KVCacheBlock], lineages: Sequence[bytes]) -> None:
         """vLLM forgets whom to call once it has called, or when it is told of another."""
         if self._manager is None:
             return
@@ -356,17 +317,21 @@ class BlockWitness:
         for block, lineage in zip(blocks, lineages, strict=True):
             self._lineages[block.block_id] = lineage
 
-    def _on_reuse(self, block: Block) -> None:
+    def _on_reuse(self, block: KVCacheBlock) -> None:
         self._lineages.pop(block.block_id, None)
         self.reused.add(block.block_id)
 
-    def _blocks(self, state: RequestState, group: int, first: int, end: int) -> Sequence[Block]:
+    def _blocks(
+        self, state: RequestState, group: int, first: int, end: int
+    ) -> Sequence[KVCacheBlock]:
         if self._manager is None or end <= first:
             return ()
-        blocks: Sequence[Block] = self._manager.get_blocks(state.request.request_id).blocks[group]
+        blocks: Sequence[KVCacheBlock] = self._manager.get_blocks(state.request.request_id).blocks[
+            group
+        ]
         return blocks[first:end]
 
-    def _by_id(self, block_ids: Iterable[int]) -> list[Block]:
+    def _by_id(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._manager is None:
             return []
         return [self._manager.block_pool.blocks[i] for i in block_ids]

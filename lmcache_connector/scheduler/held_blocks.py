@@ -22,12 +22,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import StoreJob
-from lmcache_connector.scheduler.block_witness import Block, BlockWitness
+from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+
+if TYPE_CHECKING:
+    from lmcache_connector.vllm_compat.api.names import KVCacheBlock
 
 MAX_STEPS = 32
 """A store takes some milliseconds, and on CPU begins 30 later."""
@@ -43,7 +47,7 @@ class _Pin:
     listed here."""
 
     since: float
-    blocks: list[Block]
+    blocks: list[KVCacheBlock]
     num_steps: int = 0
 
     def is_over(self, now: float) -> bool:
@@ -69,7 +73,7 @@ class HeldBlocks:
         self._is_short = False  # vLLM had to leave a request out
         self._waited_for: dict[int, _Pin] = {}  # by store of a finished request
         self._overdue: set[int] = set()  # stores
-        self._delayed: list[list[Block]] = []
+        self._delayed: list[list[KVCacheBlock]] = []
         self._has_delayed = False  # since `free_delayed`
         self._is_crowded = False  # a request waited to begin in the last step
 

@@ -43,11 +43,11 @@ class ModelDescription:
 
     @property
     def world_size(self) -> int:
-        return len(self.parts[0].ranks)
+        return len(self.parts[0].geometries)
 
     @property
     def owners(self) -> Owners:
-        return Owners(tuple(ranks_alike(part.ranks) for part in self.parts))
+        return Owners(tuple(ranks_alike(part.geometries) for part in self.parts))
 
 
 def describe_model(
@@ -64,7 +64,7 @@ def describe_model(
     drafter = find_drafter(vllm_config)
     return ModelDescription(
         parts=parts,
-        rank=vllm_config.parallel_config.rank % len(parts[0].ranks),
+        rank=vllm_config.parallel_config.rank % len(parts[0].geometries),
         chunk_size=chunk_size,
         name=vllm_config.model_config.model,
         configuration=configuration_digests(vllm_config, kv_cache_config, packings),

@@ -135,7 +135,8 @@ def _part(
     first = layers[0]
     groups = tuple(sorted({layer.group for layer in layers}))
     is_state = first.rule is Rule.STATE
-    ranks = _ranks(vllm_config, layers)
+    num_heads = _total_heads(vllm_config, first)
+    ranks = _ranks(vllm_config, len(layers), num_heads)
     if ranks[vllm_config.parallel_config.rank % len(ranks)].num_layers != len(layers):
         raise unsupported(
             "layers without a KV cache of their own in several pipeline stages", "use one stage"
@@ -145,14 +146,13 @@ def _part(
     return PartLayout(
         part=Part(first.rule, groups, first.spec.block_size, first.span),
         groups=tuple(_in_group(layers, group) for group in groups),
-        ranks=ranks,
         geometries=tuple(
             ChunkGeometry(
                 num_tokens=1 if is_state else chunk_size,
                 layer_start=rank.layer_start,
                 layer_widths=_widths_of(rank, widths),
                 shards=rank.shards,
-                num_shards_total=rank.num_shards_total,
+                num_shards_total=num_heads,
                 dtype=_dtype_name(layers),
             )
             for rank in ranks
@@ -190,13 +190,13 @@ def _element_format(spec: Any, cache_dtype: str) -> str:
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-def _ranks(vllm_config: VllmConfig, layers: list[_Layer]) -> tuple[RankTopology, ...]:
+def _ranks(vllm_config: VllmConfig, num_layers: int, num_heads: int) -> tuple[RankTopology, ...]:
     parallel = vllm_config.parallel_config
     try:
         return all_ranks(
             tp_size=parallel.tensor_parallel_size,
-            layer_counts=_layer_counts(vllm_config, len(layers)),
-            num_kv_heads=_total_heads(vllm_config, layers[0]),
+            layer_counts=_layer_counts(vllm_config, num_layers),
+            num_kv_heads=num_heads,
         )
     except TopologyError as error:
         raise UnsupportedError(str(error)) from error

@@ -34,13 +34,12 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.requests.adapters import is_current_and_unreplaced
-from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+from lmcache_connector.worker.metrics import WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_finder import RankFinder
 from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
@@ -121,14 +120,23 @@ class WorkerAdapter:
         if tiers.copier.shares_cores:
             ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
-        self._tier, self._peers = tiers.redis, tiers.peers
+        self._tier = tiers.redis
         self._engine, self._jobs = tiers.engine, tiers.jobs
         self._hold_writes = tiers.hold_writes
         self.self_test = tiers.self_test
-        max_bytes = int(settings.engine.rank_gib * 2**30 * _TRANSFER_SHARE)
-        chunks = self._engine.chunks
+        capacity_bytes, chunks = int(settings.engine.rank_gib * 2**30), self._engine.chunks
+        max_bytes = int(capacity_bytes * _TRANSFER_SHARE)
         self._transfers = Transfers(chunks, max_bytes, settings.lease_seconds, clock)
-        self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
+        self._metrics = WorkerMetrics(
+            settings.engine.rank,
+            capacity_bytes,
+            self._jobs,
+            self._engine,
+            tiers.redis,
+            tiers.peers,
+            self._transfers,
+            clock,
+        )
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._ended: list[QueuedJob] = []  # and not reported
@@ -435,21 +443,6 @@ class WorkerAdapter:
                 self._metrics.job_ended(queued.job, queued.result)
         if events:
             self._metrics.cache_changed(events)
-
-    def _snapshot(self) -> RankSnapshot:
-        settings = self._settings
-        return RankSnapshot(
-            queued_jobs=self._jobs.num_open,
-            cpu_used_bytes=self._engine.used_bytes,
-            cpu_capacity_bytes=int(settings.engine.rank_gib * 2**30),
-            holdings=self._engine.holdings(),
-            redis=self._tier.stats() if self._tier is not None else None,
-            peers=self._peers.counts() if self._peers is not None else TierCounts(),
-            mapped_chunks=self._peers.num_mapped if self._peers is not None else 0,
-            peer_fallbacks=self._peers.num_fallbacks if self._peers is not None else 0,
-            refused_chunks=self._transfers.num_refused,
-            redis_writes=self._tier.take_write_times() if self._tier is not None else (),
-        )
 
 
 def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:

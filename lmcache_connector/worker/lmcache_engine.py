@@ -177,22 +177,12 @@ class LMCacheEngineAdapter:
             held = {key for key in run.keys if self.holds(key)}
             self._changed.tell(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
-            transfer = RunTransfer(
-                part=run.part,
-                paged=parts[run.part],
-                keys=missing.keys,
-                block_ids=missing.block_ids,
-                skip_blocks=missing.skip_blocks,
-                tail_tokens=missing.tail_tokens,
-                fence=fence,
-                cancelled=cancelled,
-                gate=gate,
-            )
+            transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
             transfers.append(transfer)
             if missing.keys and not cancelled.is_set():
                 with (
                     self._writing(job, missing.chunks[0]),
-                    self._expecting(job.claim.tenant, self._bytes_missing([transfer])),
+                    self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
                     suppress(TransferCancelled),
                 ):
                     self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
@@ -221,27 +211,20 @@ class LMCacheEngineAdapter:
         """
         parts = parts or self._parts
         transfers = [
-            RunTransfer(
-                piece.part,
-                parts[piece.part],
-                piece.keys,
-                piece.block_ids,
-                piece.skip_blocks,
-                fence,
-                cancelled,
-            )
+            RunTransfer(piece, parts[piece.part], fence, cancelled)
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
         self._use(job)  # what comes from Redis shall push out other chunks
         for transfer in transfers:
-            num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
+            keys = transfer.run.keys
+            num_bytes = self._bytes_missing(keys) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
                 self._retrieve(transfer, deadline, job.source, asks_all=job.needs_redis)
             if num_bytes:  # or the next piece would push out what is another's
                 self._use(job)
-            if transfer.num_chunks < len(transfer.keys):
-                first, *others = transfer.keys[transfer.num_chunks :]
+            if transfer.num_chunks < len(keys):
+                first, *others = keys[transfer.num_chunks :]
                 # Whether the others can be read elsewhere was not asked.
                 self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
                 if not cancelled.is_set():
@@ -280,7 +263,7 @@ class LMCacheEngineAdapter:
         """
         (run,) = job.runs
         part = self._parts[run.part]
-        transfer = Comparison(run.part, part, run.keys, run.block_ids, 0, fence, cancelled, gate)
+        transfer = Comparison(run, part, fence, cancelled, gate)
         computed = bytearray(part.geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
@@ -307,9 +290,7 @@ class LMCacheEngineAdapter:
         if self._plugin is None or not missing:
             return JobTransfer.of(())
         engine_keys = list(map(self._database.engine_key, missing))
-        geometries = self._sizes.geometries
-        num_bytes = sum(geometries.of(key).chunk_bytes for key in missing)
-        with self._expecting(job.tenant, num_bytes):
+        with self._expecting(job.tenant, self._bytes_missing(missing)):
             found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
             with self._cpu.cpu_lock:
                 for run in job.runs:
@@ -408,7 +389,7 @@ class LMCacheEngineAdapter:
     ) -> None:
         """Of what is in the CPU tiers of this engine's ranks alone, unless it ``asks_all``."""
         tokens = self._tokens(transfer)
-        is_elsewhere = any(map(self.share.is_elsewhere, transfer.keys))
+        is_elsewhere = any(map(self.share.is_elsewhere, transfer.run.keys))
         if self._plugin is None or not (asks_all or is_elsewhere):
             self._engine.retrieve(tokens, transfer=transfer)
         else:
@@ -428,7 +409,7 @@ class LMCacheEngineAdapter:
     def _retrieve_once(self, transfer: RunTransfer) -> None:
         """Past LMCache's engine, which would keep what comes under its key for others."""
         objects = self._plugin.batched_get_blocking(
-            [self._database.engine_key(key) for key in transfer.keys]
+            [self._database.engine_key(key) for key in transfer.run.keys]
         )
         there = [memory for memory in objects if memory is not None]
         if there:
@@ -453,7 +434,7 @@ class LMCacheEngineAdapter:
         return in_pieces(run, size, part.blocks_per_chunk)
 
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
-        return PlannedTokens(transfer.keys, self._sizes.num_units(transfer.paged.geometry))
+        return PlannedTokens(transfer.run.keys, self._sizes.num_units(transfer.paged.geometry))
 
     def _writing(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
         return self._writes.context(job, chunk) if self._writes is not None else nullcontext()
@@ -466,12 +447,10 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier lacks what it is to hold."""
         return not (self.share.is_elsewhere(key) or self.holds(key))
 
-    def _bytes_missing(self, transfers: Sequence[RunTransfer]) -> int:
-        """What the CPU tier lacks of their chunks."""
-        return sum(
-            transfer.paged.geometry.chunk_bytes * sum(map(self._is_missing, transfer.keys))
-            for transfer in transfers
-        )
+    def _bytes_missing(self, keys: Sequence[bytes]) -> int:
+        """Of what the CPU tier lacks of these."""
+        geometries = self._sizes.geometries
+        return sum(geometries.of(key).chunk_bytes for key in keys if self._is_missing(key))
 
     @contextmanager
     def _expecting(self, tenant: bytes, num_bytes: int) -> Iterator[None]:

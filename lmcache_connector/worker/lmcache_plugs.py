@@ -27,8 +27,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.kv_parts.part import BlockIds
-from lmcache_connector.plans import Fetched, LayerDifference, LoadJob, Tier
+from lmcache_connector.plans import Fetched, LayerDifference, LoadJob, PartRun, Tier
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
@@ -80,20 +79,15 @@ class QueuedLoad:
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and what came of it.
 
-    ``part`` is its number, ``paged`` the cache that it is copied from or to. Of a store, with
-    ``tail_tokens`` it is one chunk, which ends after so many tokens. ``num_bytes`` were
-    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``.
+    ``paged`` is the cache that it is copied from or to. ``num_bytes`` were copied, ``num_chunks``
+    leading chunks arrived; some of it was ``fetched``.
     """
 
-    part: int
+    run: PartRun
     paged: PagedPart
-    keys: tuple[bytes, ...]
-    block_ids: BlockIds
-    skip_blocks: int
     fence: Fence | None
     cancelled: threading.Event
     gate: StepGate = field(default_factory=StepGate)
-    tail_tokens: int = 0
     num_bytes: int = 0
     num_chunks: int = 0
     fetched: tuple[Fetched, ...] = ()
@@ -113,10 +107,10 @@ class JobTransfer:
     @classmethod
     def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
         return cls(
-            num_keys=sum(len(run.keys) for run in runs),
-            num_chunks=sum(run.num_chunks for run in runs),
-            num_bytes=sum(run.num_bytes for run in runs),
-            fetched=tuple(_by_tier(each for run in runs for each in run.fetched)),
+            num_keys=sum(len(each.run.keys) for each in runs),
+            num_chunks=sum(each.num_chunks for each in runs),
+            num_bytes=sum(each.num_bytes for each in runs),
+            fetched=tuple(_by_tier(fetched for each in runs for fetched in each.fetched)),
         )
 
 
@@ -194,15 +188,16 @@ class BlockCopyConnector(GPUConnectorInterface):
     ) -> None:
         """Raises what the copy raises, or :class:`TransferCancelled`; then nothing is stored."""
         transfer: RunTransfer = kwargs["transfer"]
+        tail_tokens = transfer.run.tail_tokens  # of a store: it is one chunk, which ends there
         try:
             addresses = [obj.data_ptr for obj in memory_objs]
-            if transfer.tail_tokens:  # else all of the value is copied
+            if tail_tokens:  # else all of the value is copied
                 geometry = transfer.paged.geometry
                 value = np.frombuffer(value_bytes(memory_objs[0], geometry), np.uint8)
                 value[:] = 0
             self._copy_out(transfer, addresses, memory_objs)
-            if transfer.tail_tokens:
-                transfer.paged.clear_after(transfer.tail_tokens, value)
+            if tail_tokens:
+                transfer.paged.clear_after(tail_tokens, value)
             if not transfer.gate.passes(transfer.cancelled):
                 raise TransferCancelled
         except Exception:
@@ -223,13 +218,9 @@ class BlockCopyConnector(GPUConnectorInterface):
             if isinstance(transfer, Comparison):
                 self._compare(memory_objs, transfer)
                 return
-            copies = transfer.paged.copies(
-                [obj.data_ptr for obj in memory_objs],
-                memory_objs,
-                transfer.block_ids,
-                to_chunks=False,
-                skip_blocks=transfer.skip_blocks,
-            )
+            addresses = [obj.data_ptr for obj in memory_objs]
+            run = transfer.run
+            copies = transfer.paged.copies(run, addresses, memory_objs, to_chunks=False)
             transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
@@ -242,13 +233,8 @@ class BlockCopyConnector(GPUConnectorInterface):
         memory = iter(load.memory)
         for run in job.runs:
             of_run = list(islice(memory, len(run.keys)))
-            copies = parts[run.part].copies(
-                [each.data_ptr for each in of_run],
-                of_run,
-                run.block_ids,
-                to_chunks=False,
-                skip_blocks=run.skip_blocks,
-            )
+            addresses = [each.data_ptr for each in of_run]
+            copies = parts[run.part].copies(run, addresses, of_run, to_chunks=False)
             load.copies.append(self._copier.enqueue(copies))
 
     def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
@@ -257,13 +243,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         self._copy_out(transfer, [int(memory.ctypes.data)], memory)
 
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
-        copies = transfer.paged.copies(
-            addresses,
-            owners,
-            transfer.block_ids,
-            to_chunks=True,
-            skip_blocks=transfer.skip_blocks,
-        )
+        copies = transfer.paged.copies(transfer.run, addresses, owners, to_chunks=True)
         transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
 
     def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:

@@ -3,6 +3,7 @@ before, and those that Redis has lost since."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase
-from lmcache_connector.worker.offers import Pace, RedisOffers
+from lmcache_connector.worker.offers import Offers, Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 # node, and when the queue fills up they are given up first.
 _OFFERED_BYTES = 32 << 20
 _LAST = 1 << 20
+_TICK_SECONDS = 0.1
+_IDLE_TICK_SECONDS = 0.5
+"""After a tick that offered nothing."""
+_OFFERS_PER_TICK = 16
+_LOOKS_PER_TICK = 256
+"""Most may be at chunks of a node that is slow."""
 
 
 class RedisWrites:
@@ -49,7 +56,9 @@ class RedisWrites:
         self._database = database
         self._report = report
         self.written: deque[bytes] = deque()
-        self._offers = RedisOffers(self._offer, self._may_offer, pace, clock)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._offers = Offers(pace)
 
     def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
         """What LMCache stores inside the ``with`` is written, if the job says so. ``chunk``: where
@@ -70,11 +79,37 @@ class RedisWrites:
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
-        self._offers.want(keys)
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                self._offers.want(key, now)
 
     def offer_due(self) -> float:
-        """Write again what Redis may lack. After how many seconds to call again."""
-        return self._offers.offer_due()
+        """Write again what Redis may lack, as much as may be at once. After how many seconds to
+        call again."""
+        num_offered, without_room = 0, list[bytes]()
+        for _ in range(_LOOKS_PER_TICK):
+            if num_offered == _OFFERS_PER_TICK:
+                break
+            with self._lock:
+                due = self._offers.take(self._clock(), 1)
+            if not due:
+                break
+            # What waits to be written stays in the CPU tier: offers take little of it. One that
+            # finds the queue full would count as a failed write.
+            if not self._tier.has_room(due[0], _OFFERED_BYTES):
+                without_room += due
+                continue
+            num_offered += 1
+            with self._plugin.store_context(_LAST, self._ended):
+                is_there = self._put(due[0])
+            if not is_there:
+                with self._lock:
+                    self._offers.forget(due[0])
+        with self._lock:
+            for key in without_room:
+                self._offers.put_off(key, self._clock())
+        return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call."""
@@ -83,15 +118,6 @@ class RedisWrites:
     def close(self, seconds: float) -> None:
         """Close the tier: what is queued gets ``seconds``."""
         self._tier.close(seconds)
-
-    def _offer(self, key: bytes) -> bool:
-        with self._plugin.store_context(_LAST, self._ended):
-            return self._put(key)
-
-    def _may_offer(self, key: bytes) -> bool:
-        """What waits to be written stays in the CPU tier: offers take little of it. An offer that
-        finds the queue full would count as a failed write."""
-        return self._tier.has_room(key, _OFFERED_BYTES)
 
     def _put(self, key: bytes) -> bool:
         """Queue a chunk of the CPU tier. False if it is not there."""
@@ -104,6 +130,7 @@ class RedisWrites:
         return True
 
     def _ended(self, key: bytes, stored: bool) -> None:
-        self._offers.ended(key, stored)
+        with self._lock:
+            self._offers.ended(key, stored, self._clock())
         if stored and self._report:
             self.written.append(key)

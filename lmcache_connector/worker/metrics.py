@@ -6,8 +6,8 @@ ended, else once per second. Runs on the engine's step thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples, Tally
@@ -20,52 +20,38 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StoreJob,
 )
-from lmcache_connector.retention.queues import Holdings
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.tier import RedisTierStats
+    from lmcache_connector.peers.tier import PeerTier
+    from lmcache_connector.peers.transfers import Transfers
+    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.job_queue import JobQueue
+    from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 
 _REFRESH_SECONDS = 1.0
 _AT_ONCE = float("-inf")
 _DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class RankSnapshot:
-    """One rank at one moment.
-
-    ``redis``: ``None`` without a Redis tier; ``peers``: what was read from them since the start, of
-    which ``mapped_chunks`` came out of their memory, and ``peer_fallbacks`` reads did not.
-    ``redis_writes``: bytes and seconds of each burst written to Redis since the last snapshot.
-    """
-
-    queued_jobs: int
-    cpu_used_bytes: int
-    cpu_capacity_bytes: int
-    redis: RedisTierStats | None
-    redis_writes: Sequence[tuple[int, float]] = ()
-    holdings: Holdings = field(default_factory=Holdings)
-    peers: TierCounts = field(default_factory=TierCounts)
-    mapped_chunks: int = 0
-    peer_fallbacks: int = 0
-    refused_chunks: int = 0
-
-
+@dataclass(eq=False)
 class WorkerMetrics:
-    """``take_snapshot()`` reads the rank's state; ``clock`` is monotonic, in seconds."""
+    """Of one rank, whose CPU tier is that of ``engine``, and has ``capacity_bytes``. ``clock`` is
+    monotonic, in seconds."""
 
-    def __init__(
-        self, rank: int, take_snapshot: Callable[[], RankSnapshot], clock: Callable[[], float]
-    ) -> None:
-        self._rank = str(rank)
-        self._take_snapshot = take_snapshot
-        self._clock = clock
+    rank: int
+    capacity_bytes: int
+    jobs: JobQueue
+    engine: LMCacheEngineAdapter
+    redis: RedisTier | None
+    peers: PeerTier | None
+    transfers: Transfers
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._rank = str(self.rank)
         self.tally = Tally()
-        self._last_counts = self._last_peers = TierCounts()
-        self._last_holdings = Holdings()
-        self._last = RankSnapshot(0, 0, 0, None)
-        self._next_snapshot = _AT_ONCE
+        self._next_look = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
         if isinstance(job, LoadJob):
@@ -75,20 +61,20 @@ class WorkerMetrics:
             self._count_fetched(result)
         elif not isinstance(job, AuditJob):  # the scheduler side counts those
             self._store_ended(result)
-        self._next_snapshot = _AT_ONCE
+        self._next_look = _AT_ONCE
 
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
         self.tally.count("evicted_chunks", "cpu", amount=evicted)
-        self._next_snapshot = _AT_ONCE
+        self._next_look = _AT_ONCE
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is, or it can wait."""
-        now = self._clock()
-        if now < self._next_snapshot:
+        now = self.clock()
+        if now < self._next_look:
             return None
-        self._next_snapshot = now + _REFRESH_SECONDS
-        self._count_snapshot(self._take_snapshot())
+        self._next_look = now + _REFRESH_SECONDS
+        self._look()
         return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:
@@ -117,55 +103,43 @@ class WorkerMetrics:
             self.tally.observe(f"{verb}_seconds", tier, value=seconds)
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
-    def _count_snapshot(self, snapshot: RankSnapshot) -> None:
-        self.tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
-        self.tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
-        self.tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
-        self._count_holdings(snapshot.holdings)
-        for num_bytes, seconds in snapshot.redis_writes:
+    def _look(self) -> None:
+        tally, rank, held = self.tally, self._rank, self.engine.holdings()
+        tally.set("queued_jobs", rank, value=self.jobs.num_open)
+        tally.set("cpu_used_bytes", rank, value=self.engine.used_bytes)
+        tally.set("cpu_capacity_bytes", rank, value=self.capacity_bytes)
+        for label, num_bytes in held.tenant_bytes:
+            tally.set("cpu_tenant_bytes", rank, label, value=num_bytes)
+        tally.set("cpu_pinned_bytes", rank, value=held.pinned_bytes)
+        tally.count_up_to("refused_pins", total=held.refused_pins)
+        for reason, count in held.evicted:
+            tally.count_up_to("cpu_evictions", reason, total=count)
+        tally.count_up_to("p2p_refused_chunks", total=self.transfers.num_refused)
+        if self.redis is not None:
+            self._look_at_redis(self.redis)
+        if self.peers is not None:
+            self._count_chunks("peer", self.peers.counts())
+            tally.count_up_to("peer_mapped_chunks", total=self.peers.num_mapped)
+            tally.count_up_to("peer_fallbacks", total=self.peers.num_fallbacks)
+
+    def _look_at_redis(self, redis: RedisTier) -> None:
+        tally, stats = self.tally, redis.stats()
+        for num_bytes, seconds in redis.take_write_times():
             self._observe("store", "redis", num_bytes, seconds)
-        if snapshot.redis is not None:
-            self._count_tier(snapshot.redis)
-        for result, amount in _chunks_since(self._last_peers, snapshot.peers):
-            self.tally.count("peer_chunks", result, amount=amount)
-        self._last_peers = snapshot.peers
-        last, self._last = self._last, snapshot
-        tally = self.tally
-        tally.count("p2p_refused_chunks", amount=snapshot.refused_chunks - last.refused_chunks)
-        tally.count("peer_mapped_chunks", amount=snapshot.mapped_chunks - last.mapped_chunks)
-        tally.count("peer_fallbacks", amount=snapshot.peer_fallbacks - last.peer_fallbacks)
-
-    def _count_holdings(self, now: Holdings) -> None:
-        tally, last = self.tally, self._last_holdings
-        before = dict(last.evicted)
-        for label, num_bytes in now.tenant_bytes:
-            tally.set("cpu_tenant_bytes", self._rank, label, value=num_bytes)
-        tally.set("cpu_pinned_bytes", self._rank, value=now.pinned_bytes)
-        tally.count("refused_pins", amount=now.refused_pins - last.refused_pins)
-        for reason, count in now.evicted:
-            tally.count("cpu_evictions", reason, amount=count - before.get(reason, 0))
-        self._last_holdings = now
-
-    def _count_tier(self, tier: RedisTierStats) -> None:
-        tally, counts, last = self.tally, tier.counts, self._last_counts
-        tally.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
-        tally.set("writes_paused", self._rank, value=float(tier.writes_paused))
-        for node, state in tier.servers:
+        tally.set("write_queue_bytes", self._rank, value=stats.queued_bytes)
+        tally.set("writes_paused", self._rank, value=float(stats.writes_paused))
+        for node, state in stats.servers:
             tally.set("circuit_state", self._rank, node, value=state.value)
-        for result, amount in _chunks_since(last, counts):
-            tally.count("redis_chunks", result, amount=amount)
-        for end, count in counts.writes.items():
-            new = count - last.writes.get(end, 0)
+        self._count_chunks("redis", stats.counts)
+        for end, count in stats.counts.writes.items():
             if end in _DROPPED:
-                tally.count("dropped_writes", end.value, amount=new)
+                tally.count_up_to("dropped_writes", end.value, total=count)
             else:
-                tally.count("written_chunks", end.value, amount=new)
-        tally.count("stored_bytes", "redis", amount=counts.bytes_written - last.bytes_written)
-        self._last_counts = counts
+                tally.count_up_to("written_chunks", end.value, total=count)
+        tally.count_up_to("stored_bytes", "redis", total=stats.counts.bytes_written)
 
-
-def _chunks_since(last: TierCounts, now: TierCounts) -> Iterator[tuple[str, int]]:
-    """Chunks read since then, and those that were not, by cause."""
-    yield "hit", now.chunks_hit - last.chunks_hit
-    for reason, count in now.misses.items():
-        yield reason, count - last.misses.get(reason, 0)
+    def _count_chunks(self, tier: str, counts: TierCounts) -> None:
+        """Chunks read, and those that were not, by cause."""
+        self.tally.count_up_to(f"{tier}_chunks", "hit", total=counts.chunks_hit)
+        for reason, count in counts.misses.items():
+            self.tally.count_up_to(f"{tier}_chunks", reason, total=count)

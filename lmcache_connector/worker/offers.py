@@ -1,4 +1,4 @@
-"""Offers chunks to Redis again that memory holds and Redis lacks.
+"""When chunks that memory holds and Redis lacks are offered to Redis again.
 
 A write can fail, or never be tried: another writer claimed the chunk and died, the server was away
 or full, the queue had no room. What was written can go: the server restarted, somebody purged it,
@@ -14,19 +14,11 @@ The rate is bounded, fresh writes go first, and the store lane does it, between 
 from __future__ import annotations
 
 import heapq
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 _MAX_TRACKED = 1 << 16
-_TICK_SECONDS = 0.1
-_IDLE_TICK_SECONDS = 0.5
-"""After a tick that offered nothing."""
-_OFFERS_PER_TICK = 16
-_LOOKS_PER_TICK = 256
-"""Most may be at chunks of a node that is slow."""
 _MAX_FAILURES = 6
 """In a row, three and a half minutes with the usual pace."""
 
@@ -123,55 +115,3 @@ class Offers:
     def _is_current(self, at: float, key: bytes) -> bool:
         state = self._states.get(key)
         return state is not None and state.is_due and state.at == at
-
-
-class RedisOffers:
-    """``offer(key)`` begins to write a chunk from memory; False if memory does not hold it. Its end
-    is told to `ended`. ``may_offer(key)``: whether there is room for it beside fresh writes."""
-
-    def __init__(
-        self,
-        offer: Callable[[bytes], bool],
-        may_offer: Callable[[bytes], bool],
-        pace: Pace,
-        clock: Callable[[], float],
-    ) -> None:
-        self._offer = offer
-        self._may_offer = may_offer
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._offers = Offers(pace)
-
-    def want(self, keys: Iterable[bytes]) -> None:
-        """Requests want these chunks, and memory holds them."""
-        now = self._clock()
-        with self._lock:
-            for key in keys:
-                self._offers.want(key, now)
-
-    def ended(self, key: bytes, stored: bool) -> None:
-        """A write of the chunk has ended. Thread-safe."""
-        with self._lock:
-            self._offers.ended(key, stored, self._clock())
-
-    def offer_due(self) -> float:
-        """Offer what is due, as much as may be at once. After how many seconds to call again."""
-        num_offered, without_room = 0, list[bytes]()
-        for _ in range(_LOOKS_PER_TICK):
-            if num_offered == _OFFERS_PER_TICK:
-                break
-            with self._lock:
-                due = self._offers.take(self._clock(), 1)
-            if not due:
-                break
-            if not self._may_offer(due[0]):
-                without_room += due
-                continue
-            num_offered += 1
-            if not self._offer(due[0]):
-                with self._lock:
-                    self._offers.forget(due[0])
-        with self._lock:
-            for key in without_room:
-                self._offers.put_off(key, self._clock())
-        return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS

@@ -18,7 +18,7 @@ from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.kv_layout.topology import PartLayout
-from lmcache_connector.kv_parts.part import BlockIds, Rule
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import PartRun
 from lmcache_connector.storage.geometry import ChunkGeometry
 
@@ -75,20 +75,17 @@ class PagedPart:
 
     def copies(
         self,
+        run: PartRun,
         addresses: Sequence[int],
         owners: object,
-        block_ids: BlockIds,
         *,
         to_chunks: bool,
-        skip_blocks: int = 0,
     ) -> list[BlockCopy]:
-        """Copies between blocks and the chunks at ``addresses``, whose memory ``owners`` keep.
-
-        ``block_ids`` list each group's blocks of all chunks but the first ``skip_blocks``, and
-        maybe of more. Raises :class:`CopyError` for a block that is listed for two groups.
-        """
-        blocks = range(skip_blocks, len(addresses) * self.blocks_per_chunk)
-        listed = [ids[: len(blocks)] for ids in block_ids]
+        """Copies between a run's blocks and its leading chunks, which lie at ``addresses``, in
+        memory that ``owners`` keep. Raises :class:`CopyError` for a block that is listed for two
+        groups."""
+        blocks = range(run.skip_blocks, len(addresses) * self.blocks_per_chunk)
+        listed = [ids[: len(blocks)] for ids in run.block_ids]
         if len(listed) != len(self.groups):
             raise CopyError(f"blocks of {len(listed)} groups for a part in {len(self.groups)}")
         if len(listed) > 1 and len({i for ids in listed for i in ids}) < sum(map(len, listed)):

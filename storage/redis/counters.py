@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import ValueFault
@@ -57,13 +57,13 @@ class WriteEnd(Enum):
         return self in (WriteEnd.WRITTEN, WriteEnd.ALREADY_THERE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TierCounts:
-    """Counts since the start. ``misses`` is keyed by `Miss.label`; absent keys count zero."""
+    """Counts since the start. ``misses`` is keyed by `Miss.label`."""
 
     chunks_hit: int = 0
-    misses: Mapping[str, int] = field(default_factory=Counter)
-    writes: Mapping[WriteEnd, int] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    writes: Counter[WriteEnd] = field(default_factory=Counter)
     bytes_written: int = 0
 
 
@@ -72,30 +72,22 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks_hit = 0
-        self._misses: Counter[str] = Counter()
-        self._writes: Counter[WriteEnd] = Counter()
-        self._bytes_written = 0
+        self._counts = TierCounts()
 
     def count_chunks(self, num_hits: int, misses: Iterable[Miss]) -> None:
         with self._lock:
-            self._chunks_hit += num_hits
-            self._misses.update(miss.label for miss in misses)
+            self._counts.chunks_hit += num_hits
+            self._counts.misses.update(miss.label for miss in misses)
 
     def count_write(self, end: WriteEnd) -> None:
         with self._lock:
-            self._writes[end] += 1
+            self._counts.writes[end] += 1
 
     def count_bytes_written(self, num_bytes: int) -> None:
         with self._lock:
-            self._bytes_written += num_bytes
+            self._counts.bytes_written += num_bytes
 
     def snapshot(self) -> TierCounts:
-        """A frozen copy."""
+        """A copy."""
         with self._lock:
-            return TierCounts(
-                self._chunks_hit,
-                MappingProxyType(Counter(self._misses)),
-                MappingProxyType(Counter(self._writes)),
-                self._bytes_written,
-            )
+            return deepcopy(self._counts)

@@ -107,7 +107,12 @@ ENUMS: dict[str, Iterable[Enum]] = {
 }
 """What a label may be; rates and increases need the series before the first event."""
 
-WAYS = {"count": Kind.COUNTER, "set": Kind.GAUGE, "observe": Kind.HISTOGRAM}
+WAYS = {
+    "count": Kind.COUNTER,
+    "count_up_to": Kind.COUNTER,
+    "set": Kind.GAUGE,
+    "observe": Kind.HISTOGRAM,
+}
 """Methods of a tally, and what each of them counts."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 
@@ -24,9 +24,6 @@ def part_layout(
     return PartLayout(
         part=Part(rule, numbers, block_size, span),
         groups=tuple(groups),
-        ranks=all_ranks(
-            tp_size=1, layer_counts=(len(geometry.layer_widths),), num_kv_heads=num_heads
-        ),
         geometries=(geometry,),
         num_kv_heads=num_heads,
         planes=(),

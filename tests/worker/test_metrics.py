@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from lmcache_connector.plans import Fetched, JobResult, Outcome, Tier
+from lmcache_connector.retention.queues import Holdings
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
-from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+from lmcache_connector.worker.metrics import WorkerMetrics
 from tests.support.jobs import load_job, store_job
 
 LOAD = load_job(1, "r", (b"k",), ((0,),), needs_redis=True)
@@ -16,8 +21,8 @@ STORE = store_job(2, "r", (b"k",), ((0,),))
 TIER = RedisTierStats(
     counts=TierCounts(
         chunks_hit=3,
-        misses={"missing": 1},
-        writes={WriteEnd.WRITTEN: 4, WriteEnd.QUEUE_FULL: 5, WriteEnd.FAILED: 1},
+        misses=Counter(missing=1),
+        writes=Counter({WriteEnd.WRITTEN: 4, WriteEnd.QUEUE_FULL: 5, WriteEnd.FAILED: 1}),
         bytes_written=400,
     ),
     queued_bytes=7,
@@ -31,13 +36,14 @@ class Rank:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.looks = 0
-        self.redis: RedisTierStats | None = TIER
-        self.metrics = WorkerMetrics(0, self._look, lambda: self.now)
-
-    def _look(self) -> RankSnapshot:
-        self.looks += 1
-        return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
+        times = [(100, 0.5)]
+        redis: Any = SimpleNamespace(
+            stats=lambda: TIER, take_write_times=lambda: [times.pop()] if times else []
+        )
+        jobs: Any = SimpleNamespace(num_open=2)
+        engine: Any = SimpleNamespace(used_bytes=10, holdings=Holdings)
+        transfers: Any = SimpleNamespace(num_refused=0)
+        self.metrics = WorkerMetrics(0, 100, jobs, engine, redis, None, transfers, lambda: self.now)
 
 
 def test_a_load_counts_for_all_tiers_it_passed() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_connector.plans import StepPlan
-from lmcache_connector.worker.offers import Offers, Pace, RedisOffers
+from lmcache_connector.worker.lmcache_writes import RedisWrites
+from lmcache_connector.worker.offers import Offers, Pace
 from tests.support.jobs import store_job
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
@@ -80,15 +83,18 @@ class Offering:
         self.now = 0.0
         self.offered: list[bytes] = []
         self.room = {ord("s"): 0, ord("q"): 1 << 20}
-        self.offers = RedisOffers(self.offer, self.has_room, PACE, lambda: self.now)
+        here: Any = SimpleNamespace(
+            store_context=lambda *_: nullcontext(),
+            batched_submit_put_task=lambda keys, _: self.offer(*keys),
+            has_room=lambda key, _: self.room[key[0]] > 0,
+            get_blocking=lambda key: SimpleNamespace(ref_count_down=lambda: None),
+            engine_key=lambda key: key,
+        )
+        self.offers = RedisWrites(here, here, here, here, PACE, lambda: self.now, report=False)
 
-    def has_room(self, key: bytes) -> bool:
-        return self.room[key[0]] > 0
-
-    def offer(self, key: bytes) -> bool:
+    def offer(self, key: bytes) -> None:
         self.room[key[0]] -= 1
         self.offered.append(key)
-        return True
 
     def ticks(self, count: int) -> None:
         for _ in range(count):

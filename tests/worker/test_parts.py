@@ -72,14 +72,13 @@ def parts(tp_size: int) -> tuple[PartLayout, ...]:
                     )
                     for group in GROUPS_OF[part]
                 ),
-                ranks=ranks,
                 geometries=tuple(
                     ChunkGeometry(
                         num_tokens=1 if part == STATE else CHUNK,
                         layer_start=0,
                         layer_widths=(CONTENT[part],) * len(layers),
                         shards=rank.shards,
-                        num_shards_total=rank.num_shards_total,
+                        num_shards_total=heads,
                         dtype="uint8",
                     )
                     for rank in ranks
@@ -123,7 +122,7 @@ class Rank:
         )
         make_tier = None
         if self.server is not None:
-            owners = Owners(tuple(ranks_alike(part.ranks) for part in model))
+            owners = Owners(tuple(ranks_alike(part.geometries) for part in model))
             config = RedisTierConfig(url=self.server.url, read_timeout_seconds=LONG)
             own = geometries(self.tp_size, self.rank)
             make_tier = partial(RedisTier, config, own, Share(self.rank, owners).is_owner)

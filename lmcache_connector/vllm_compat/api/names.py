@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -56,6 +57,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "ForwardContext",
+    "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVCacheEvent",

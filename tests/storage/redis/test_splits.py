@@ -47,7 +47,7 @@ def whole_chunk(index: int) -> dict[tuple[int, int], bytes]:
 def part_of(index: int, rank: RankTopology) -> bytes:
     """One rank's part of the chunk, as it lies in its buffer."""
     whole = whole_chunk(index)
-    layers = range(rank.layer_start, rank.layer_end)
+    layers = range(rank.layer_start, rank.layer_start + rank.num_layers)
     return b"".join(whole[h, layer] for h in rank.shards for layer in layers)
 
 
@@ -75,8 +75,8 @@ class Instance:
         # Claims keep others from writing a chunk for a while; here they are to write it soon.
         settings, owners = config(url), Owners((ranks_alike(self.ranks),))
         self.tiers = [
-            RedisTier(settings, geometries_of(rank), Share(rank.rank, owners).is_owner)
-            for rank in self.ranks
+            RedisTier(settings, geometries_of(rank), Share(number, owners).is_owner)
+            for number, rank in enumerate(self.ranks)
         ]
         self.lookup = RedisLookup(settings, [geometries_of(rank) for rank in self.ranks])
         for tier in self.tiers:
@@ -85,8 +85,8 @@ class Instance:
 
     def write(self, skip_rank: int | None = None) -> None:
         ends, expected = Ends(), 0
-        for rank, tier in zip(self.ranks, self.tiers, strict=True):
-            if rank.rank == skip_rank:
+        for number, (rank, tier) in enumerate(zip(self.ranks, self.tiers, strict=True)):
+            if number == skip_rank:
                 continue
             for index in range(NUM_CHUNKS):
                 expected += 1
@@ -117,8 +117,8 @@ def test_aligned_splits_read_each_others_chunks(
         Instance(valkey.url, writer, stack).write()
         instance = Instance(valkey.url, reader, stack)
         assert instance.hits() == NUM_CHUNKS
-        for rank in instance.ranks:
-            found, data = instance.read(rank.rank)
+        for number, rank in enumerate(instance.ranks):
+            found, data = instance.read(number)
             assert found == [True] * NUM_CHUNKS
             assert data == [part_of(index, rank) for index in range(NUM_CHUNKS)]
 
@@ -137,7 +137,7 @@ def test_splits_that_cut_values_apart_miss_cleanly(
         Instance(valkey.url, writer, stack).write()
         instance = Instance(valkey.url, reader, stack)
         assert instance.hits() == 0
-        results = [instance.read(rank.rank) for rank in instance.ranks]
+        results = [instance.read(number) for number in range(len(instance.ranks))]
         assert not all(found[0] for found, _ in results)
         for rank, (found, data) in zip(instance.ranks, results, strict=True):
             for index in range(NUM_CHUNKS):

@@ -117,6 +117,7 @@ def serving(
     **more: Any,
 ) -> Iterator[PeerServer]:
     """A peer server on a free port; when it ends, nothing is leased any more."""
+    transfers = transfers or Transfers(chunks, 0, 60.0)
     commands = Commands(
         chunks,
         ranks,
@@ -130,13 +131,11 @@ def serving(
     )
     listeners = [] if "door" in more else [listener or listen("127.0.0.1", port)]
     server = PeerServer(listeners, commands, limits, **more)
-    if transfers is not None:
-        transfers.on_change = server.look_again
+    transfers.on_change = server.look_again
     try:
         yield server
     finally:
         assert server.close(5.0)
-        if transfers is not None:
-            transfers.close()
+        transfers.close()
         if isinstance(chunks, HeldChunks):
             assert chunks.num_leased == 0
