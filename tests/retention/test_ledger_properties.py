@@ -185,7 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("before", [Claim(ttl_seconds=1.0), Claim(pin=True)])
