@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, PrefetchJob, StepPlan
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -35,6 +38,7 @@ class Rank:
     side. ``num_heard``: plans that were made with news of leaving chunks."""
 
     capacity: int = CAPACITY
+    make_redis: Callable[[], RedisTier] | None = None
     num_heard: int = 0
     weights: FixedWeights = field(default_factory=FixedWeights)
     results: list[JobResult] = field(default_factory=list)
@@ -50,7 +54,7 @@ class Rank:
             parts=one_part(GEOMETRY, 64),
         )
         caches = {"layers.0": self.cache}
-        self.worker = WorkerAdapter(settings, caches, None, weights=self.weights)
+        self.worker = WorkerAdapter(settings, caches, self.make_redis, weights=self.weights)
         self.index = ChunkIndex(1)
         self.step(StepPlan())
 
@@ -248,3 +252,26 @@ def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
     rank.step(plan)
     assert [rank.value(30), rank.value(31)] == [0, 1]
     assert rank.index.num_firm(KEYS) == 2
+
+
+def test_no_load_waits_for_room_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full tier evicts what a plan has heard of, and no plan comes."""
+    away = RedisTierConfig(url="redis://127.0.0.1:1")
+    rank = Rank(make_redis=lambda: RedisTier(away, PartGeometries((GEOMETRY,))))
+    try:
+        assert rank.store(1, 0, CAPACITY) is Outcome.DONE
+        engine, waits = rank.worker._engine, list[float]()
+        wait = engine.leaving.wait
+
+        def noted(heard: int, seconds: float) -> bool:
+            waits.append(seconds)
+            return wait(heard, seconds)
+
+        monkeypatch.setattr(engine.leaving, "wait", noted)
+        job = PrefetchJob(2, "r", (PartRun(0, tuple(KEYS[20:23]), (0, 1, 2), ()),), 0.1)
+        engine.leaving.await_plans(may_come=True)
+        engine.fetch(job, threading.Event(), time.monotonic() + 0.1)
+        assert waits
+        assert max(waits) <= 0.1
+    finally:
+        rank.worker.shutdown()
