@@ -95,7 +95,7 @@ class MappedPeers:
         """Which of the chunks have come, all of their bytes checked. ``None``: this way is not to
         be had, and the buffers hold rubbish."""
         address = self._address_of(node)
-        if address is None or self._clock() < self._not_before.get(node, 0.0):
+        if address is None or self.is_silent(node):
             return None
         try:
             with self._mapping(node, address, limit) as mapping:
@@ -107,6 +107,10 @@ class MappedPeers:
             logger.debug("The memory of %s cannot be read: %s", node, error)
             self._leave_alone(node, _RETRY_SECONDS)
         return None
+
+    def is_silent(self, node: str) -> bool:
+        """Whether its memory could not be read a moment ago."""
+        return self._clock() < self._not_before.get(node, 0.0)
 
     def close(self) -> None:
         with self._lock:

@@ -477,7 +477,8 @@ class LMCacheEngineAdapter:
         self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
     ) -> MemoryObj | None:
         """LMCache's own call. What has to go for it may have to be heard of first; as often as that
-        is used again before, other chunks have to. No load waits beyond its deadline."""
+        is used again before, other chunks have to. A load waits for half of the time that it has
+        left: what has found room is read in the other half."""
         deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
             heard = self.leaving.heard
@@ -485,7 +486,7 @@ class LMCacheEngineAdapter:
             if memory is not None:
                 return memory
             self._announce_ahead()
-            seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()))
+            seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()) / 2)
             if not self.leaving.wait(heard, seconds):
                 break
         return None

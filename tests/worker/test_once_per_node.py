@@ -203,3 +203,26 @@ def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
         assert pair.ranks[1].load(1, MINE, needs_redis=True) == 4
         assert pair.held() == [{key(1, 0), key(1, 2)}, {key(1, 1), key(1, 3)}]
         assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
+
+
+def test_who_answers_is_not_away_whatever_it_lacks(tmp_path: Path) -> None:
+    """While a third rank, asked by the same load, has gone."""
+    with ExitStack() as stack:
+        trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))
+        for number in range(3):
+            trio.start(number)
+        trio.find()
+        trio.store(1, 6)
+        tier, share = trio.tiers[0], trio.ranks[0].engine.share
+        keys = [key(1, chunk) for chunk in range(6) if not share.is_owner(key(1, chunk))]
+        assert {share.owner(each) for each in keys} == {1, 2}
+        for each in keys:
+            if share.owner(each) == 2:
+                trio.ranks[2].engine.forget(each)
+        trio.servers[1].close()
+        until = time.monotonic() + 20.0
+        while not tier.is_away(1):
+            assert time.monotonic() < until
+            buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in keys]
+            assert not any(tier.read_ranks(keys, buffers, time.monotonic() + 0.5))
+        assert not tier.is_away(2)
