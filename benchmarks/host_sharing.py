@@ -102,9 +102,11 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def _pair(hash_key: str | None) -> Iterator[list[VllmInstance]]:
     """One that computes, one that loads. Both answer while the other is measured: they sleep."""
     with Engines() as engines:
-        extra = {"hash_key": hash_key} if hash_key else {}
+        extra: dict[str, Any] = {"hash_key": hash_key} if hash_key else {}
+        # An audited chunk is computed, and may be rounded in another way.
+        extra |= {"compute_or_load": "always", "audit_share": 0.0}
         folder = str(engines.folder / "host")
-        transfer = tiered_transfer(cpu_gib=1, compute_or_load="always", host_folder=folder, **extra)
+        transfer = tiered_transfer(cpu_gib=1, host_folder=folder, **extra)
         yield [
             engines.start(name, transfer, max_model_len=8192, kv_cache_memory_bytes=512 << 20)
             for name in ("owner", "reader")

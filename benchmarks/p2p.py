@@ -28,8 +28,8 @@ from benchmarks.peers.raw_memory import RawMemory
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
 from examples.tiny_model import DEMO_SHAPE
+from tests.support.engines.asks import Ask, ask, prefill
 from tests.support.engines.calls import forget
-from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
 from tests.support.engines.p2p_engines import kv_transfer

@@ -1,7 +1,7 @@
 """The interface of a tier of chunks.
 
 A tier holds whole chunks by their keys, and returns their bytes verified or not at all.
-`tests/storage/redis/test_tier_contract.py` tests writable tiers against this.
+`tests/storage/redis/test_tier.py` tests writable tiers against this.
 """
 
 from __future__ import annotations

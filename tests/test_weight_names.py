@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.plans import WeightsInMemory
@@ -181,7 +181,6 @@ def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
     assert engine.names.is_awaited()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2))))
 def test_two_engines_share_only_what_both_have(history: list[tuple[int, bool, int]]) -> None:
     """One name never stands for two contents, whatever labels say: those differ in the label."""

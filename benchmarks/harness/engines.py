@@ -34,9 +34,14 @@ class Engines(contextlib.ExitStack):
 
     def __init__(self, shape: ModelShape = DEMO_SHAPE, model: Path | None = None) -> None:
         super().__init__()
-        folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-benchmark-")
-        self.folder = Path(self.enter_context(folder))
-        self.model = model or build_tiny_model(self.folder / "model", shape)
+        # Apart: weights beside which files come and go may have been replaced while they load.
+        self.folder, beside = (
+            Path(
+                self.enter_context(tempfile.TemporaryDirectory(prefix=f"lmcache-connector-{name}-"))
+            )
+            for name in ("benchmark", "model")
+        )
+        self.model = model or build_tiny_model(beside / "model", shape)
 
     def instance(
         self, name: str, transfer: dict[str, Any] | None = None, **options: Any

@@ -14,7 +14,7 @@ from typing import Final
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
-from lmcache_connector.kv_parts.part import Part, keys_of_part
+from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
@@ -74,13 +74,10 @@ class HitFinder:
         if isinstance(places, Pending):
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
-        end = hit.stop - hit.first
-        there = min(self.index.first_stored_elsewhere(each[:end]) for each in keys)
-        if there < end:
-            there += hit.first
-            if self._waits_for_stores(asked, num_computed_tokens, there, hit.stop):
+        while (whole := self._up_to_stores(asked, num_computed_tokens, keys, hit)) is not hit:
+            if self._waits_for_stores(asked, num_computed_tokens, whole.stop, hit.stop):
                 return PENDING
-            hit = hit.up_to(there)
+            hit = whole
         if not asked.is_counted:
             of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
             tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}
@@ -270,6 +267,20 @@ class HitFinder:
             found_share,
             seconds,
         )
+
+    def _up_to_stores(
+        self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
+    ) -> Hit:
+        """A shorter hit, if another rank is storing some of what a load of this one would bring."""
+        if self.index.needed is None or not hit:
+            return hit
+        for part, of_part in zip(self.parts, keys, strict=True):
+            end = asked.keys.end_of(hit.stop)
+            chunks = chunks_to_load(part, self.chunk_size, num_computed_tokens, end)
+            loaded = [of_part[chunk - hit.first] for chunk in chunks]
+            if (at := self.index.first_stored_elsewhere(loaded)) < len(loaded):
+                return hit.up_to(chunks[at] if part.rule is Rule.PREFIX else hit.stop - 1)
+        return hit
 
     def _waits_for_stores(
         self, asked: RequestLookup, num_computed_tokens: int, there: int, stop: int

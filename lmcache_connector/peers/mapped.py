@@ -95,7 +95,7 @@ class MappedPeers:
         """Which of the chunks have come, all of their bytes checked. ``None``: this way is not to
         be had, and the buffers hold rubbish."""
         address = self._address_of(node)
-        if address is None or self._clock() < self._not_before.get(node, 0.0):
+        if address is None or self.is_silent(node):
             return None
         try:
             with self._mapping(node, address, limit) as mapping:
@@ -107,6 +107,10 @@ class MappedPeers:
             logger.debug("The memory of %s cannot be read: %s", node, error)
             self._leave_alone(node, _RETRY_SECONDS)
         return None
+
+    def is_silent(self, node: str) -> bool:
+        """Whether its memory could not be read a moment ago."""
+        return self._clock() < self._not_before.get(node, 0.0)
 
     def close(self) -> None:
         with self._lock:
@@ -130,10 +134,8 @@ class MappedPeers:
                 self._looking = start_thread("lmc-mapped-peers", self._look)
             idle = self._idle.get(node)
             mapping = idle.pop() if idle else None
-        if (
-            mapping is not None and not mapping.is_fresh()
-        ):  # its owner has gone, and maybe come back
-            mapping.close()
+        if mapping is not None and not mapping.is_fresh():
+            mapping.close()  # its owner has gone, and maybe come back
             mapping = None
         mapping = mapping or _Mapping(address, _soon(limit))
         try:
@@ -155,11 +157,10 @@ class MappedPeers:
     def _look(self) -> None:
         while not self._closing.wait(_SECONDS_BETWEEN_LOOKS):
             with self._lock:
-                gone = [
-                    each for idle in self._idle.values() for each in idle if not each.is_fresh()
-                ]
-                kept = {n: [m for m in idle if m not in gone] for n, idle in self._idle.items()}
-                self._idle = {node: idle for node, idle in kept.items() if idle}
+                idle = [mapping for each in self._idle.values() for mapping in each]
+                gone = [mapping for mapping in idle if not mapping.is_fresh()]
+                kept = {n: [m for m in each if m not in gone] for n, each in self._idle.items()}
+                self._idle = {node: each for node, each in kept.items() if each}
             for mapping in gone:
                 mapping.close()
 
@@ -190,7 +191,10 @@ class _Mapping:
             sock.close()
             raise
         self._memory = np.frombuffer(self._map, np.uint8)
-        self.is_fresh = self._wire.is_fresh
+
+    def is_fresh(self) -> bool:
+        """Whether it is connected, and nothing is left to read."""
+        return self._wire.is_fresh()
 
     def read(
         self,

@@ -101,10 +101,14 @@ class PeerTier:
         """Which of the chunks, all of other ranks of this engine, have come."""
         limit = Deadline(deadline, self._clock, cancelled)
         owners = list(map(self._share.owner, keys))
-        result = self._read_at(list(map(self._topology.own_rank, owners)), keys, buffers, limit)
-        if result.cut_off and not cancelled():
-            answering = {rank for rank, hit in zip(owners, result.hits, strict=True) if hit}
-            away = dict.fromkeys(set(owners) - answering, self._clock() + _AWAY_SECONDS)
+        nodes = list(map(self._topology.own_rank, owners))
+        result = self._read_at(nodes, keys, buffers, limit)
+        if result.cut_off and self._mapped is not None and not cancelled():
+            left = dict(zip(owners, nodes, strict=True))
+            for rank in {rank for rank, hit in zip(owners, result.hits, strict=True) if hit}:
+                del left[rank]
+            is_silent, until = self._mapped.is_silent, self._clock() + _AWAY_SECONDS
+            away = {rank: until for rank, node in left.items() if is_silent(node)}
             self._away_until = self._away_until | away
         return result.hits
 

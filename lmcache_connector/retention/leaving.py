@@ -113,13 +113,13 @@ class LeavingChunks:
             self._is_waited_for = may_come
             self._heard_of.notify_all()
 
-    def wait(self, heard: int) -> bool:
-        """Until a plan has come that was made with more reports than ``heard``: a second at most.
-        False: there was none, or nothing was announced that one could tell of."""
+    def wait(self, heard: int, seconds: float = WAIT_SECONDS) -> bool:
+        """Until a plan has come that was made with more reports than ``heard``, or the ``seconds``
+        are over. False: there was none, or nothing was announced that one could tell of."""
         with self._heard_of:
             if any(number == 0 or number > heard for number in self._numbers.values()):
                 self._heard_of.wait_for(
-                    lambda: self.heard > heard or not self._is_waited_for, timeout=WAIT_SECONDS
+                    lambda: self.heard > heard or not self._is_waited_for, timeout=seconds
                 )
             return self.heard > heard
 

@@ -72,7 +72,7 @@ class _Chunk:
     priority: int = 0
     expires_at: float = math.inf
     pinned_until: float | None = None
-    watched_at: float = math.inf
+    change: int = 0  # the number of the one that counts
 
     @property
     def next_change(self) -> float:
@@ -385,20 +385,20 @@ class Ledger:
             chunk.tenant.pinned_bytes -= chunk.num_bytes
 
     def _watch(self, key: bytes, chunk: _Chunk) -> None:
-        """Look at the chunk again when its pin or lifetime ends; a claim may move that end."""
-        if chunk.next_change >= chunk.watched_at:
-            return
-        chunk.watched_at = chunk.next_change
+        """Look at the chunk when its pin or lifetime ends, and no earlier. Of chunks that end
+        together, the last to be watched ends last."""
         self._num_changes += 1
-        heapq.heappush(self._changes, (chunk.watched_at, self._num_changes, key))
+        chunk.change = self._num_changes
+        if chunk.next_change < math.inf:
+            heapq.heappush(self._changes, (chunk.next_change, chunk.change, key))
         if len(self._changes) > 4 * len(self._chunks):  # most are of chunks that went
             self._changes = [change for change in self._changes if self._is_watched(change)]
             heapq.heapify(self._changes)
 
     def _is_watched(self, change: tuple[float, int, bytes]) -> bool:
-        at, _, key = change
+        _, number, key = change
         chunk = self._chunks.get(key)
-        return chunk is not None and chunk.watched_at == at
+        return chunk is not None and chunk.change == number
 
     def _lapse(self, now: float) -> bool:
         """End pins and lifetimes that have passed. Returns whether these were all. A chunk whose
@@ -411,10 +411,6 @@ class Ledger:
                 continue
             key = change[2]
             chunk = self._chunks[key]
-            chunk.watched_at = math.inf
-            if chunk.next_change > now:
-                self._watch(key, chunk)
-                continue
             self._leave(key, chunk)
             self._unpin(chunk)
             chunk.is_expired = chunk.expires_at <= now

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
-from lmcache_connector.retention.leaving import LeavingChunks
+from lmcache_connector.retention.leaving import WAIT_SECONDS, LeavingChunks
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
@@ -103,6 +103,7 @@ class LMCacheEngineAdapter:
         peers: PeerTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._parts = parts
         self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
         self._piece_bytes = int(settings.rank_gib * 2**30 * _PIECE_SHARE)
@@ -476,14 +477,17 @@ class LMCacheEngineAdapter:
         self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
     ) -> MemoryObj | None:
         """LMCache's own call. What has to go for it may have to be heard of first; as often as that
-        is used again before, other chunks have to."""
+        is used again before, other chunks have to. A load waits for half of the time that it has
+        left: what has found room is read in the other half."""
+        deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
             heard = self.leaving.heard
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
             self._announce_ahead()
-            if not self.leaving.wait(heard):
+            seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()) / 2)
+            if not self.leaving.wait(heard, seconds):
                 break
         return None
 

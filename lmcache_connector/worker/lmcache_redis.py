@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +109,11 @@ class RedisStoragePlugin(StoragePluginInterface):
             yield context
         finally:
             self._contexts.load = None
+
+    @property
+    def deadline(self) -> float:
+        """Of the load that this thread makes; infinite if it makes none."""
+        return self._contexts.load.deadline if self._contexts.load is not None else inf
 
     @contextmanager
     def store_context(

@@ -11,21 +11,23 @@ from itertools import chain
 
 import pytest
 
+from lmcache_connector.storage.redis import admin
 from tests.support.command_line import Cli
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
+    config,
     get_all,
     open_tier,
     put_all,
 )
-from tests.support.redis.rights import PASSWORD, grant
+from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
+from tests.support.redis.rights import PASSWORD, documented_rules, grant
 from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
     running_sentinels,
     running_tls_server,
-    wait_until,
 )
 from tests.support.redis.servers import (
     CACHE,
@@ -36,6 +38,7 @@ from tests.support.redis.servers import (
     running_valkey,
     valkey_binary,
 )
+from tests.support.waits import wait_until
 
 VALUES_PER_CHUNK = 4
 VALKEY = valkey_binary() or "valkey-server"
@@ -141,7 +144,6 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
 
 
 def test_an_engines_rights_are_enough(guarded: Guarded) -> None:
-    """To write, look up, read, renew lifetimes, and replace what is damaged."""
     url = guarded.url_of("engine")
     lifetime = {"ttl_seconds": 600.0, "refresh_ttl": True}
     with open_tier(url, **lifetime) as tier:  # type: ignore[arg-type]
@@ -180,3 +182,101 @@ def spoil(guarded: Guarded, index: int) -> None:
         with server.client(db=int(db[1]) if db else 0) as client:
             for name in client.keys(f"lmc:*{chunk_key(index).hex()}*-*")[:1]:
                 client.setrange(name, 1000, b"\xff\x00\xff\x00")
+
+
+# -- with no more rights than the documentation asks for, over TLS, and on servers that say nothing
+
+
+# For clusters, and for what `ls` can do without.
+ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
+
+
+def transfer(url: str) -> str:
+    extra = {"cpu_gib": 0.1, "redis_url": url}
+    document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}
+    return json.dumps({**document, "kv_connector_extra_config": extra})
+
+
+@pytest.fixture
+def guarded_valkey() -> Iterator[Server]:
+    with running_valkey(CACHE) as server:
+        for user in ("engine", "operator"):
+            grant(server, user, leave_out=ELSEWHERE)
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "default", "off")
+        yield server
+
+
+def url_of(server: Server, user: str) -> str:
+    return server.url.replace("//", f"//{user}:{PASSWORD}@")
+
+
+def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded_valkey: Server) -> None:
+    for command in (["ls"], ["purge", "--all", "--yes"]):
+        outcome = cli(*command, "--redis-url", url_of(guarded_valkey, "engine"))
+        assert outcome.code == 3
+        assert "no permissions" in outcome.err.lower()
+        assert "ACL SETUSER" in outcome.err
+        assert PASSWORD not in outcome.err
+
+
+def test_the_rights_of_the_hint_are_enough(cli: Cli) -> None:
+    """An engine's own user may not run ``check``; what the hint adds is all that lacks."""
+    rules, *_ = documented_rules("operator")
+    with running_valkey(CACHE) as server:
+        url = url_of(server, "engine")
+        grant(server, "engine", leave_out=ELSEWHERE)
+        with server.client() as client:
+            refused = cli("check", transfer(url), "--json")
+            assert refused.code == 3
+            (hint,) = [f["hint"] for f in refused.document["findings"] if f["verdict"] == "error"]
+            added = hint.partition("ACL SETUSER NAME ")[2].split()
+            client.execute_command("ACL", "SETUSER", "engine", *added)
+        assert cli("check", transfer(url)).code == 0
+        assert cli("ls", "--redis-url", url).code == 0
+    assert {*added, "on", f">{PASSWORD}", "resetchannels", "-@all"} == set(rules)
+    assert "+client|no-touch" in hint
+
+
+@pytest.mark.redis_server
+def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli, redis_path: str) -> None:
+    with (
+        certificates() as pem,
+        running_tls_server(redis_path, pem, CACHE, asks_clients=False) as server,
+    ):
+        url = f"rediss://127.0.0.1:{server.port}"
+        assert cli("check", transfer(f"{url}?ssl_ca_certs={pem.ca}")).code == 0
+        unknown = cli("check", transfer(url))
+        assert unknown.code == 3
+        assert "ssl_ca_certs" in unknown.out
+        plain = cli("check", transfer(url.replace("rediss", "redis")))
+        assert plain.code == 3
+        assert "rediss://" in plain.out
+
+
+@pytest.mark.parametrize(("scheme", "what"), [("rediss", "speaks no TLS"), ("redis", "firewalls")])
+def test_a_server_that_says_nothing_is_told_in_a_moment(
+    cli: Cli, valkey: Server, monkeypatch: pytest.MonkeyPatch, scheme: str, what: str
+) -> None:
+    """A Redis waits for more of what begins a TLS handshake. Answers after the greeting may take
+    as long as they need: here an hour."""
+    monkeypatch.setattr(admin, "_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
+    with fault_proxy(valkey.port) as proxy:
+        if scheme == "redis":
+            proxy.arm(Fault(Kind.STALL, sticky=True))
+        for command in (["ls"], ["verify"], ["purge", "--all", "--yes"]):
+            outcome = cli(*command, "--redis-url", proxy.url.replace("redis", scheme))
+            assert outcome.code == 3
+            assert what in outcome.err
+
+
+def test_an_answer_may_take_longer_than_the_greeting(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
+    with fault_proxy(valkey.port) as proxy, admin.RedisAdmin(config(proxy.url)) as opened:
+        opened.nodes()
+        proxy.arm(Fault(Kind.DELAY, seconds=1.0))
+        assert opened.num_keys() == 0
+        assert proxy.num_struck == 1

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
+from lmcache_connector.config import limits
+from lmcache_connector.config.limits import user_cache_folder
+from lmcache_connector.config.strict import resolve_secret
+from lmcache_connector.config.tiered import (
+    _GONE,
+    ConnectorConfig,
+    check_settings,
+    parse_config,
+    parse_p2p_config,
+)
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import Tier
+from tests.support import ROOT
 
 FIELDS = [name for name in ConnectorConfig.model_fields if name != "lmcache"]
 SECRET = "hunter2-very-secret"
@@ -88,18 +98,6 @@ def test_secrets_come_from_variables_and_files(
     file.write_text(f"{SECRET}\n")
     for reference in (SECRET, "env:MY_KEY", f"file:{file}"):
         assert parse_config({"hash_key": reference}).hash_key_bytes == SECRET.encode()
-
-
-@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\xff\xfe"], ids=str)
-def test_a_secret_that_cannot_be_read_is_a_problem_that_names_the_file(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    file = tmp_path / "key"
-    if content is not None:
-        file.write_bytes(content)
-    (line,) = problems(hash_key=f"file:{file}")
-    assert "'hash_key'" in line
-    assert str(file) in line
 
 
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +196,116 @@ def test_a_folder_nobody_looks_into_is_refused() -> None:
         parse_config({"host_folder": "/x", "host_sharing": False})
     with pytest.raises(ConfigError, match="host_folder"):
         parse_config({"host_folder": "relative"})
+
+
+# -- secrets ---------------------------------------------------------------------------------------
+
+
+def test_secrets_by_value_environment_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from file\n")
+    environ = {"NAME": "from env", "EMPTY": ""}
+    assert resolve_secret("plain", environ) == "plain"
+    assert resolve_secret("env:NAME", environ) == "from env"
+    assert resolve_secret(f"file:{file}", environ) == "from file"
+    assert resolve_secret("redis://u:p@h", environ) == "redis://u:p@h"
+    for reference in ("env:MISSING", "env:EMPTY", "file:/no/such/file"):
+        with pytest.raises(ValueError, match=reference.split(":", 1)[1]):
+            resolve_secret(reference, environ)
+    for content in (b"", b"  \n", b"\xff\xfe"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=str(file)):
+            resolve_secret(f"file:{file}", environ)
+
+
+# -- what is gone ----------------------------------------------------------------------------------
+
+
+UPGRADING = (ROOT / "docs" / "upgrading.md").read_text()
+
+
+@pytest.mark.parametrize("name", limits.GONE)
+def test_a_setting_that_is_gone_is_refused_with_what_replaces_it(name: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config({name: 1})
+    (line,) = str(raised.value).splitlines()[1:]
+    assert line == f"  - {name!r} is {limits.GONE[name]}"
+    assert name not in ConnectorConfig.model_fields
+    assert f"| `{name}`" in UPGRADING
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ({"redis_codec": "auto"}, "use 'blosc2' or 'none'"),
+        ({"redis_admission": "worth"}, "use 'reused', or 'all'"),
+        ({"model_digest": "sampled"}, "leave model_digest out"),
+    ],
+)
+def test_so_is_a_value_that_is_gone(setting: dict[str, Any], instead: str) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError) as raised:
+        parse_config(setting)
+    (line,) = str(raised.value).splitlines()[1:]
+    assert line.startswith(f"  - {name!r}: {value!r} is gone")
+    assert instead in line
+    assert f"| `{name}: {value}` |" in UPGRADING
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/fast", "HOME": "/home/me"}, "/fast/lmcache-connector"),
+        ({"XDG_CACHE_HOME": "fast", "HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({}, "/.cache/lmcache-connector"),
+    ],
+)
+def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
+    assert user_cache_folder(environ) == Path(folder)
+
+
+# -- of LMCacheP2PConnector ------------------------------------------------------------------------
+
+
+KEY = "a key of enough bytes"
+
+
+def test_on_loopback_nothing_has_to_be_set() -> None:
+    config = parse_p2p_config({}, 7000)
+    assert config.peer_listen == "127.0.0.1:7000"
+    assert "127.0.0.0/8" in config.peer_hosts
+    assert config.peer_tier_config() is not None
+
+
+def test_beyond_it_hosts_and_a_key_have_to_be() -> None:
+    config = parse_p2p_config(
+        {"host": "10.0.0.7", "bind_host": "::", "hash_key": KEY, "peer_hosts": ["10.0.0.0/24"]},
+        7000,
+    )
+    assert config.peer_listen == "[::]:7000"
+    assert str(config.told_address(2)) == "10.0.0.7:7002"
+    assert parse_p2p_config({"host": "10.0.0.7", "insecure": True}, 1, loads=False).peer_insecure
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "10.0.0.7", "hash_key": KEY}, ["peer_hosts"]),
+        ({"host": "10.0.0.7", "peer_hosts": ["*.x"]}, ["hash_key", "'insecure'"]),
+        ({"bind_host": "10.0.0.7"}, ["hash_key", "'insecure'"]),
+        ({"host": "a b"}, ["peer_listen"]),
+        ({"host": 7}, ["peer_host"]),
+        ({"insecure": "yes"}, ["'insecure'"]),
+        ({"cpu_gb": 1}, ["cpu_gib"]),
+        *(({name: 1}, [name, why[:20]]) for name, why in _GONE.items()),
+        ({"secret": KEY}, ["hash_key", "router_secret"]),
+        ({"kv_buffer_size": 1}, ["cpu_gib"]),
+        ({"router": "http://a:1"}, ["http_address"]),
+    ],
+)
+def test_what_is_refused_says_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_p2p_config(settings, 7000)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert KEY not in str(caught.value)

@@ -304,7 +304,7 @@ def copies(draw: st.DrawFn, device: str) -> tuple[Paged, Chunks, list[int], list
     return cache, host, list(paged_ids[:count]), chunk_ids[:count]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), store=st.booleans())
 def test_random_copies_match_the_reference(
     copier: Copier, device: str, data: st.DataObject, store: bool

@@ -116,7 +116,6 @@ def test_work_queued_after_a_load_reads_what_it_brought(copier: Copier, device: 
 
 
 def test_stores_and_loads_go_on_beside_each_other(copier: Copier, device: str) -> None:
-    """Each thread moves its own cache's blocks out and back, while the compute stream works."""
     wrong: list[int] = []
 
     def go(seed: int) -> None:

@@ -33,26 +33,25 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def policy(clock: Clock) -> LoadPolicy:
-    """One that knows its prefill speed and both tiers."""
-    made = LoadPolicy(
-        CostModel(clock, max_deadline_seconds=10.0),
-        CHUNK_TOKENS,
-        (CHUNK_BYTES,),
-        clock,
-    )
-    made.observe_measured([STARTED])
-    made.observe_reports([forward(PROMPT, RECOMPUTE)])
-    return made
-
-
 def redis(num_bytes: int, seconds: float) -> Fetched:
     """What a probe found; nothing at all is a failure."""
     return Fetched(Tier.REDIS, num_bytes, seconds, not num_bytes)
 
 
-STARTED = (Fetched(Tier.CPU, CHUNK_BYTES, 0.0002), redis(1 << 23, 0.08))
+def make_policy(
+    clock: Clock, started: Fetched, tiers: tuple[Tier, ...] = (Tier.REDIS,)
+) -> LoadPolicy:
+    """One that knows its prefill speed, memory's, and what its start measured of Redis."""
+    model = CostModel(clock, max_deadline_seconds=10.0)
+    made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
+    made.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.0002), started)])
+    made.observe_reports([forward(PROMPT, RECOMPUTE)])
+    return made
+
+
+@pytest.fixture
+def policy(clock: Clock) -> LoadPolicy:
+    return make_policy(clock, redis(1 << 23, 0.08))
 
 
 def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
@@ -194,26 +193,13 @@ def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock:
     assert policy.probes.take()  # the measurement is old
 
 
-def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Clock) -> None:
-    policy.observe_reports([probed(1 << 20, 0.9)])
-    assert decide(policy, KEYS) == 0
-    assert policy.probes.take()
-    assert decide(policy, KEYS) == 0
-    assert not policy.probes.take()
-
-
 ANSWERED = Fetched(Tier.REDIS, 0, 0.001)
 
 
 @pytest.fixture
 def reader(clock: Clock) -> LoadPolicy:
     """Of a Redis that may not be written to: a probe has nothing to read."""
-    made = LoadPolicy(
-        CostModel(clock, max_deadline_seconds=10.0), CHUNK_TOKENS, (CHUNK_BYTES,), clock
-    )
-    made.observe_measured([(STARTED[0], ANSWERED)])
-    made.observe_reports([forward(PROMPT, RECOMPUTE)])
-    return made
+    return make_policy(clock, ANSWERED)
 
 
 def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
@@ -363,11 +349,7 @@ def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, cl
 @pytest.fixture
 def sharing(clock: Clock) -> LoadPolicy:
     """One with peers beside Redis, as fast as Redis so far."""
-    model = CostModel(clock, max_deadline_seconds=10.0)
-    tiers = (Tier.PEER, Tier.REDIS)
-    made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
-    made.observe_measured([STARTED])
-    made.observe_reports([forward(PROMPT, RECOMPUTE)])
+    made = make_policy(clock, redis(1 << 23, 0.08), (Tier.PEER, Tier.REDIS))
     for job_id in range(8):
         load(made, job_id, 32 * CHUNK_BYTES, 0.32, Tier.PEER)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,14 @@ import pytest
 
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.settings import kv_transfer
+from tests.support.redis.servers import Server, running_valkey
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    """For the engines of one file."""
+    with running_valkey() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.audits import (
-    ROWS,
-    audits,
-    build_retrained_model,
-)
-from tests.support.engines.calls import (
-    check_integrity,
-    share_again,
-    wait_for_writes,
-)
+from tests.support.engines.audits import ROWS, audits, build_retrained_model
+from tests.support.engines.calls import check_integrity, share_again, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.updates import live_on_another_host
@@ -96,16 +88,6 @@ def changes(instance: VllmInstance, before: dict[str, float]) -> dict[str, float
     return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
 
 
-def errors(instance: VllmInstance) -> list[str]:
-    return [line for line in instance.log.splitlines() if "Audit: the KV stored for" in line]
-
-
-def assert_found(instance: VllmInstance, before: dict[str, float], kind: str) -> None:
-    """One mismatch, and one line about it that says what kind of request it was."""
-    assert changes(instance, before).get("mismatch") == 1
-    assert f"for a {kind} request of" in errors(instance)[-1]
-
-
 def test_retrained_embedding_rows_under_one_name_are_found(
     one: VllmInstance, retrained: VllmInstance, prompt: list[int]
 ) -> None:
@@ -115,7 +97,9 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     wrong = retrained.serve(prompt)
     assert wrong.external_hit_tokens == 2 * CHUNK_SIZE  # the other model's KV
     assert wrong.block_digests[0] == cold.block_digests[0]
-    assert_found(retrained, before, "plain")
+    assert changes(retrained, before).get("mismatch") == 1
+    told = [each for each in retrained.log.splitlines() if "Audit: the KV stored for" in each]
+    assert "for a plain request of" in told[-1]
     # Sharing is over, for requests to come and both ways.
     retrained.reset_prefix_cache()
     right = retrained.serve(prompt)
@@ -127,6 +111,3 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert again.block_digests == right.block_digests
     assert retrained.call(audits)["mismatch"] == 1
     retrained.call(share_again)
-
-
-# -- labels ------------------------------------------------------------------------------------

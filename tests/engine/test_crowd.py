@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from tests.support.engines.asks import Ask, Round, ask_all
 from tests.support.engines.calls import check_integrity, preemptions
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
+from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
@@ -111,41 +109,38 @@ def router(engine: VllmInstance, port: int) -> Iterator[Router]:
 def heard_something(router: Router, engine: VllmInstance) -> None:
     """A subscription takes effect some time after it was asked for."""
     for seed in range(100):
-        engine.call(ask_all, [Ask(random_prompt(900 + seed, 2 * BLOCK_SIZE))])
+        engine.serve(random_prompt(900 + seed, 2 * BLOCK_SIZE))
         if router.stored["GPU"]:
             return
     raise AssertionError("no event arrived")
 
 
-def assert_blocks_equal(hits: Round, cold: Round) -> None:
-    for hit, reference in zip(hits.answers, cold.answers, strict=True):
-        blocks = hit.cached_tokens // BLOCK_SIZE
-        assert blocks > 0
-        assert hit.blocks[:blocks] == reference.blocks[:blocks]
+def assert_blocks_equal(hit: Served, cold: Served) -> None:
+    blocks = hit.cached_tokens // BLOCK_SIZE
+    assert blocks > 0
+    assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
 
 
-def one_by_one(probe: EngineProbe, asks: list[Ask]) -> Round:
-    rounds = [ask_all(probe, [ask]) for ask in asks]
-    return Round([r.answers[0] for r in rounds], sum(r.loaded_tokens for r in rounds))
-
-
-def ask_counting_preemptions(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, list[str]]:
+def serve_counting_preemptions(
+    probe: EngineProbe, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[Served], list[str]]:
     """Serve them; also returns who was preempted, in order."""
     with preemptions(probe) as preempted:
-        return ask_all(probe, asks), preempted
+        return probe.serve_many(prompts, max_tokens), preempted
 
 
 def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmInstance) -> None:
-    asks = [Ask(random_prompt(seed, 700), max_tokens=150) for seed in range(6)]
+    prompts = [random_prompt(seed, 700) for seed in range(6)]
     before = engine.counts()
-    together, preempted = engine.call(ask_counting_preemptions, asks)
+    together, preempted = engine.call(serve_counting_preemptions, prompts, 150)
     assert len(preempted) > 0
-    assert [len(answer.token_ids[0]) for answer in together.answers] == [150] * 6
+    assert [len(served.token_ids) for served in together] == [150] * 6
     assert engine.counts().by_label("failed_loads") == before.by_label("failed_loads")
     engine.reset_prefix_cache()
-    again = engine.call(one_by_one, [replace(ask, max_tokens=2) for ask in asks])
-    assert again.loaded_tokens == 6 * 512
-    assert_blocks_equal(again, together)
+    for prompt, cold in zip(prompts, together, strict=True):
+        again = engine.serve(prompt)
+        assert again.external_hit_tokens == 512
+        assert_blocks_equal(again, cold)
     engine.call(check_integrity)
 
 
@@ -169,14 +164,14 @@ def reset_while_running(probe: EngineProbe, tokens: list[int], connector_too: bo
 @pytest.mark.parametrize("connector_too", [False, True])
 def test_a_reset_in_the_middle_of_an_answer(engine: VllmInstance, connector_too: bool) -> None:
     tokens = random_prompt(40 + connector_too, 700)
-    cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    cold = engine.serve(tokens)
     engine.reset_prefix_cache()
     answer = engine.call(reset_while_running, tokens, connector_too)
     assert len(answer) == 40
-    assert answer[0] == cold.answers[0].token_ids[0][0]
+    assert answer[0] == cold.token_ids[0]
     engine.reset_prefix_cache()
-    again = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
-    assert again.loaded_tokens == 512  # after the reset it was stored anew
+    again = engine.serve(tokens)
+    assert again.external_hit_tokens == 512  # after the reset it was stored anew
     assert_blocks_equal(again, cold)
     engine.call(check_integrity)
 
@@ -210,11 +205,11 @@ def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: in
 def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> None:
     """Level 0 is as deep as an engine without a GPU can sleep."""
     tokens = random_prompt(50, 900)
-    cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    cold = engine.serve(tokens)
     engine.reset_prefix_cache()
     assert engine.call(pause_and_resume, tokens, mode, level) == (30 if mode == "keep" else 0)
     engine.reset_prefix_cache()
-    again = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
-    assert again.loaded_tokens == 768
+    again = engine.serve(tokens)
+    assert again.external_hit_tokens == 768
     assert_blocks_equal(again, cold)
     engine.call(check_integrity)

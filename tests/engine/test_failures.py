@@ -45,7 +45,6 @@ def test_redis_that_stops_and_comes_back(engine: VllmInstance, valkey: Server) -
 
 
 def test_no_redis_at_start(start: StartInstance) -> None:
-    """The engine starts, serves, uses its CPU tier and stops in bounded time."""
     transfer = kv_transfer(redis_url=f"redis://127.0.0.1:{free_port()}")
     with start(transfer) as instance:
         prompt = random_prompt(70, 800)
@@ -70,7 +69,7 @@ def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:
     request_id = probe.add(prompt)
     probe.on_ranks(raise_in_next, call)
     with pytest.raises(PlantedError):
-        probe.finish({request_id: len(prompt)}, 0.0)
+        probe.finish([request_id], 0.0)
     probe.engine.abort_request([request_id])  # it would wait for ever
     probe.drain()
     return probe.serve([*prompt, *prompt])

@@ -124,7 +124,6 @@ def test_a_hit_goes_on_where_vllms_own_ends(one: VllmInstance, chunk_size: int, 
 def test_the_next_turn_of_a_conversation(
     one: VllmInstance, family: str, chunk_size: int, end: int
 ) -> None:
-    """It goes on from what was generated, past the window."""
     prompt = random_prompt(20, end - 30)
     first = one.serve(prompt, 60)
     turn = [*prompt, *first.token_ids[:-1], *random_prompt(21, 700)]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, Round, ask_again, ask_all
+from tests.support.engines.asks import Ask, ask
 from tests.support.engines.calls import check_integrity, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
+from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
 from tests.support.limits import PATIENT
@@ -56,33 +57,46 @@ def words(seed: int) -> list[int]:
     return [max(3, token) for token in random_prompt(seed, 300)]
 
 
-def served(instance: VllmInstance, ask: Ask) -> Round:
-    answer: Round = instance.call(ask_all, [ask])
+NUMBERS = count()
+
+
+def asked(instance: VllmInstance, request: Ask) -> Served:
+    named = replace(request, request_id=f"ask-{next(NUMBERS)}-")
+    served: Served = instance.call(ask, named).served
+    return served
+
+
+def written(instance: VllmInstance, request: Ask) -> Served:
+    """Once Redis has all of it."""
+    served = asked(instance, request)
     instance.call(wait_for_writes)
-    return answer
+    return served
 
 
-def blocks(answer: Round) -> tuple[str, ...]:
-    return answer.answers[0].blocks
+def asked_again(instance: VllmInstance, request: Ask) -> tuple[Served, Served]:
+    """Serve it, forget vLLM's own prefix cache, and serve it again."""
+    first = asked(instance, request)
+    instance.reset_prefix_cache()
+    return first, asked(instance, request)
 
 
 def test_a_picture_is_its_content(seeing: tuple[VllmInstance, VllmInstance]) -> None:
     """Each process calls its first picture by the same name. A chunk that ends inside a picture
     belongs to it; so does everything after it."""
     one, other = seeing
-    ask = Ask(words(1), image=1)
-    cold = served(one, ask)
-    assert cold.loaded_tokens == 0
-    different = served(other, replace(ask, image=2))
-    assert different.loaded_tokens == 0
-    assert blocks(different)[0] != blocks(cold)[0]
-    same = served(other, ask)
-    assert same.loaded_tokens == FULL
-    assert blocks(same)[:4] == blocks(cold)[:4]
-    other_words = [token % 2000 + 4 for token in ask.tokens]
-    same_picture = served(other, replace(ask, tokens=other_words))
-    assert same_picture.loaded_tokens == CHUNK_SIZE  # the chunk that holds nothing else
-    assert blocks(same_picture)[:2] == blocks(cold)[:2]
+    wanted = Ask("", words(1), image=1)
+    cold = written(one, wanted)
+    assert cold.external_hit_tokens == 0
+    different = written(other, replace(wanted, image=2))
+    assert different.external_hit_tokens == 0
+    assert different.block_digests[0] != cold.block_digests[0]
+    same = written(other, wanted)
+    assert same.external_hit_tokens == FULL
+    assert same.block_digests[:4] == cold.block_digests[:4]
+    other_words = [token % 2000 + 4 for token in wanted.prompt]
+    same_picture = written(other, replace(wanted, prompt=other_words))
+    assert same_picture.external_hit_tokens == CHUNK_SIZE  # the chunk that holds nothing else
+    assert same_picture.block_digests[:2] == cold.block_digests[:2]
 
 
 # -- adapters, salts and embeddings ----------------------------------------------------------------
@@ -105,7 +119,7 @@ def adapted(
 
 
 def adapter_ask(seed: int, path: Path, number: int, name: str = "mine") -> Ask:
-    return Ask(random_prompt(seed, 700), lora=(name, number, str(path)))
+    return Ask("", random_prompt(seed, 700), lora=(name, number, str(path)))
 
 
 def add_lora(probe: EngineProbe, name: str, number: int, path: str) -> None:
@@ -119,33 +133,32 @@ def test_another_process_hits_an_adapter_with_its_first_request(
 ) -> None:
     one, other = adapted
     path = build_adapter(tmp_path / "a", 1)
-    cold = served(one, adapter_ask(1, path, 1))
-    assert cold.loaded_tokens == 0
-    hit = served(other, adapter_ask(1, path, 7, "another name"))
-    assert hit.loaded_tokens == FULL
-    assert blocks(hit)[:4] == blocks(cold)[:4]
+    cold = written(one, adapter_ask(1, path, 1))
+    assert cold.external_hit_tokens == 0
+    hit = written(other, adapter_ask(1, path, 7, "another name"))
+    assert hit.external_hit_tokens == FULL
+    assert hit.block_digests[:4] == cold.block_digests[:4]
 
 
-def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
+def assert_same_kv(hit: Served, cold: Served, num_tokens: int) -> None:
     """All of it was loaded, and the bytes are those that were computed."""
-    assert hit.loaded_tokens == num_tokens
-    (loaded,), (computed,) = hit.answers, cold.answers
+    assert hit.external_hit_tokens == num_tokens
     blocks = num_tokens // BLOCK_SIZE
-    assert loaded.blocks[:blocks] == computed.blocks[:blocks] != ()
-    assert loaded.token_ids[0][0] == computed.token_ids[0][0]
+    assert hit.block_digests[:blocks] == cold.block_digests[:blocks] != ()
+    assert hit.token_ids[0] == cold.token_ids[0]
 
 
 def test_tenants_are_isolated(adapted: tuple[VllmInstance, VllmInstance]) -> None:
     engine, _ = adapted
-    ask = Ask(random_prompt(1, 700), salt="one")
-    cold, hit = engine.call(ask_again, ask)
+    wanted = Ask("", random_prompt(1, 700), salt="one")
+    cold, hit = asked_again(engine, wanted)
     assert_same_kv(hit, cold, FULL)
-    other = replace(ask, salt="two")
-    for first in engine.call(ask_again, other):
-        assert first.answers[0].blocks == cold.answers[0].blocks  # the same KV, computed ...
-    assert first.loaded_tokens == FULL  # ... and stored again, for the other tenant
+    other = replace(wanted, salt="two")
+    for first in asked_again(engine, other):
+        assert first.block_digests == cold.block_digests  # the same KV, computed ...
+    assert first.external_hit_tokens == FULL  # ... and stored again, for the other tenant
     engine.reset_prefix_cache()
-    assert engine.call(ask_all, [replace(ask, salt="three")]).loaded_tokens == 0
+    assert asked(engine, replace(wanted, salt="three")).external_hit_tokens == 0
 
 
 def test_adapters_are_known_by_their_weights(
@@ -153,35 +166,35 @@ def test_adapters_are_known_by_their_weights(
 ) -> None:
     engine, _ = adapted
     first, second = (str(build_adapter(tmp_path / str(seed), seed)) for seed in range(2))
-    plain = Ask(random_prompt(3, 700), salt="s")
+    plain = Ask("", random_prompt(3, 700), salt="s")
     asks = {
         "plain": plain,
         "one": replace(plain, lora=("one", 101, first)),
         "two": replace(plain, lora=("two", 102, second)),
     }
-    cold = {name: engine.call(ask_all, [ask]) for name, ask in asks.items()}
-    assert [served.loaded_tokens for served in cold.values()] == [0, 0, 0]
-    assert len({served.answers[0].blocks for served in cold.values()}) == 3
+    cold = {name: asked(engine, wanted) for name, wanted in asks.items()}
+    assert [served.external_hit_tokens for served in cold.values()] == [0, 0, 0]
+    assert len({served.block_digests for served in cold.values()}) == 3
     engine.reset_prefix_cache()
-    for name, ask in asks.items():
-        assert_same_kv(engine.call(ask_all, [ask]), cold[name], FULL)
+    for name, wanted in asks.items():
+        assert_same_kv(asked(engine, wanted), cold[name], FULL)
     engine.reset_prefix_cache()
     renamed = replace(plain, lora=("one, said otherwise", 103, first))
-    assert_same_kv(engine.call(ask_all, [renamed]), cold["one"], FULL)
+    assert_same_kv(asked(engine, renamed), cold["one"], FULL)
     engine.reset_prefix_cache()
     namesake = replace(plain, lora=("one", 104, second))
-    assert_same_kv(engine.call(ask_all, [namesake]), cold["two"], FULL)
+    assert_same_kv(asked(engine, namesake), cold["two"], FULL)
 
 
 def test_prompt_embeddings(adapted: tuple[VllmInstance, VllmInstance]) -> None:
     engine, _ = adapted
-    ask = Ask([0] * 700, salt="s", embeds=1)
-    cold, hit = engine.call(ask_again, ask)
+    wanted = Ask("", [0] * 700, salt="s", embeds=1)
+    cold, hit = asked_again(engine, wanted)
     assert_same_kv(hit, cold, FULL)
     engine.reset_prefix_cache()
-    other = engine.call(ask_all, [replace(ask, embeds=2)])
-    assert other.loaded_tokens == 0
-    assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
+    other = asked(engine, replace(wanted, embeds=2))
+    assert other.external_hit_tokens == 0
+    assert other.block_digests[0] != cold.block_digests[0]
     # Where embeddings stand, the ids that vLLM shows are zeros.
     engine.reset_prefix_cache()
-    assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0
+    assert asked(engine, replace(wanted, embeds=None)).external_hit_tokens == 0

@@ -13,8 +13,8 @@ import pytest
 
 from lmcache_connector.errors import UnsupportedError
 from tests.support.engines.api_server import running_api
+from tests.support.engines.asks import Ask, ask
 from tests.support.engines.calls import check_integrity, chunk_keys, forget_unseen, worker_of
-from tests.support.engines.handover import Ask, ask
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.probe import EngineProbe, Served
@@ -143,7 +143,6 @@ def test_the_prefix_cache_is_reset_right_after_generate(instance: VllmInstance) 
 
 
 def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
-    """And no copy runs any more when it does."""
     prompt = random_prompt(2, NUM_TOKENS)
     assert instance.call(sleep_after_generate, prompt) == 0
     again = instance.serve(prompt)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines.asks import Answer, Ask, ask, prefill
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
-from tests.support.engines.handover import Answer, Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred, running_nixl
 from tests.support.engines.probe import EngineProbe

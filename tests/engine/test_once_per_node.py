@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,7 +54,6 @@ def test_each_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None
 
 
 def test_evictions_end_no_hit_with_other_bytes(two: VllmInstance) -> None:
-    """Of twelve prompts with three chunks each, for which there is no room."""
     prompts = [random_prompt(100 + i, 3 * CHUNK_SIZE + 5) for i in range(12)]
     # Computed again, behind a shorter hit, it may be rounded in another way: both are right.
     computed: dict[tuple[int, int], set[str]] = {}
@@ -86,15 +84,10 @@ def test_aborts_and_a_stopped_rank_cost_nothing_for_good(two: VllmInstance) -> N
     for steps in (1, 2, 3):
         two.reset_prefix_cache()
         two.call(abort_after, prompt, steps)
-
-    def stop_for_a_second(pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGCONT)
-
     for _, pid in two.call(stored_on_ranks):
         two.reset_prefix_cache()
-        timer = threading.Timer(0.02, stop_for_a_second, (pid,))
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(1.0, os.kill, (pid, signal.SIGCONT))
         timer.start()
         assert len(two.serve(prompt).token_ids) == 2
         timer.join()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.support.engines.ports import free_ports
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
+from tests.support.waits import within
 
 LIMITS = PATIENT
 
@@ -36,13 +37,13 @@ def pair(
     with start(transfers[0]) as one, start(transfers[1]) as two:
         for writer, reader in ((one, two), (two, one)):  # which was there before its peer
             # A stop watch would measure this machine: two seconds are tests/peers/test_host.py.
-            assert any(finds(writer, reader, 100 + seed) for seed in range(40))
+            seeds = count(100)
+            assert within(30.0, lambda: finds(writer, reader, next(seeds)))  # noqa: B023
         yield [one, two]
 
 
 def finds(writer: VllmInstance, reader: VllmInstance, seed: int) -> bool:
     """Whether the reader has found its peer by now, and has read what it has found."""
-    time.sleep(0.2)
     prompt = random_prompt(seed, CHUNK_SIZE + 1)
     writer.serve(prompt)
     before = reader.counts().total("peer_chunks", "hit")

@@ -7,10 +7,7 @@ across block sizes and ranks.
 from __future__ import annotations
 
 import itertools
-import shutil
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import values_of
+from tests.support.waits import wait_until
 
 LIMITS = PATIENT
 NUM_HEADS = 4
@@ -77,11 +75,11 @@ def serve_cold(
     assert cold.external_hit_tokens == 0
     tags = instance.call(chunk_tags, prompt)
     assert len(tags) == NUM_CHUNKS
-    for _ in range(500):
-        if all(len(values_of(valkey, tag)) == num_values for tag in tags):
-            return cold
-        threading.Event().wait(0.02)
-    raise AssertionError("the writes did not arrive")
+    wait_until(
+        lambda: all(len(values_of(valkey, tag)) == num_values for tag in tags),
+        "the writes did not arrive",
+    )
+    return cold
 
 
 def assert_same_bytes(hit: Served, cold: Served) -> None:
@@ -148,8 +146,15 @@ def test_other_block_sizes_read_and_write_the_same_chunks(
 
 def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
     probe.reset_prefix_cache()
-    for rank in range(2):
-        probe.on_ranks(forget_on_rank, rank, chunk_keys(probe, prompt), False)
+    probe.on_ranks(forget_on_rank, chunk_keys(probe, prompt))
+
+
+def forget_on_rank(worker: Any, keys: list[bytes]) -> None:
+    """Drop chunks from a rank's CPU tier."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for key in keys:
+        get_kv_transfer_group()._worker._engine.forget(key)
 
 
 @pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers
@@ -179,59 +184,6 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
 
 
 # -- several ranks are one -------------------------------------------------------------------------
-
-
-def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) -> int:
-    """Drop chunks from one rank's CPU tier; returns how many it holds then."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    engine = get_kv_transfer_group()._worker._engine
-    if worker.rank == rank:
-        reported = engine._changed
-        if silently:
-            engine._cpu.batched_msg_sender = type(reported)()
-        for key in keys:
-            engine.forget(key)
-        engine._cpu.batched_msg_sender = reported
-    return int(engine.num_chunks)
-
-
-# -- weight updates --------------------------------------------------------------------------------
-
-
-def other_weights(model: Path, folder: Path) -> Path:
-    """A copy of a model with every weight changed a little."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, folder)
-    weights = folder / "model.safetensors"
-    save_file({n: t * 1.25 for n, t in load_file(weights).items()}, weights, {"format": "pt"})
-    return folder
-
-
-def update_weights(probe: EngineProbe, path: str) -> None:
-    """As a trainer does: new weights, and everything computed before forgotten."""
-    probe.drain()
-    probe.core.collective_rpc("reload_weights", kwargs={"weights_path": path})
-    assert probe.engine.reset_prefix_cache(reset_connector=True)
-
-
-def test_a_weight_update_concerns_one_instance_and_mixes_nothing(
-    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int], tiny_model: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    cold = serve_cold(one, valkey, prompt)
-    old_tags = one.call(chunk_tags, prompt)
-    two.call(update_weights, str(other_weights(tiny_model, tmp_path / "other")))
-    # No key was deleted, and where the weights have changed none of them is a hit any more.
-    assert all(len(values_of(valkey, tag)) == NUM_HEADS for tag in old_tags)
-    new = serve_cold(two, valkey, prompt)
-    assert not set(itertools.chain(*new.shard_digests)) & set(itertools.chain(*cold.shard_digests))
-    # Each goes on with its own: the other instance is untouched.
-    assert one.call(chunk_tags, prompt) == old_tags
-    for instance, own in ((one, cold), (two, new)):
-        instance.reset_prefix_cache()
-        assert_same_bytes(instance.serve(prompt), own)
 
 
 def test_a_tail_comes_back_on_two_ranks(two: VllmInstance) -> None:

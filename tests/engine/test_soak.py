@@ -56,7 +56,6 @@ def test_a_storm(
     tiny_model: Path,
     tmp_path: Path,
 ) -> None:
-    """Room for two requests in vLLM's cache, for few chunks in memory and some more in Valkey."""
     has_parts = family not in (None, RANKS)
     sizes = {
         "num_gpu_blocks_override": 72 if has_parts else 20,

@@ -55,7 +55,6 @@ def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: P
 @pytest.mark.soak  # three processes, as tests/transformers/test_generate.py has them
 @pytest.mark.timeout(600)
 def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
-    """Another process finds in Redis what the first one computed."""
     sharing = ("--redis-url", valkey.url, "--compute-or-load", "always")
     output = run_example("transformers_generate.py", str(tiny_model), *sharing, *SMALL)
     assert tokens(output, "first") == (0, NUM_WORDS + 4)

@@ -1,8 +1,6 @@
 """Events of several instances as a router gets them through the relay, over real sockets.
 
-Publishers and schema are vLLM's own; topics and fields are those that llm-d's router reads
-(pkg/kvevents/engineadapter/vllm_msgpack.go and pkg/kvcache/kvblock/pseudo_pod.go of
-llm-d/llm-d-router).
+Publishers and schema are vLLM's own; topics are those that llm-d's router reads.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from examples.routers.pool_relay import Pool, relay
-from lmcache_connector.kv_events.log import BlockRun, BlocksRemoved, BlocksStored
+from lmcache_connector.kv_events.log import BlockRun, BlocksStored
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import Tier
 from tests.support.redis.servers import free_port
@@ -39,48 +37,6 @@ def stored(tier: Tier, *indices: int) -> Any:
         tuple(map(block, indices)), None, array("I", range(16 * len(indices))), block_size=16
     )
     return to_vllm(BlocksStored(tier, run))
-
-
-def removed(tier: Tier, *indices: int) -> Any:
-    return to_vllm(BlocksRemoved(tier, tuple(map(block, indices))))
-
-
-def frames(*events: Any, topic: str = f"kv@pod-a@{MODEL}", number: int = 0) -> list[bytes]:
-    """A message as vLLM sends it."""
-    payload = msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=list(events)))
-    return [topic.encode(), number.to_bytes(8, "big"), payload]
-
-
-def told(pool: Pool, *events: Any) -> list[tuple[str, list[Any]]]:
-    """Topics and events of the messages instead of one with ``events``."""
-    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-    return [
-        (message[0].decode(), decoder.decode(message[2]).events)
-        for message in pool.split(frames(*events))
-    ]
-
-
-def test_a_block_is_told_of_once() -> None:
-    """Else a router that counts who has it would never believe that it is gone."""
-    pool = Pool("redis")
-    assert told(pool, stored(Tier.REDIS, 1))[1:] == [(POOL, [stored(Tier.REDIS, 1)])]
-    assert told(pool, stored(Tier.REDIS, 1))[1:] == []
-    assert told(pool, removed(Tier.REDIS, 1))[1:] == [(POOL, [removed(Tier.REDIS, 1)])]
-    assert told(pool, stored(Tier.REDIS, 1))[1:] == [(POOL, [stored(Tier.REDIS, 1)])]
-
-
-def test_an_event_has_what_routers_read() -> None:
-    """The map-encoded form of vLLM since its #42892, by llm-d's names and types."""
-    (_, message) = Pool("redis").split(frames(stored(Tier.REDIS, 1, 2)))
-    timestamp, (event,) = msgspec.msgpack.decode(message[2])
-    assert isinstance(timestamp, float)
-    assert event["type"] == "BlockStored"
-    assert event["medium"] == "STORAGE"  # llm-d's tier "storage"
-    assert event["locality"] == "REMOTE"
-    # A u64 or up to 64 bytes, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES says.
-    assert all(0 <= name < 1 << 64 for name in event["block_hashes"])
-    assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"])
-    assert event["group_idx"] == 0
 
 
 @contextmanager

@@ -3,7 +3,6 @@ made from a real configuration, and this drives them as vLLM's scheduler does.""
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
+from tests.support.waits import wait_until
 
-_PATIENCE_SECONDS = 20.0
 _IDLE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -94,12 +93,16 @@ class Instance:
     def load(self, keys: Sequence[OffloadKey]) -> list[bytes | None]:
         """As a new request finds it, once vLLM has no reason left to ask again."""
         request = self._new_request()
-        until, found = time.monotonic() + _PATIENCE_SECONDS, self._look_up(keys, request)
-        while {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
-            assert time.monotonic() < until, found
-            time.sleep(0.002)
+        found = self._look_up(keys, request)
+
+        def is_settled() -> bool:
+            if not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
+                return True
             self.manager.on_schedule_end(_IDLE)
-            found = self._look_up(keys, request)
+            found[:] = self._look_up(keys, request)
+            return False
+
+        wait_until(is_settled, "the look-up does not end")
         blocks = [
             self._read(key, request) if result is LookupResult.HIT else None
             for key, result in zip(keys, found, strict=True)
@@ -110,12 +113,12 @@ class Instance:
 
     def settle(self) -> None:
         """Steps without work, until no transfer is left."""
-        until = time.monotonic() + _PATIENCE_SECONDS
-        self.manager.on_schedule_end(_IDLE)
-        while self.manager.has_pending_work():
-            assert time.monotonic() < until, "a transfer does not end"
-            time.sleep(0.002)
+
+        def is_idle() -> bool:
             self.manager.on_schedule_end(_IDLE)
+            return not self.manager.has_pending_work()
+
+        wait_until(is_idle, "a transfer does not end")
 
     def _new_request(self) -> ReqContext:
         request = ReqContext(req_id=f"request-{next(self._numbers)}")

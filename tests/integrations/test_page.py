@@ -43,7 +43,6 @@ def test_vllm_loads_the_tier_that_is_shown() -> None:
 
 
 def test_every_span_is_on_the_page() -> None:
-    """One for each kind of job, and one for look-ups."""
     rows = {row[0].strip("`") for row in table_after(PAGE, "## Traces")}
     kinds = (StoreJob, AuditJob, LoadJob, PrefetchJob)
     jobs = {kind.__name__.removesuffix("Job").lower() for kind in kinds}

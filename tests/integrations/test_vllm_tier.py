@@ -18,19 +18,12 @@ from tests.support.redis.values import value_names
 KEYS = [block_key(i) for i in range(8)]
 
 
-@pytest.fixture
-def redis(valkey: Server) -> Server:
-    with valkey.client() as client:
-        client.flushall()
-    return valkey
-
-
 def blocks_for(instance: Instance, keys: list[OffloadKey] = KEYS) -> dict[OffloadKey, bytes]:
     return {key: random.Random(key).randbytes(instance.block_bytes) for key in keys}
 
 
-def test_an_instance_finds_what_another_stored(redis: Server, model: Path) -> None:
-    tier = tier_settings(redis.url)
+def test_an_instance_finds_what_another_stored(valkey: Server, model: Path) -> None:
+    tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
         one.store(blocks)
@@ -39,28 +32,27 @@ def test_an_instance_finds_what_another_stored(redis: Server, model: Path) -> No
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
 
 
-def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(redis: Server, model: Path) -> None:
-    tier = tier_settings(redis.url)
+def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(valkey: Server, model: Path) -> None:
+    tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
         one.store(blocks)
-        with redis.client() as client:
-            for name in value_names(redis):
+        with valkey.client() as client:
+            for name in value_names(valkey):
                 client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
         assert other.load(KEYS) == [None] * len(KEYS)
         assert other.tier._blocks.stats().counts.misses["bad_checksum"] >= 1
 
 
-def test_of_a_load_that_fails_midway_the_rest_is_kept(redis: Server, model: Path) -> None:
-    """What was there at the look-up and is gone at the load."""
-    tier = tier_settings(redis.url)
+def test_of_a_load_that_fails_midway_the_rest_is_kept(valkey: Server, model: Path) -> None:
+    tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
         one.store(blocks)
         names = other.tier._blocks._keys(KEYS)
         gone = f"lmc:{{default:{names[5].hex()}}}".encode()
-        with redis.client() as client:
-            victims = [name for name in value_names(redis) if name.startswith(gone)]
+        with valkey.client() as client:
+            victims = [name for name in value_names(valkey) if name.startswith(gone)]
             assert victims
             for name in victims:
                 client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
@@ -70,39 +62,39 @@ def test_of_a_load_that_fails_midway_the_rest_is_kept(redis: Server, model: Path
         assert all(data in (None, blocks[key]) for key, data in zip(KEYS, loaded, strict=True))
 
 
-def test_another_models_blocks_are_not_found(redis: Server, model: Path, tmp_path: Path) -> None:
+def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_path: Path) -> None:
     changed = tmp_path / "model"
     shutil.copytree(model, changed)
     weights = next(changed.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
-    tier = tier_settings(redis.url)
+    tier = tier_settings(valkey.url)
     with running_instance(changed, tier) as one:
         one.store(blocks_for(one))
         assert one.tier._blocks.stats().counts.bytes_written > 0
     weights.write_bytes(data)
     with running_instance(changed, tier) as other:
         assert other.load(KEYS) == [None] * len(KEYS)
-    with running_instance(changed, tier_settings(redis.url, model_digest="ours")) as one:
+    with running_instance(changed, tier_settings(valkey.url, model_digest="ours")) as one:
         one.store(blocks_for(one))
-    with running_instance(changed, tier_settings(redis.url, model_digest="ours")) as other:
+    with running_instance(changed, tier_settings(valkey.url, model_digest="ours")) as other:
         assert None not in other.load(KEYS)
 
 
 @pytest.mark.parametrize("setting", [{"namespace": "theirs"}, {"hash_key": "a secret of 16 bytes"}])
-def test_strangers_share_nothing(redis: Server, model: Path, setting: dict[str, str]) -> None:
-    stranger = tier_settings(redis.url, **setting)
+def test_strangers_share_nothing(valkey: Server, model: Path, setting: dict[str, str]) -> None:
+    stranger = tier_settings(valkey.url, **setting)
     with (
-        running_instance(model, tier_settings(redis.url)) as one,
+        running_instance(model, tier_settings(valkey.url)) as one,
         running_instance(model, stranger) as other,
     ):
         one.store(blocks_for(one))
         assert other.load(KEYS) == [None] * len(KEYS)
 
 
-def test_after_a_reset_nothing_old_is_found(redis: Server, model: Path) -> None:
+def test_after_a_reset_nothing_old_is_found(valkey: Server, model: Path) -> None:
     """vLLM resets when weights were updated, and names blocks as before."""
-    tier = tier_settings(redis.url)
+    tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
         one.store(blocks)
@@ -112,17 +104,17 @@ def test_after_a_reset_nothing_old_is_found(redis: Server, model: Path) -> None:
         assert other.load(KEYS) == list(blocks.values())
 
 
-def test_names_that_can_be_forged_are_not_used(redis: Server, model: Path) -> None:
+def test_names_that_can_be_forged_are_not_used(valkey: Server, model: Path) -> None:
     short = [block_key(i, num_bytes=16) for i in range(4)]
-    with running_instance(model, tier_settings(redis.url)) as one:
+    with running_instance(model, tier_settings(valkey.url)) as one:
         one.store(blocks_for(one, short))
-        assert value_names(redis) == []
-    with running_instance(model, tier_settings(redis.url)) as other:
+        assert value_names(valkey) == []
+    with running_instance(model, tier_settings(valkey.url)) as other:
         assert other.load(short) == [None] * 4
 
 
-def test_a_silent_server_holds_up_nothing_for_ever(redis: Server, model: Path) -> None:
-    proxy = FaultProxy(redis.port)
+def test_a_silent_server_holds_up_nothing_for_ever(valkey: Server, model: Path) -> None:
+    proxy = FaultProxy(valkey.port)
     try:
         tier = tier_settings(proxy.url, load_deadline_seconds=1.0, redis_timeout_seconds=0.5)
         with running_instance(model, tier) as one, running_instance(model, tier) as other:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ import pytest
 from lmcache_connector.keys import file_digests as module
 from lmcache_connector.keys.file_digests import file_digests
 from lmcache_connector.keys.kept_digests import MAX_ENTRIES, KeptDigests, Signature
+from lmcache_connector.keys.weights_digest import (
+    code_files,
+    files_digest,
+    side_files,
+    weight_files,
+)
 
 
 @pytest.fixture
@@ -174,3 +181,47 @@ def test_what_is_kept_is_bounded(folder: Path) -> None:
     assert list(entries)[-1] == "1:1:1:1:1"
     assert "1:0:3:4:5" not in entries
     assert (folder / "digests.json").stat().st_mode & 0o777 == 0o600
+
+
+# -- which files -----------------------------------------------------------------------------------
+
+
+SUFFIXES = (".safetensors", ".bin", ".pt")
+
+
+def directory_digest(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> str:
+    return files_digest({**weight_files(folder, suffixes), **side_files(folder)})
+
+
+def test_an_index_counts(tmp_path: Path) -> None:
+    """It says which of the files are read."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    digests = set()
+    for name in ("a", "b"):
+        (folder / f"{name}.safetensors").write_bytes(name.encode())
+    for name in ("a", "b"):
+        index = f'{{"weight_map": {{"embed": "{name}.safetensors"}}}}'
+        (folder / "model.safetensors.index.json").write_text(index)
+        digests.add(directory_digest(folder))
+    # The same files in the same order, under the names that this index means otherwise.
+    (folder / "b.safetensors").rename(folder / "c.safetensors")
+    (folder / "a.safetensors").rename(folder / "b.safetensors")
+    digests.add(directory_digest(folder))
+    assert len(digests) == 3
+
+
+def test_code_in_packages_counts_also_behind_links(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
+    (folder / "layers").mkdir(parents=True)
+    elsewhere.mkdir()
+    for file in (folder / "model.py", folder / "layers" / "norm.py", elsewhere / "rope.py"):
+        file.write_text("")
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)  # no endless walk
+    assert sorted(code_files(folder)) == ["layers/norm.py", "linked/rope.py", "model.py"]
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Errno"):
+        files_digest({"gone": tmp_path / "gone"})

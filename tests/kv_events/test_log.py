@@ -182,7 +182,6 @@ acts = st.lists(
 def test_stored_and_removed_alternate_and_end_with_the_truth(
     steps: list[tuple[int, str, str, bool]],
 ) -> None:
-    """And never are more chunks of Redis known than the bound says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 3)
         patch.setattr("lmcache_connector.kv_events.log.MAX_LEFT_BEHIND", 2)

@@ -16,7 +16,6 @@ from lmcache_connector.kv_layout.topology import (
     ranks_alike,
 )
 from lmcache_connector.kv_parts.owners import Owners, Share
-from lmcache_connector.storage.geometry import ChunkGeometry
 
 
 @st.composite
@@ -75,28 +74,6 @@ def test_a_rank_holds_each_head_once(pair: tuple[list[RankTopology], list[RankTo
     for instance in pair:
         for rank in instance:
             assert rank.shards == tuple(sorted(set(rank.shards)))
-
-
-@given(instance_pairs())
-def test_every_rank_makes_a_chunk_geometry(
-    pair: tuple[list[RankTopology], list[RankTopology]],
-) -> None:
-    """All of an instance's ranks together hold whole chunks, replicas counted once."""
-    for instance in pair:
-        held, num_heads = {}, len({shard for rank in instance for shard in rank.shards})
-        for rank in instance:
-            geometry = ChunkGeometry(
-                num_tokens=16,
-                layer_start=rank.layer_start,
-                layer_widths=(8,) * rank.num_layers,
-                shards=rank.shards,
-                num_shards_total=num_heads,
-                dtype="float16",
-            )
-            for stripe in geometry.stripes(max_value_bytes=1):
-                held[stripe.layer_start, stripe.shard] = stripe.num_bytes
-        num_layers = instance[-1].layer_start + instance[-1].num_layers
-        assert sum(held.values()) == 16 * 8 * num_layers * num_heads
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.hit import (
     Hit,
     chunks_to_load,
@@ -26,7 +29,8 @@ from lmcache_connector.kv_parts.hit import (
     first_token_to_load,
     is_prefix_only,
 )
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.owners import Owners, Share
+from lmcache_connector.kv_parts.part import Part, Rule, parents_of_part, part_key
 
 FULL = Part(Rule.PREFIX, (0,), 4)
 X, o = True, False
@@ -43,11 +47,6 @@ def ends(
     parts: list[Part], *held: list[bool], local: int = 0, num_tokens: int = 1000
 ) -> tuple[int, ...]:
     return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
-
-
-def test_of_a_window_that_vllm_has_a_part_only_the_rest_is_needed() -> None:
-    assert ends([FULL, window(9)], [X, X, X], [X, o, X], local=8) == (3,)
-    assert ends([FULL, window(9)], [X, X, X], [o, X, X], local=8) == (5,)
 
 
 def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:
@@ -147,7 +146,7 @@ class VllmCache:
     seen=st.data(),
     rest=st.integers(0, 9),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_hit_ends_exactly_where_vllm_would_take_it_as_its_own(
     model: tuple[list[KVCacheSpec], list[Part]],
     chunk_blocks: int,
@@ -178,3 +177,90 @@ def test_a_hit_ends_exactly_where_vllm_would_take_it_as_its_own(
     candidates = range(first + 1, min(num_chunks, longest // size) + 1)
     expected = [end for end in candidates if cache.accepts(end * size)]
     assert list(find_hit(parts, size, local, num_tokens, held).ends) == expected
+
+
+# -- blocks in use ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_a_finished_request_was_part_of_the_steps_under_way(num_batches: int) -> None:
+    """They are all but the one being planned, and the oldest of them ends with each plan."""
+    blocks = BlocksInUse(num_batches, is_told=True)
+    blocks.next_step()
+    blocks.freed([[1, 2], [7]])
+    for _ in range(num_batches - 1):
+        assert blocks.includes_any({2, 3})
+        assert blocks.includes_any({7})
+        assert not blocks.includes_any({3, 4})
+        blocks.next_step()
+    assert not blocks.includes_any({1, 2, 7})
+
+
+def test_after_a_reset_any_block_may_be_in_use() -> None:
+    blocks = BlocksInUse(2, is_told=True)
+    blocks.mark_all_in_use()
+    assert blocks.includes_any({5})
+    blocks.next_step()
+    assert not blocks.includes_any({5})
+
+
+def test_windows_leave_blocks_behind_without_a_word() -> None:
+    assert BlocksInUse(2, is_told=False).includes_any({5})
+    assert not BlocksInUse(1, is_told=False).includes_any({5})
+
+
+# -- owners ----------------------------------------------------------------------------------------
+
+
+KEYS = [random.Random(i).randbytes(32) for i in range(400)]
+# Two stages of four ranks each: a head in pairs, latents in fours, and heads of their own.
+PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
+OWN = tuple((rank,) for rank in range(8))
+OWNERS = Owners((PAIRS, FOURS, OWN))
+SHARES = [Share(rank, OWNERS) for rank in range(8)]
+BITS = [1 << rank for rank in range(8)]
+
+
+def test_each_group_has_one_owner_of_a_chunk_and_all_take_turns() -> None:
+    for part, groups in enumerate(OWNERS.alike):
+        owned = [0] * 8
+        for key in (part_key(key, part, 3) for key in KEYS):
+            for group in groups:
+                assert {SHARES[rank].owner(key) for rank in group} <= set(group)
+                assert sum(SHARES[rank].is_owner(key) for rank in group) == 1
+            owned = [n + share.is_owner(key) for n, share in zip(owned, SHARES, strict=True)]
+        fair = len(KEYS) / len(groups[0])
+        assert all(0.7 * fair < number < 1.3 * fair or number == fair for number in owned)
+
+
+def test_whom_a_rank_shares_with() -> None:
+    assert SHARES[1].others == {0, 2, 3}
+    assert SHARES[6].others == {4, 5, 7}
+    assert Share(3).others == frozenset()
+    assert Share(3).is_owner(KEYS[0])
+
+
+def test_a_rank_stores_what_it_cannot_read() -> None:
+    reads = [share.others for share in SHARES]
+    reads[2] = frozenset({0, 1})  # and not from rank 3
+    needed = OWNERS.needed(reads)
+    for key in KEYS:
+        for part in range(3):
+            name = part_key(key, part, 3)
+            shares = [Share(rank, OWNERS, reads[rank]) for rank in range(8)]
+            stored = sum(BITS[share.rank] for share in shares if not share.is_elsewhere(name))
+            assert needed(name) == stored
+    everyone = OWNERS.needed([frozenset()] * 8)
+    assert {everyone(part_key(key, part, 3)) for key in KEYS for part in range(3)} == {255}
+
+
+def test_a_chunk_builds_on_the_one_before_it_that_has_the_same_owner() -> None:
+    parents = parents_of_part([Part(Rule.PREFIX, (0,), 16)], 0, KEYS, range(100), KEYS[:100], 4)
+    pair = Owners((((0, 1, 2, 3),),))
+    for rank in range(4):
+        share, before = Share(rank, pair), b""
+        for key, parent in zip(KEYS, parents, strict=False):
+            if share.is_owner(key):
+                assert parent == before
+                before = key

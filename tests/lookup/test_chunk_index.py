@@ -1,12 +1,19 @@
-"""The index against a plain model of it, over random events."""
+"""The index of chunks, what workers hear of a prompt, and what is wanted of Redis."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import CacheEvent
+from lmcache_connector.kv_parts.part import Part, Rule, part_key
+from lmcache_connector.lookup.chunk_index import (
+    INTERVAL_SECONDS,
+    ChunkIndex,
+    PrefixUses,
+    WantedChunks,
+)
+from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
+from tests.support.clock import Clock
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 A, B = KEYS[:2]
@@ -32,27 +39,6 @@ def test_a_chunk_is_there_when_every_rank_has_it() -> None:
     assert len(index) == 1
     index.drop(1, A)
     assert len(index) == 0
-
-
-def test_a_planned_chunk_is_a_hit_that_waits_for_its_store() -> None:
-    index = ChunkIndex(1)
-    index.plan([A, B], job_id=3)
-    assert A in index
-    assert index.planned_job(A) == 3
-    index.apply(0, [CacheEvent(A, True)])
-    assert index.planned_job(A) == 0
-    index.settle([A, B], job_id=3)
-    assert A in index
-    assert B not in index
-    assert index.num_planned == 0
-
-
-def test_an_earlier_store_that_ends_does_not_settle_a_later_one() -> None:
-    index = ChunkIndex(1)
-    index.plan([A], job_id=1)
-    index.plan([A], job_id=2)
-    index.settle([A], job_id=1)
-    assert index.planned_job(A) == 2
 
 
 @given(acts)
@@ -130,3 +116,85 @@ def test_stores_of_other_ranks_are_waited_for() -> None:
     assert index.first_stored_elsewhere([KEYS[2]]) == 1
     index.apply(0, [CacheEvent(A, True)])
     assert index.first_stored_elsewhere([A]) == 1
+
+
+# -- what workers hear of a prompt -----------------------------------------------------------------
+
+
+PROMPT = [bytes([i]) * 32 for i in range(1, 7)]
+FULL = Part(Rule.PREFIX, (0,), 16, 0)
+WINDOW = Part(Rule.WINDOW, (1,), 16, 32)
+PINNED = Claim(b"tenant", pin=True)
+
+
+def index_of(*keys: bytes) -> ChunkIndex:
+    index = ChunkIndex(1)
+    index.apply(0, [CacheEvent(key, admitted=True) for key in keys])
+    return index
+
+
+def test_the_last_chunk_held_without_a_gap_stands_for_its_prefix() -> None:
+    uses = PrefixUses((FULL,), index_of(*PROMPT[:3], PROMPT[4]))
+    uses.add(PROMPT, PINNED)
+    assert uses.take() == (PrefixUse(PINNED, (PROMPT[2],)),)
+    assert uses.take() == ()
+
+
+def test_nothing_is_told_of_a_prompt_that_nobody_holds() -> None:
+    uses = PrefixUses((FULL,), index_of(PROMPT[1]))
+    uses.add(PROMPT, PINNED)
+    uses.add([], PINNED)
+    assert uses.take() == ()
+
+
+def test_all_windows_held_are_told() -> None:
+    prefix, window = ([part_key(key, part, 2) for key in PROMPT] for part in (0, 1))
+    uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]))
+    uses.add(PROMPT, Claim())
+    assert uses.take() == (PrefixUse(Claim(), (prefix[5], window[1], window[5])),)
+
+
+def test_of_ranks_that_store_in_turn_each_hears_of_its_last_chunk() -> None:
+    index = index_of(*PROMPT[:4])
+    index.share(lambda key: 1, [2])
+    uses = PrefixUses((FULL,), index)
+    uses.add(PROMPT, Claim())
+    assert uses.take() == (PrefixUse(Claim(), (PROMPT[3], PROMPT[2])),)
+
+
+# -- what is wanted of Redis -----------------------------------------------------------------------
+
+
+MANY = [i.to_bytes(32, "big") for i in range(600)]
+
+
+def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
+    clock = Clock()
+    wanted = WantedChunks(index_of(*MANY[:3]), clock)
+    wanted.sight(MANY[:5])
+    assert wanted.take() == tuple(MANY[:3])
+    wanted.sight(MANY[:5])
+    assert wanted.take() == ()
+    clock.now += INTERVAL_SECONDS
+    wanted.sight(MANY[1:5])
+    assert wanted.take() == tuple(MANY[1:3])
+
+
+def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
+    clock = Clock()
+    wanted = WantedChunks(index_of(*MANY[:3]), clock, ttl_seconds=6.0)
+    told = 0
+    for _ in range(60):
+        wanted.sight(MANY[:3])
+        told += len(wanted.take())
+        clock.now += 0.1
+    assert told == 3 * 3
+
+
+def test_a_plan_tells_of_a_bounded_number() -> None:
+    wanted = WantedChunks(index_of(*MANY), Clock())
+    wanted.sight(MANY)
+    first = wanted.take()
+    assert first == tuple(MANY[:256])
+    wanted.sight(MANY)
+    assert wanted.take() == tuple(MANY[256:512]), "the next request goes on where it ended"

@@ -371,3 +371,26 @@ def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
     scene.index.apply(1, [CacheEvent(keys[2], True)])
     scene.index.settle(keys[2:3], 1)
     assert scene.find(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "held", "stored"),
+    [
+        (Part(Rule.WINDOW, (1,), 16, 2 * CHUNK), range(1, 8), 0),
+        (Part(Rule.STATE, (1,), 16), range(6, 7), 2),
+    ],
+    ids=["window", "state"],
+)
+def test_a_hit_waits_for_no_store_of_what_it_does_not_load(
+    part: Part, held: range, stored: int
+) -> None:
+    scene = Scene(parts=(Part(Rule.PREFIX, (0,), 16), part))
+    asked = scene.new_request(1, 8 * CHUNK)
+    scene.tier.seconds, scene.tier.num_held = [0.0] * 6, 0
+    scene.index = scene.finder.index = ChunkIndex(2)
+    scene.index.needed = lambda key: 2
+    shared, own = ([part_key(key, p, 2) for key in asked.keys.keys] for p in range(2))
+    scene.index.apply(1, [CacheEvent(key, True) for key in [*shared, *(own[i] for i in held)]])
+    scene.index.plan([own[stored]], 1)
+    assert scene.find(asked) == 7
+    scene.remote.close()

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from lmcache_connector.cost_model.decision import Reason
+from lmcache_connector.metrics.prometheus import TieredStats, log_fields
 from lmcache_connector.metrics.samples import Samples, Tally
+from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.plans import Outcome
+from lmcache_connector.storage.chunk_codec import ValueFault
+from lmcache_connector.storage.redis.counters import WriteEnd
+from tests.support import ROOT
+from tests.support.prometheus import prom_metrics
 
 # Numbers that floats add up exactly, in any order.
 amounts = st.integers(1, 1 << 20)
@@ -79,3 +93,162 @@ def test_a_negative_count_is_the_callers_bug_and_changes_nothing() -> None:
         tally.count("lookups", "redis", amount=-1)
     assert tally.total("lookups") == 0
     assert tally.take() is None
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+ENUMS: dict[str, Iterable[Enum]] = {
+    "redis_chunks": ValueFault,
+    "failed_loads": set(Outcome) - {Outcome.DONE},
+    "failed_stores": set(Outcome) - {Outcome.DONE},
+    "decisions": set(Reason) - {Reason.NO_HIT},
+    "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
+}
+"""What a label may be; rates and increases need the series before the first event."""
+
+WAYS = {
+    "count": Kind.COUNTER,
+    "count_up_to": Kind.COUNTER,
+    "set": Kind.GAUGE,
+    "observe": Kind.HISTOGRAM,
+}
+"""Methods of a tally, and what each of them counts."""
+
+
+def test_names_follow_the_conventions() -> None:
+    """https://prometheus.io/docs/practices/naming: base units last, counters without the suffix
+    that the client library adds."""
+    units = ("bytes", "seconds", "tokens", "bytes_per_second", "jobs", "chunks")
+    for metric in METRICS.values():
+        assert re.fullmatch(r"vllm:lmcache_[a-z0-9_]+", metric.full_name)
+        assert not metric.name.endswith("_total")
+        assert metric.documentation.endswith(".")
+        if metric.kind is Kind.HISTOGRAM:
+            assert metric.name.endswith(units)
+            assert list(metric.buckets) == sorted(metric.buckets)
+    assert all(name == metric.name for name, metric in METRICS.items())
+
+
+def counted() -> Iterator[tuple[Kind, str]]:
+    """What the product counts: kinds and names of metrics, names as patterns."""
+    for path in (ROOT / "lmcache_connector").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                pattern = name_pattern(node.args[0])
+                if pattern and node.func.attr in WAYS:
+                    yield WAYS[node.func.attr], pattern
+
+
+def name_pattern(argument: ast.expr) -> str | None:
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value
+    if isinstance(argument, ast.JoinedStr):
+        return "".join(
+            str(v.value) if isinstance(v, ast.Constant) else "*" for v in argument.values
+        )
+    return None
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_series_that_alerts_watch_exist_from_the_start(name: str) -> None:
+    known = {labels[0] for labels in METRICS[name].known}
+    assert {one.value for one in ENUMS[name]} <= known
+
+
+def test_every_metric_is_counted_somewhere() -> None:
+    found = list(counted())
+    for name, metric in METRICS.items():
+        assert any(kind is metric.kind and fnmatchcase(name, pattern) for kind, pattern in found), (
+            name
+        )
+
+
+# -- Prometheus ------------------------------------------------------------------------------------
+
+
+def test_each_engine_and_rank_reaches_prometheus_as_itself() -> None:
+    registry = CollectorRegistry()
+    prom = prom_metrics(registry, engines=2)
+    ranks = [Samples(), Samples()]
+    for index, rank in enumerate(ranks):
+        rank.count("loaded_bytes", "cpu", amount=100)
+        rank.set("cpu_used_bytes", str(index), value=10 + index)
+        rank.observe("load_seconds", "cpu", value=0.002)
+    scheduler = Samples()
+    scheduler.count("hit_tokens", "cpu", amount=256)
+    stats = TieredStats.of(ranks[0])
+    for other in (ranks[1], scheduler):
+        stats = stats.aggregate(TieredStats.of(other))
+    assert not stats.is_empty()
+    for _ in range(2):
+        prom.observe(json.loads(json.dumps(stats.to_dict())), engine_idx=1)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:lmcache_{name}", {"model_name": "m", **labels})
+
+    assert value("loaded_bytes_total", engine="1", tier="cpu") == 400
+    assert value("loaded_bytes_total", engine="0", tier="cpu") == 0
+    assert value("hit_tokens_total", engine="1", tier="cpu") == 512
+    assert value("cpu_used_bytes", engine="1", rank="1") == 11
+    assert value("cpu_used_bytes", engine="0", rank="1") is None
+    assert value("load_seconds_count", engine="1", tier="cpu") == 4
+    assert value("load_seconds_bucket", engine="1", tier="cpu", le="0.0025") == 4
+    assert value("load_seconds_bucket", engine="1", tier="cpu", le="0.001") == 0
+
+
+def test_vllm_adds_up_the_ranks_and_ships_the_sum() -> None:
+    """vLLM's own aggregation over ranks, one of which has nothing to tell, and serialisation."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    def output(stats: TieredStats | None) -> ModelRunnerOutput:
+        told = KVConnectorOutput(kv_connector_stats=stats)
+        return ModelRunnerOutput([], {}, kv_connector_output=told)
+
+    ranks = []
+    for _ in range(2):
+        rank = Samples()
+        rank.count("loaded_bytes", "cpu", amount=800)
+        rank.count("loaded_bytes", "redis", amount=600)
+        rank.observe("load_seconds", "redis", value=0.3)
+        ranks.append(output(TieredStats.of(rank)))
+    summed = KVOutputAggregator(3).aggregate([output(None), *ranks])
+    assert summed is not None
+    assert summed.kv_connector_output is not None
+    stats = summed.kv_connector_output.kv_connector_stats
+    assert isinstance(stats, TieredStats)
+    assert stats.samples.total("loaded_bytes", "cpu") == 1600
+    assert stats.samples.observed("load_seconds", "redis") == [0.3, 0.3]
+
+    sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
+    received = MsgpackDecoder(SchedulerStats).decode(sent)
+    registry = CollectorRegistry()
+    prom_metrics(registry, engines=1).observe(received.kv_connector_stats, 0)
+    labels = {"model_name": "m", "engine": "0", "tier": "redis"}
+    assert registry.get_sample_value("vllm:lmcache_loaded_bytes_total", labels) == 1200
+
+
+def test_the_log_line_reads_as_one_line() -> None:
+    interval = Samples()
+    interval.count("queried_tokens", amount=10000)
+    interval.count("hit_tokens", "cpu", amount=6144)
+    interval.count("hit_tokens", "redis", amount=2048)
+    interval.count("prefill_saved_tokens", amount=7168)
+    interval.count("recomputed_tokens", amount=1024)
+    interval.count("bypassed_requests", "no_salt", amount=3)
+    interval.count("loaded_bytes", "redis", amount=32 << 20)
+    interval.observe("load_seconds", "redis", value=0.02)
+    interval.count("failed_loads", "deadline", amount=2)
+    interval.set("cpu_capacity_bytes", "0", value=2 << 30)
+    interval.set("cpu_used_bytes", "0", value=1 << 30)
+    interval.set("circuit_state", "0", "h:1", value=2)
+    line = ", ".join(f"{k}={v}" for k, v in TieredStats.of(interval).reduce().items())
+    assert line == (
+        "hit tokens=7168 of 10000 (planned: CPU 6144, Redis 2048; lost 1024), "
+        "fetched from Redis=32 MiB at 1.7 GB/s, requests not cached=3, failed loads=2, "
+        "CPU tier=50% of 2 GiB, Redis=DOWN"
+    )
+    assert log_fields(Samples()) == {}

@@ -56,7 +56,6 @@ def _tree(root: Path) -> None:
 
 
 def test_every_bug_of_the_list_can_be_planted() -> None:
-    """The text that it takes the place of is in the product, once."""
     for mutant in load(ROOT):
         mutant.plant((ROOT / mutant.file).read_text())
 

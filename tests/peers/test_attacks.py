@@ -18,9 +18,10 @@ from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from tests.peers.test_server import dial, get, is_closed, name, url
-from tests.peers.test_tier import at, read, read_once_connected, reading, topology_of
+from tests.peers.test_tier import at, read_once_connected, reading, topology_of
 from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, bit_by_bit, serving
 from tests.support.peers.dials import once_dialled
+from tests.support.peers.hosts import read
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.peers import host, server
-from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import (
     HostDoor,
     HostFolder,
@@ -29,24 +27,21 @@ from lmcache_connector.peers.host import (
 )
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
-from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.support.peers.chunks import HeldChunks, serving
-from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
+from tests.support.peers.hosts import CONFIG, name_of, topology
+from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+from tests.support.waits import within
 
-FOUND_SECONDS, CHUNK_SECONDS = 2.0, 1.0
+FOUND_SECONDS = 20.0
+"""It takes two. A stop watch would measure this machine."""
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "host"
-
-
-def name_of(engine: str, rank: int = 0, num_ranks: int = 1) -> SocketName:
-    return SocketName(digest("default"), digest(engine), rank, num_ranks)
 
 
 @contextmanager
@@ -57,17 +52,10 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
     assert str(own) not in names_in(path)
 
 
-def topology(path: Path, own: str = "reader") -> PeerTopology:
-    config = RedisTierConfig(url="redis://peers")
-    greeting = Greeting(1, own)
-    return PeerTopology(config, (), greeting, Share(0), time.monotonic, HostFolder(path))
-
-
 @contextmanager
 def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
     """One whose thread tends it, as that of the scheduler side does."""
-    config = RedisTierConfig(url="redis://peers")
-    peers = PeerLookup(config, [PARTS], topology(path, own))
+    peers = PeerLookup(CONFIG, [PARTS], topology(path, own))
     lookup = AnyLookup({Tier.PEER: peers}, time.monotonic)
     try:
         yield lookup
@@ -77,13 +65,6 @@ def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
 
 def names_in(path: Path) -> set[str]:
     return {each.name for each in path.iterdir()}
-
-
-def within(seconds: float, holds: Callable[[], bool], pause: float = 0.05) -> bool:
-    until = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < until:
-        time.sleep(pause)
-    return held
 
 
 def holds(lookup: AnyLookup, index: int) -> bool:
@@ -101,28 +82,10 @@ def test_an_engine_is_found_soon_and_so_is_what_it_stores(path: Path) -> None:
             assert lookup.has_servers
             assert not holds(lookup, 1)
             chunks.data[chunk_key(1)] = chunk_data(1)
-            assert within(CHUNK_SECONDS, lambda: holds(lookup, 1))
+            assert within(FOUND_SECONDS, lambda: holds(lookup, 1))
         assert within(FOUND_SECONDS, lambda: not holds(lookup, 0))
         with engine(path, chunks, "another"):
             assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
-
-
-def test_every_byte_comes_through_the_socket(path: Path) -> None:
-    tier = PeerTier(RedisTierConfig(url="redis://peers"), PARTS, topology(path))
-    try:
-        with engine(path, HeldChunks([0, 1])):
-            buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in range(3)]
-            keys = [chunk_key(i) for i in range(3)]
-
-            def reads() -> bool:
-                views = [memoryview(buffer) for buffer in buffers]
-                result = tier.read(keys, views, time.monotonic() + 1.0)
-                return list(result.hits) == [True, True, False]
-
-            assert within(FOUND_SECONDS, reads)
-            assert buffers[:2] == [chunk_data(i) for i in (0, 1)]
-    finally:
-        assert tier.close(5.0)
 
 
 def test_who_is_not_of_our_kind_is_not_asked(path: Path) -> None:
@@ -177,6 +140,28 @@ def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
         assert (path / str(name_of("dead"))).exists()
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until a server has looked for its name, from now on."""
+    looks, renew = threading.Semaphore(0), HostDoor.renew
+
+    def note(door: HostDoor) -> socket.socket | None:
+        try:
+            return renew(door)
+        finally:
+            looks.release()
+
+    monkeypatch.setattr(HostDoor, "renew", note)
+
+    def wait() -> None:
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(2):  # one may be under way
+            assert looks.acquire(timeout=FOUND_SECONDS)
+
+    return wait
+
+
 def remove_name(path: Path) -> None:
     (path / str(name_of("one"))).unlink()
 
@@ -195,26 +180,28 @@ def test_a_cleaner_of_the_folder_parts_engines_for_seconds_alone(
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
         remove(path)
         with looking(path, "late") as late:
-            assert within(2 * FOUND_SECONDS, lambda: holds(late, 0))
+            assert within(FOUND_SECONDS, lambda: holds(late, 0))
         assert within(FOUND_SECONDS, lambda: holds(lookup, 1))
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(path: Path) -> None:
+def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(
+    path: Path, looked: Callable[[], None]
+) -> None:
     with engine(path, HeldChunks([0])), looking(path) as lookup:
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
         shutil.rmtree(path)
         path.mkdir(mode=0o755)
-        time.sleep(1.5)
+        looked()
         assert not names_in(path)
         holds(lookup, 0)
         path.chmod(0o700)
         with looking(path, "late") as late:
-            assert within(2 * FOUND_SECONDS, lambda: holds(late, 0))
+            assert within(FOUND_SECONDS, lambda: holds(late, 0))
 
 
 def test_a_folder_that_cannot_be_made_again_is_not_looked_for_at_each_question(
-    tmp_path: Path,
+    tmp_path: Path, looked: Callable[[], None]
 ) -> None:
     """As at the end of a login: ``/run/user/ID`` goes with it. Each look would take a thread."""
     path = tmp_path / "user" / "host"
@@ -228,7 +215,7 @@ def test_a_folder_that_cannot_be_made_again_is_not_looked_for_at_each_question(
         with pytest.raises(HostFolderError, match="cannot be used"):
             found.prepare()
         assert found.is_current()
-        time.sleep(1.2)  # the server has looked for its name, and goes on
+        looked()  # the server goes on
         path.parent.mkdir()
         assert within(FOUND_SECONDS, lambda: not found.is_current())
         assert within(FOUND_SECONDS, lambda: bool(names_of_peers(found)))
@@ -354,7 +341,7 @@ def test_a_stopped_engine_delays_nobody(path: Path) -> None:
     with silent, engine(path, HeldChunks([0])), looking(path) as lookup:
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
         started = time.monotonic()
-        assert holds(lookup, 0)
-        assert time.monotonic() - started < 0.1
+        assert lookup.find([chunk_key(0)], started + 60.0) == [Tier.PEER]
+        assert time.monotonic() - started < 30.0
         assert (path / str(name_of("silent"))).exists(), "it may go on"
     assert threading.active_count() < 50

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from lmcache_connector.net.address import Address
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.peers.routing import Receive, Router, Send, may_dial
+from tests.support.redis.servers import free_port
 
 OWN = Address("127.0.0.1", 7000)
 OTHER = Address("127.0.0.1", 7001)
@@ -109,3 +111,8 @@ def test_whom_a_request_may_name(host: str, hosts: tuple[str, ...], may: bool) -
     else:
         with pytest.raises(ValueError, match="peer_hosts"):
             router.part_in("r", consume(remote_host=host))
+
+
+def test_a_heartbeat_survives_a_router_that_is_not_there() -> None:
+    mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
+    Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()

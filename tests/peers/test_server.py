@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -66,7 +68,6 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
 def test_the_redis_tier_reads_from_it(
     chunks: HeldChunks, hash_key: bytes | None, value_bytes: int
 ) -> None:
-    """In values of whatever size the reader has them."""
     settings = {"hash_key": hash_key, "max_value_bytes": value_bytes}
     with serving(chunks, hash_key=hash_key) as server, open_tier(url(server), **settings) as tier:  # type: ignore[arg-type]
         hits, found = get_all(tier, range(NUM_CHUNKS + 2))
@@ -331,13 +332,21 @@ def test_a_greeting_of_somebody_else(line: object) -> None:
 
 def test_while_nobody_wants_anything_the_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares its process with an engine, which steps meanwhile."""
-    turns: list[float] = []
+    turns, seconds = threading.Semaphore(0), list[float]()
     with (
         serving(HeldChunks([0])) as server,
         redis.Redis.from_url(url(server), protocol=2) as client,
     ):
         assert client.ping()
-        monkeypatch.setattr(server._commands, "tend", lambda: turns.append(time.monotonic()))
-        time.sleep(1.5)
-        assert len(turns) <= 3
+        select = server._selector.select
+
+        def note(timeout: float) -> list[Any]:
+            seconds.append(timeout)
+            turns.release()
+            return select(timeout)
+
+        monkeypatch.setattr(server._selector, "select", note)
+        assert turns.acquire(timeout=20.0)
+        assert turns.acquire(timeout=20.0)
+        assert min(seconds) > 0.5
         assert client.ping()

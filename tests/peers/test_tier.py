@@ -32,6 +32,7 @@ from lmcache_connector.storage.tier import ReadResult
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled
+from tests.support.peers.hosts import read
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -41,7 +42,6 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.fault_proxy import Direction, fault_proxy
 from tests.support.redis.servers import Server
 
 OWN = Greeting(1, "the reader")
@@ -70,15 +70,6 @@ def reading(addresses: Sequence[str], **more: object) -> Iterator[PeerTier]:
         assert tier.close(5.0)
 
 
-def read(
-    tier: PeerTier, indices: Sequence[int], seconds: float = 5.0
-) -> tuple[ReadResult, list[bytes]]:
-    buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in indices]
-    keys, views = [chunk_key(i) for i in indices], [memoryview(b) for b in buffers]
-    result = tier.read(keys, views, time.monotonic() + seconds)
-    return result, [bytes(b) for b in buffers]
-
-
 def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
     """Tries again while connections are made."""
     done: list[ReadResult] = []
@@ -92,15 +83,6 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
 
     once_dialled(is_whole)
     return done[0]
-
-
-def test_one_peer() -> None:
-    with serving(HeldChunks(range(4))) as server, reading(at(server)) as tier:
-        result, found = read(tier, range(6))
-        assert result.hits == [True] * 4 + [False] * 2
-        assert found[:4] == [chunk_data(i) for i in range(4)]
-        assert not result.cut_off
-        assert tier.counts().chunks_hit == 4
 
 
 def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
@@ -148,24 +130,6 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
                 assert read_once_connected(tier, range(4)).hits == [True] * 4
             result, _ = read(tier, range(4), 0.5)
             assert result.hits == [False] * 4
-
-
-def test_damaged_bytes_are_a_miss() -> None:
-    """Whoever is on the way."""
-
-    def spoil(data: bytes) -> bytes:
-        return data.replace(chunk_data(1)[:16], bytes(16))
-
-    with (
-        serving(HeldChunks(range(3))) as server,
-        fault_proxy(server.port) as proxy,
-        reading(at(proxy.port)) as tier,
-    ):
-        proxy.alter[Direction.REPLY] = spoil
-        result, found = read(tier, range(3))
-        assert result.hits[:2] == [True, False]
-        assert found[0] == chunk_data(0)
-        assert tier.counts().misses["bad_checksum"] == 1
 
 
 def test_a_name_that_stands_for_several() -> None:
@@ -401,7 +365,6 @@ def test_the_owner_is_asked_for_a_chunk() -> None:
 
 
 def test_an_engine_of_one_rank_reads_from_the_owners_of_two() -> None:
-    """Which a request has named."""
     with a_pair(range(8)) as address:
         host, _, port = address.partition(":")
         source = PeerSource(host, int(port), 2, is_trusted=True)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -199,9 +199,29 @@ def test_readers_by_the_thousand_take_little(transfers: Transfers) -> None:
 # -- over a socket -------------------------------------------------------------------------------
 
 
+class HeardTransfers(Transfers):
+    """Whose readers a test can wait for."""
+
+    def __init__(self, chunks: HeldChunks) -> None:
+        super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
+        self._heard, self._names = threading.Condition(), set[str]()
+
+    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+        found = super().state(reader, transfer_id)
+        with self._heard:
+            self._names.add(transfer_id)
+            self._heard.notify_all()
+        return found
+
+    def await_reader(self, name: str) -> None:
+        """Somebody has asked for it."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: name in self._names, 20.0)
+
+
 @pytest.fixture
-def served(chunks: HeldChunks) -> Iterator[tuple[Transfers, PeerServer]]:
-    transfers = Transfers(chunks, 16 * CHUNK_BYTES, 60.0)
+def served(chunks: HeldChunks) -> Iterator[tuple[HeardTransfers, PeerServer]]:
+    transfers = HeardTransfers(chunks)
     with serving(chunks, transfers=transfers) as server:
         yield transfers, server
 
@@ -225,33 +245,24 @@ def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
     return awaited.answer
 
 
-def later(call: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(0.2, call)
-    timer.start()
-    return timer
-
-
 def test_who_waits_is_told_at_once(
-    served: tuple[Transfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
+    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
     transfers, server = served
     awaited = watch.ask(at(server), "t", 10.0)
     coming = watch.ask(at(server), "never", 0.5)
     transfers.apply([TransferUpdate("never")])
-    timer = later(lambda: send(transfers, "t", (0, 2)))
+    transfers.await_reader("t")
+    send(transfers, "t", (0, 2))
     answer = answer_of(awaited)
-    timer.join()
     assert [answer.holds(key) for key in KEYS] == [True, False, True, False, False, False]
     assert answer_of(coming).cause is Cause.DEADLINE
     watch.done(awaited)
-    until = time.monotonic() + 10.0
-    while chunks.num_leased:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert chunks.await_leased(lambda count: count == 0)
 
 
 def test_who_asks_while_another_waits_waits_for_nobody(
-    served: tuple[Transfers, PeerServer],
+    served: tuple[HeardTransfers, PeerServer],
     watch: TransferWatch,
     chunks: HeldChunks,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +272,7 @@ def test_who_asks_while_another_waits_waits_for_nobody(
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
     coming = watch.ask(at(server), "never", 60.0)
-    time.sleep(0.2)
+    transfers.await_reader("never")
     started = time.monotonic()
     for number in range(20):
         send(transfers, f"t{number}", (0, 2))
@@ -274,7 +285,7 @@ def test_who_asks_while_another_waits_waits_for_nobody(
 
 
 def test_answers_stay_in_step_whoever_comes_when(
-    served: tuple[Transfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
+    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
     transfers, server = served
     chance = random.Random(7)
@@ -292,7 +303,7 @@ def test_answers_stay_in_step_whoever_comes_when(
         transfers.apply([TransferUpdate(f"t{number}")])
         waiting.append((number, watch.ask(at(server), f"t{number}", 60.0)))
         if chance.random() < 0.5:
-            time.sleep(chance.random() * 0.004)
+            transfers.await_reader(f"t{number}")
         if chance.random() < 0.6:
             ended, awaited = waiting.pop(chance.randrange(len(waiting)))
             send(transfers, f"t{ended}", (ended % NUM_HELD,))
@@ -305,12 +316,11 @@ def test_answers_stay_in_step_whoever_comes_when(
         settle()
 
 
-def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
+def test_nobody_knows_it(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
 
-def test_what_a_peer_holds(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
-    """However many chunks are asked for, and beside a transfer that is waited for."""
+def test_what_a_peer_holds(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
     coming = watch.ask(at(server), "never", 60.0)
@@ -327,21 +337,21 @@ def test_nobody_is_there(watch: TransferWatch) -> None:
 
 
 def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) -> None:
-    transfers = Transfers(chunks, 16 * CHUNK_BYTES, 60.0)
+    transfers = HeardTransfers(chunks)
     with serving(chunks, transfers=transfers) as server:
         transfers.apply([TransferUpdate("t")])
         awaited = watch.ask(at(server), "t", 60.0)
-        time.sleep(0.1)
+        transfers.await_reader("t")
     assert answer_of(awaited).cause in (Cause.LOST, Cause.UNREACHABLE)
 
 
-def test_a_wait_ends_with_the_next_command(served: tuple[Transfers, PeerServer]) -> None:
+def test_a_wait_ends_with_the_next_command(served: tuple[HeardTransfers, PeerServer]) -> None:
     transfers, server = served
     transfers.apply([TransferUpdate("t")])
     with redis.Redis(port=server.port, protocol=2) as client:
         connection = client.connection_pool.get_connection()
         connection.send_command("TRANSFER", 10_000, "reader", "t", "other")
-        time.sleep(0.05)
+        transfers.await_reader("other")
         connection.send_command("PING")
         started = time.monotonic()
         assert connection.read_response() == [0, None]
@@ -352,7 +362,7 @@ def test_a_wait_ends_with_the_next_command(served: tuple[Transfers, PeerServer])
 
 @pytest.mark.parametrize("words", [[], ["x"], ["1", "reader"], ["-1", "r", "t"], ["x" * 99, "r"]])
 def test_strange_questions_are_answered(
-    served: tuple[Transfers, PeerServer], words: list[str]
+    served: tuple[HeardTransfers, PeerServer], words: list[str]
 ) -> None:
     with redis.Redis(port=served[1].port, protocol=2) as client:
         for verb in ("TRANSFER", "DONE"):

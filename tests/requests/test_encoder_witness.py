@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -105,7 +105,6 @@ ASKS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("12")), max_si
 
 
 @given(asks=ASKS, keeps=st.booleans(), room=st.integers(1, 3))
-@settings(deadline=None)
 def test_what_it_vouches_for_is_what_the_worker_reads(
     asks: list[tuple[str, str]], keeps: bool, room: int
 ) -> None:

@@ -193,16 +193,6 @@ def test_an_adapter_is_its_content_not_its_name(tmp_path: Path) -> None:
     assert identified.lora(path) != identified.lora(path, is_3d_lora_weight=True)
 
 
-def test_another_adapter_or_another_scaling_is_another_identity(tmp_path: Path) -> None:
-    identified = Identified()
-    path = adapter(tmp_path / "a")
-    scaled = tmp_path / "b"
-    shutil.copytree(path, scaled)
-    (scaled / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 64}))
-    other = adapter(tmp_path / "c", seed=1)
-    assert len(set(map(identified.lora, (path, scaled, other)))) == 3
-
-
 @pytest.mark.parametrize("lacks", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_that_cannot_be_read_stays_out(
     tmp_path: Path, lacks: str, caplog: pytest.LogCaptureFixture
@@ -273,7 +263,6 @@ def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Pa
 def test_an_ask_never_waits_for_a_second_look(
     tmp_path: Path, seconds: float, steps_between_asks: int
 ) -> None:
-    """However long steps take, and the request waits for its turn."""
     identified = Identified()
     waiting = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
     identifier = identified.identifier

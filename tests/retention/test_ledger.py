@@ -75,13 +75,6 @@ class Tier:
             yield victims[0].decode()
 
 
-def test_the_oldest_goes_first_and_of_a_prompt_its_end() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 3))
-    tier.store(prompt("y", 2))
-    assert list(tier.going()) == ["x2", "x1", "x0", "y1", "y0"]
-
-
 def test_what_is_used_again_is_new_again() -> None:
     tier = Tier()
     tier.store(prompt("x", 2))
@@ -98,36 +91,7 @@ def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
     assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
 
 
-def test_a_prefix_that_others_share_outlives_all_of_them() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 2))
-    tier.store([b"branch"], before=b"x1")
-    tier.store(prompt("y", 1))
-    assert list(tier.going()) == ["branch", "x1", "x0", "y0"]
-
-
-def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 3))
-    assert tier.ledger.evict(4, lambda key: True) == []
-    assert tier.ledger.evict(2, lambda key: key == b"x0") == []
-    assert not tier.ledger.holdings().evicted
-    assert tier.ledger.evict(2, lambda key: True) == [b"x2", b"x1"]
-    assert len(tier.ledger) == 3  # the caller drops them
-
-
 # -- times -----------------------------------------------------------------------------------------
-
-
-def test_what_has_expired_goes_first() -> None:
-    tier = Tier()
-    tier.store(prompt("old", 1))
-    tier.store(prompt("x", 3), Claim(ttl_seconds=60))
-    tier.clock.now += 59
-    assert tier.ledger.evict(1, lambda key: True) == [b"old0"]
-    tier.clock.now += 1
-    assert list(tier.going()) == ["x2", "x1", "x0", "old0"]
-    assert dict(tier.ledger.holdings().evicted) == {"expired": 3, "oldest": 2}
 
 
 def test_no_request_ends_what_another_needs() -> None:
@@ -142,7 +106,6 @@ def test_no_request_ends_what_another_needs() -> None:
 
 @pytest.mark.parametrize("after", [5, 20])
 def test_a_use_without_a_time_lifts_it(after: float) -> None:
-    """Also once it is over, as long as the chunk is there."""
     tier = Tier()
     tier.store(prompt("x", 1), Claim(ttl_seconds=10))
     tier.clock.now += after
@@ -191,16 +154,6 @@ def test_a_prefix_has_the_highest_priority_of_all_that_build_on_it() -> None:
 # -- pins ------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_prompt_survives_a_flood() -> None:
-    tier = Tier(capacity=20, pin_share=0.5)
-    tier.store(prompt("mine", 5), Claim(pin=True))
-    tier.store(prompt("other", 5))
-    for i in range(10):
-        tier.store(prompt(f"flood{i}-", 5), Claim(B))
-    assert tier.has(prompt("mine", 5)) == 5
-    assert tier.has(prompt("other", 5)) == 0
-
-
 def test_pins_keep_within_their_bounds_and_leave_no_hole() -> None:
     tier = Tier(capacity=20, pin_share=0.5, tenant_share=0.5)
     for i in range(9):
@@ -227,15 +180,6 @@ def test_a_pin_ends() -> None:
     tier.clock.now += PIN_SECONDS
     assert list(tier.going()) == ["t1", "t0", "y1", "y0", "x1", "x0"]
     assert tier.ledger.holdings().pinned_bytes == 0
-
-
-def test_a_pinned_chunk_that_goes_makes_room_for_another() -> None:
-    tier = Tier(capacity=10, pin_share=0.1)
-    tier.store(prompt("x", 1), Claim(pin=True))
-    tier.ledger.drop(b"x0")
-    assert tier.ledger.holdings().pinned_bytes == 0
-    tier.store(prompt("y", 1), Claim(pin=True))
-    assert tier.ledger.holdings().pinned_bytes == SIZE
 
 
 def test_a_pin_of_what_is_still_being_stored_holds() -> None:
@@ -275,7 +219,6 @@ def test_a_flood_does_not_push_out_those_within_their_share() -> None:
 
 
 def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
-    """As long as no request has used it, too."""
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.store(prompt("a", 10), Claim(A))
     tier.store(prompt("b", 10), Claim(B))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -177,11 +178,25 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(waiting) + elsewhere == len(self.held)
         for queue in self.ledger._queues._queues.values():
             assert sorted(queue.values()) == list(queue.values()), "the oldest is not the first"
-        watched = [c.watched_at for c in self.ledger._chunks.values()]
-        for chunk in self.ledger._chunks.values():
-            assert chunk.is_expired or chunk.next_change >= chunk.watched_at
-        assert sum(at < float("inf") for at in watched) <= len(self.ledger._changes)
+        watched = set(self.ledger._changes)
+        for key, chunk in self.ledger._chunks.items():
+            ends = not chunk.is_expired and chunk.next_change < float("inf")
+            assert not ends or (chunk.next_change, chunk.change, key) in watched
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("before", [Claim(ttl_seconds=1.0), Claim(pin=True)])
+@pytest.mark.parametrize("used", [[b"1"], [b"1", b"2"]])
+def test_prefixes_whose_pins_end_go_from_their_ends(before: Claim, used: list[bytes]) -> None:
+    """Whatever else was to end earlier."""
+    now = 0.0
+    ledger = Ledger(Limits.of(10 * SIZE, 1.0, 0.5), lambda: now)
+    for key in (b"1", b"2"):
+        ledger.admit(key, SIZE)
+    ledger.use(used, before, [b"", b"1"])
+    ledger.use([b"1", b"2"], Claim(pin=True), [b"", b"1"])
+    now = 4000.0
+    assert ledger.evict(1, lambda key: True) == [b"2"]

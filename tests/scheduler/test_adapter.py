@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored
 from lmcache_connector.kv_parts.part import part_of
-from lmcache_connector.plans import Outcome, WeightsInMemory
+from lmcache_connector.plans import WeightsInMemory
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
@@ -34,38 +34,6 @@ def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -
     assert together.later_stores() == []
     assert engine.ranks[0].num_loaded_chunks == 1
     engine.check_answer(second)
-    engine.check_whole()
-
-
-def test_after_a_reset_a_running_request_stores_nothing_it_computed_before(model: Path) -> None:
-    engine = calm(model, Shape())
-    request_id = engine.add(prompt(1, 2 * CHUNK), max_tokens=3 * CHUNK)
-    engine.step()
-    engine.step()
-    assert not engine.reset(), "vLLM itself cannot drop blocks in use"
-    before = len(engine.plans)
-    engine.run_until_idle()
-    assert not [job for plan in engine.plans[before:] for job in plan.stores]
-    engine.check_answer(request_id)
-    engine.check_whole()
-
-
-def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path) -> None:
-    faults = Faults(slow=0.0)
-    engine = ShadowEngine(model, Shape(), 0, faults)
-    engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
-    engine.run_until_idle()
-    engine.forget_prefixes()
-    request_id = engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
-    faults.stuck = True
-    engine.step()
-    assert engine.is_loading(request_id)
-    engine.reset()
-    engine.step()
-    faults.stuck = False
-    engine.run_until_idle()
-    assert engine.ranks[0].load_outcomes == [Outcome.CANCELLED, Outcome.DONE]
-    engine.check_answer(request_id)
     engine.check_whole()
 
 

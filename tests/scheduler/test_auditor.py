@@ -13,8 +13,9 @@ import pytest
 
 from lmcache_connector.plans import AuditJob
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
+from tests.support.doubles.shadow_cells import Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import Faults, Image
+from tests.support.doubles.shadow_worker import Faults
 
 FIRST = Shape(audit_share=1e-9, num_blocks=40)
 
@@ -127,25 +128,6 @@ def test_a_mismatch_says_of_what_request(
 
 
 # -- resets ------------------------------------------------------------------------------------
-
-
-def test_unchanged_weights_share_at_once(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
-    serve(engine, tokens)
-    assert engine.reset(new_weights=False)
-    serve(engine, tokens)  # the first hit is audited
-    assert loaded(engine) == 2
-    assert audits(engine) == {"match": 1}
-
-
-def test_changed_weights_load_nothing_from_before(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
-    serve(engine, tokens)
-    assert engine.reset()
-    serve(engine, tokens)
-    assert loaded(engine) == 0
-    serve(engine, tokens)
-    assert loaded(engine) == 2, "its own KV, under another name"
 
 
 def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:

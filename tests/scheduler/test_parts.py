@@ -82,7 +82,6 @@ def test_of_an_answer_every_window_is_stored(model: Path) -> None:
 def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     model: Path,
 ) -> None:
-    """And hands them out in the same step."""
     shape = replace(WIDE, num_blocks=400, prefix_caching=False, max_batched_tokens=CHUNK)
     num_dropped = []
     for has_pins in (True, False):

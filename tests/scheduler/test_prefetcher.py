@@ -145,21 +145,6 @@ def test_redis_that_does_not_answer_is_not_asked_for_more() -> None:
     assert other.ahead.jobs.keys() == {job.job_id for _, job in scene.jobs}
 
 
-def test_a_thousand_queued_requests_cost_a_step_little() -> None:
-    scene = Scene(mib=20)
-    states = [scene.queue(f"r{i}", 4) for i in range(1000)]
-    assert len(scene.plan()) == 5
-    for state in states[1:]:
-        jobs = scene.prefetcher.release(state)
-        scene.end(state, *jobs)
-    assert scene.plan() == []
-    scene.end(states[0], *(job for job, _ in list(states[0].ahead.jobs.values())))
-    scene.prefetcher.release(states[0])
-    unwanted = scene.prefetcher.take_unwanted()
-    assert len(unwanted) == 20, "what was fetched for nobody goes first"
-    scene.prefetcher.check_integrity()
-
-
 def test_a_step_with_a_long_queue_looks_at_few_prompts() -> None:
     """Each long one takes as long as a decode step of a fast model."""
     scene = Scene(mib=10_000)

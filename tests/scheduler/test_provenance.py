@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
+from tests.support.doubles.shadow_cells import Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
-from tests.support.doubles.shadow_worker import VOCABULARY, Faults, Image
+from tests.support.doubles.shadow_worker import Faults
 
 PROMPT = prompt(5, 4 * BLOCK_SIZE + 1)
 CALM = Faults(slow=0.0, others_lie=True)
@@ -40,20 +41,6 @@ def test_a_client_that_leaves_while_another_connector_loads_leaves_nothing_to_st
     assert num_stores(engine) == 0
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_what_another_connector_brought_is_not_stored_nor_what_follows(
-    model: Path, is_async: bool
-) -> None:
-    engine = ShadowEngine(model, Shape(beside=1), 0, CALM)
-    engine.add(PROMPT, 6 * BLOCK_SIZE, offer=Offer(2 * BLOCK_SIZE, is_async, Arrival.RIGHT))
-    assert num_stores(engine) == 0
-    engine.add(PROMPT, 1)  # whose first blocks vLLM's prefix cache supplies
-    assert num_stores(engine) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    engine.add(PROMPT, 1)
-    assert num_stores(engine) == 1
-
-
 @pytest.mark.parametrize("audited", [False, True])
 def test_other_keys_do_not_close_the_gap_another_connector_left(model: Path, audited: bool) -> None:
     """vLLM computes again what was missing, and with asynchronous scheduling the last of it from a
@@ -70,13 +57,6 @@ def test_other_keys_do_not_close_the_gap_another_connector_left(model: Path, aud
     assert num_stores(engine) == 0
 
 
-def test_a_request_that_bypasses_the_cache_leaves_nothing_to_store(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(), 0, CALM)
-    engine.add(PROMPT, 1, bypasses=True)
-    engine.add(PROMPT, 1)
-    assert num_stores(engine) == 0
-
-
 def test_blocks_that_a_bypassing_request_took_over_do_not_count_any_more(model: Path) -> None:
     engine = ShadowEngine(model, Shape(num_blocks=8), 0, CALM)
     engine.add(PROMPT, 1)
@@ -87,40 +67,12 @@ def test_blocks_that_a_bypassing_request_took_over_do_not_count_any_more(model: 
     assert len(engine.adapter.witness) == 0
 
 
-def test_an_adapter_that_was_loaded_again_does_not_inherit_blocks(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(), 0, CALM)
-    for version, stores in enumerate([1, 1]):  # the second finds the blocks of the first
-        engine.adapters["lora-a"] = version
-        engine.add(PROMPT, 1, adapter="lora-a")
-        assert num_stores(engine) == stores
-
-
 def test_a_picture_that_has_the_name_of_another_does_not_inherit_blocks(model: Path) -> None:
     """vLLM knows it by the name that the client gives it."""
     engine = ShadowEngine(model, Shape(), 0, CALM)
     for content in ("cat", "dog"):
         engine.add(PROMPT, 1, images=[Image("a", content, 0, 3)])
         assert num_stores(engine) == 1
-
-
-def test_blocks_of_prompts_that_went_on_differently_are_not_stored_for_a_head(model: Path) -> None:
-    """vLLM's own cache knows a block by the tokens up to its end. A head's KV there follows from
-    the next one, and the first prompt's was another."""
-    engine = ShadowEngine(model, Shape(lookahead=1, num_blocks=60), 0, CALM)
-    shared, own = prompt(5, 6 * BLOCK_SIZE), prompt(6, 3 * BLOCK_SIZE)
-    for tokens in ([*shared, (own[0] + 1) % VOCABULARY, 1, 2], [*shared, *own]):
-        engine.add(tokens, max_tokens=1)
-        engine.run_until_idle()
-    engine.ranks[0].evict(100)
-    engine.step()
-    again = engine.requests[engine.add([*shared, *own], max_tokens=1)]
-    engine.step()
-    # It has the block from the first of the two, after which the second computed one of its own.
-    assert again.num_computed_tokens > 6 * BLOCK_SIZE
-    engine.run_until_idle()
-    engine.check_whole()
-    # Of the second, all three chunks were stored; of the third, two.
-    assert engine.ranks[0].num_stored_chunks == 3 + 2 + 2
 
 
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:

@@ -159,7 +159,6 @@ def test_random_lives_never_touch_a_block_that_is_not_theirs(
 
 @given(name=st.sampled_from(list(FULL)), seed=st.integers(0, 2**32 - 1))
 @settings(
-    deadline=None,
     derandomize=True,
     max_examples=300,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

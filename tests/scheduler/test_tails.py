@@ -13,9 +13,10 @@ import pytest
 
 from lmcache_connector.plans import PartRun
 from tests.support.doubles.lives import CHUNK, CONSUMED, PRODUCED, calm, prompt, serve
-from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape, next_token
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape, next_token
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
+from tests.support.engine_core import STOP_TOKEN
 
 SHAPES = {
     "alone": Shape(),
@@ -94,13 +95,6 @@ def test_an_ordinary_request_neither_stores_nor_loads_a_tail(model: Path) -> Non
     for params in (None, PRODUCED, {"do_remote_prefill": "yes"}, {"do_remote_prefill": False}):
         assert handed(engine, tokens, params) == CHUNK
     assert handed(engine, tokens, CONSUMED) == CHUNK + 8
-
-
-def test_a_tail_is_stored_once(model: Path) -> None:
-    engine = wide(model, Shape())
-    for _ in range(3):
-        handed(engine, prompt(1, CHUNK + 9), PRODUCED, max_tokens=3 * CHUNK)
-    assert len(tails(engine)) == 1
 
 
 def test_a_tail_of_another_length_is_not_used(model: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,10 +47,10 @@ from tests.simulation.rank import (
     kv_cache_config,
 )
 from tests.simulation.weights import Weights
+from tests.support.engine_core import merged, sampled, sampling
 from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler
 
 VOCABULARY = 61
-STOP_TOKEN = 7
 # What a call of the connector may take of an engine step.
 _MAX_CALL_SECONDS = 0.1
 # From a load's deadline to the report: steps under way, and a look every 5 ms.
@@ -133,12 +132,7 @@ class Instance:
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                stop_token_ids=[STOP_TOKEN],
-                ignore_eos=True,
-                extra_args={"kv_transfer_params": hints} if hints else None,
-            ),
+            sampling_params=sampling(max_tokens, hints or None),
             pooling_params=None,
             block_hasher=self._hasher,
             cache_salt=salt,
@@ -410,12 +404,9 @@ class Instance:
             result.kv_connector_output = rank.run(metadata, step, self._check_call)
             results.append(result)
             self._check_reports(result.kv_connector_output)
-        merged = results[0] if len(results) == 1 else self._aggregator.aggregate(results)
-        if merged.kv_connector_output is not None and merged.kv_connector_output.is_empty():
-            merged.kv_connector_output = None
         self._take_aborts()
         started = self.kernel.now
-        self._scheduler.update_from_output(output, merged)
+        self._scheduler.update_from_output(output, merged(self._aggregator, results))
         self._check_call("update_from_output", started)
         for request_id, asked in list(self._asked.items()):
             if asked.request.is_finished():
@@ -430,17 +421,12 @@ class Instance:
                 )
 
     def _sample(self, step: Step) -> ModelRunnerOutput:
-        ids = [one.request_id for one in step.passes]
-        tokens = []
+        tokens = {}
         for one in step.passes:
             request = self._scheduler.requests.get(one.request_id)
             is_last = request is not None and one.end >= request.num_tokens
-            tokens.append([one.cells[-1] % VOCABULARY] if is_last else [])
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=tokens,
-        )
+            tokens[one.request_id] = [one.cells[-1] % VOCABULARY] if is_last else []
+        return sampled(tokens)
 
     def _check_reports(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta

@@ -108,7 +108,7 @@ class Rank:
         )
         Worker(weights).initialize(self.connector, self.memory.caches(torch.bfloat16))
         worker: Any = self.connector._worker
-        self._engine, self._peers = worker._engine, worker._peers
+        self._engine, self._peers = worker._engine, worker._tiers.peers
 
     def run(
         self, metadata: Any, step: Step, check_call: Callable[[str, float], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
-from lmcache_connector.stepwise.tiers import read_settings
+from lmcache_connector.stepwise.tiers import UnwrittenGate, read_settings
 from tests.support.engines.stepped_model import (
     VOCABULARY,
     SteppedEngine,
@@ -242,3 +243,18 @@ def test_what_cannot_be_served_is_refused() -> None:
         engine.model = lambda *_: None
         with pytest.raises(UnsupportedError, match="model_digest"):
             engine.step(sequence(tokens_of(17, 40), range(3)))
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_what_was_written_to_meanwhile_is_not_kept() -> None:
+    one, other = torch.zeros(4), torch.zeros(4)
+    gate, late = UnwrittenGate([one, other]), UnwrittenGate([one])
+    assert gate.passes(threading.Event())
+    other[2] = 1.0
+    assert not gate.passes(threading.Event())
+    assert late.passes(threading.Event()), "nobody has written to what it copies"
+    cancelled = threading.Event()
+    cancelled.set()
+    assert not late.passes(cancelled)

@@ -157,20 +157,6 @@ def test_each_way_to_be_invalid_has_its_name(raw: bytes, fault: ValueFault) -> N
     assert fault_of(raw, PAYLOAD, HEADER, Sealer()) is fault
 
 
-def test_another_secret_seals_nothing() -> None:
-    header = replace(HEADER, keyed=True)
-    raw = encode_header(header, PAYLOAD, Sealer(SECRET))
-    other = Sealer(b"another secret!!")
-    assert fault_of(raw, PAYLOAD, header, other) is ValueFault.FORGED_TAG
-
-
-def test_a_value_replayed_under_another_key_is_foreign() -> None:
-    header = replace(HEADER, keyed=True)
-    raw = encode_header(header, PAYLOAD, Sealer(SECRET))
-    other = replace(header, key=bytes(CHUNK_KEY_BYTES))
-    assert fault_of(raw, PAYLOAD, other, Sealer(SECRET)) is ValueFault.FOREIGN_KEY
-
-
 def test_the_format_is_the_one_that_is_written_down() -> None:
     """Golden values: an instance with others takes all that was stored before for invalid."""
     raw = encode_header(HEADER, PAYLOAD, Sealer())

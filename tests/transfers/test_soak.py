@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.asks import Ask, ask, prefill
 from tests.support.engines.calls import forget
-from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
 from tests.support.engines.ports import free_ports

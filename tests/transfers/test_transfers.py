@@ -18,19 +18,17 @@ import pytest
 
 from examples.tiny_model import ModelShape
 from tests.support.command_line import call_cli
-from tests.support.engines.calls import check_integrity, forget
-from tests.support.engines.handover import (
+from tests.support.engines.asks import (
     Answer,
     Ask,
     add,
     answer_of,
     ask,
     ask_all,
-    log_stats,
-    metrics,
     prefill,
 )
-from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines
+from tests.support.engines.calls import check_integrity, forget
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, log_stats, metrics
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.strangers import SAYINGS, cpu_seconds_of, memory_of, ports_of, talk
@@ -202,7 +200,7 @@ def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
     scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
     scheduler.prev_step_scheduled_req_ids.clear()
     assert scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-    (finished,) = probe.finish({request.request_id: len(request.prompt)}, time.perf_counter())
+    (finished,) = probe.finish([request.request_id], time.perf_counter())
     assert running.num_preemptions == 1
     return answer_of(finished)
 

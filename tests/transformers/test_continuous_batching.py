@@ -56,7 +56,6 @@ def kv_of(tiers: TieredBatching, blocks: list[int]) -> torch.Tensor:
 
 
 def test_prompts_come_back_and_answers_too(model: Path, valkey: Server) -> None:
-    """Another manager, with another cache, restores what the first one stored."""
     prompts = {"a": prompt(1, 300), "b": prompt(2, 700), "c": prompt(3, 40)}
     config = {"redis_url": valkey.url}
     with batching(model, config) as (manager, first):

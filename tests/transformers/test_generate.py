@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lmcache_connector.transformers import KVTiers, TieredCache
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, running_valkey
+from tests.support.waits import within
 
 CHUNK = 128
 SMALL = {"cpu_gib": 0.05, "compute_or_load": "always"}
@@ -157,10 +157,7 @@ def test_writes_go_on_after_a_pass_that_failed(
         with pytest.raises(IndexError):
             llama.generate(wrong, past_key_values=tiers.new_cache(), **GREEDY)
         tiers.finish_stores()
-        until = time.monotonic() + 20
-        while not (found := client.keys("lmc:{failed:*")) and time.monotonic() < until:
-            time.sleep(0.02)
-    assert found
+        assert within(20.0, lambda: bool(client.keys("lmc:{failed:*")))
 
 
 # -- whose KV it is --------------------------------------------------------------------------------

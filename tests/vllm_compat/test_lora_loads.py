@@ -96,7 +96,6 @@ def test_it_is_known_by_the_files_at_the_time_of_loading(loads: LoraLoads, folde
 def test_files_that_change_while_they_are_read_have_no_name(
     loads: LoraLoads, folder: Path, is_loaded: bool
 ) -> None:
-    """Whether the adapter in memory has one or not."""
     manager = Manager()
     if is_loaded:
         manager.add(1, folder)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    unify_kv_cache_spec_page_size,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
-from tests.support.vllm_configs import BLOCK_SIZE, LAYERS, full_attention, kv_cache, vllm_config
+from tests.support.vllm_configs import (
+    BLOCK_SIZE,
+    LAYERS,
+    full_attention,
+    kv_cache,
+    latents_with_index,
+    vllm_config,
+)
 
 
 def describe(
@@ -49,3 +75,179 @@ def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path
     stages = [describe(config, kv_cache(spec)).configuration for spec in (full, windowed)]
     assert stages[0] != stages[1]
     assert stages[0] | stages[1] == stages[1] | stages[0] == whole
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
+
+
+LATENT = SHAPE | {"num_kv_heads": 1, "head_size": 576}
+
+
+def window(span: int = 64, **sizes: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(sliding_window=span, **SHAPE | sizes)
+
+
+def full(**sizes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**SHAPE | sizes)
+
+
+def grouped(specs: Sequence[Any]) -> KVCacheConfig:
+    """Layers with these specs in model order, as vLLM groups them."""
+    named = {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate(specs)}
+    groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(named))
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def uniform(specs: dict[str, Any]) -> KVCacheConfig:
+    """Layers of specs that differ in size, in one group."""
+    found = UniformTypeKVCacheSpecs.from_specs(specs)
+    groups = [KVCacheGroupSpec(list(specs), found)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def described(model: Path, cache: KVCacheConfig, **parallel: Any) -> ModelDescription:
+    return describe_model(vllm_config(model, **parallel), cache, chunk_size=None)
+
+
+def positions(found: ModelDescription, part: int) -> list[list[int]]:
+    """Of the layers of a part in the model, group by group."""
+    return [[int(name.split(".")[2]) for name in group.names] for group in found.parts[part].groups]
+
+
+def test_windows_in_many_groups_are_one_part(model: Path) -> None:
+    """Gemma 3: five layers with a window, then one without. vLLM makes six groups of twelve."""
+    found = described(model, grouped(([window()] * 5 + [full()]) * 2))
+    prefix, windows = (layout.part for layout in found.parts)
+    assert prefix.rule is Rule.PREFIX
+    assert windows.rule is Rule.WINDOW
+    assert windows.span == 64
+    assert sorted((*prefix.groups, *windows.groups)) == list(range(6))
+    assert positions(found, 0) == [[5, 11]]
+    assert positions(found, 1) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10]]
+    layout = found.parts[1]
+    assert [group.positions for group in layout.groups] == [(0, 5), (1, 6), (2, 7), (3, 8), (4, 9)]
+    assert layout.geometries[0].layer_widths == (2 * 32 * 2,) * 10
+    assert layout.geometries[0].num_tokens == 128
+
+
+def test_the_window_is_part_of_the_identity(model: Path) -> None:
+    one = described(model, grouped([window(64), full()]))
+    other = described(model, grouped([window(128), full()]))
+    assert one.configuration != other.configuration
+
+
+def test_what_drafts_read_again_belongs_to_the_window(model: Path) -> None:
+    (layout,) = described(model, kv_cache(window(96, extra_retained_tokens=3))).parts
+    assert layout.part.span == 99
+
+
+def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
+    """Gemma 4: a token takes half the bytes where there is a window, so its blocks hold twice."""
+    found = described(model, grouped([window(), full(head_size=64)]))
+    prefix, windows = found.parts
+    assert (prefix.part.block_size, windows.part.block_size) == (16, 32)
+    assert (prefix.geometries[0].layer_widths, windows.geometries[0].layer_widths) == (
+        (256,),
+        (128,),
+    )
+    assert prefix.planes != windows.planes, "CPU attention packs other heads in another way"
+
+
+def state(**sizes: Any) -> MambaSpec:
+    return MambaSpec(
+        **{
+            "block_size": BLOCK_SIZE,
+            "shapes": ((3, 64), (2, 8, 8)),
+            "dtypes": (torch.bfloat16, torch.float32),
+            "mamba_cache_mode": "align",
+            "page_size_padded": full().page_size_bytes,
+        }
+        | sizes
+    )
+
+
+def test_a_state_is_one_snapshot_of_bytes(model: Path) -> None:
+    found = described(model, grouped([state(), state(), full()]))
+    prefix, states = found.parts
+    assert (prefix.part.rule, states.part.rule) == (Rule.PREFIX, Rule.STATE)
+    geometry = states.geometries[0]
+    assert (geometry.num_tokens, geometry.layer_widths) == (1, (3 * 64 * 2 + 2 * 8 * 8 * 4,) * 2)
+
+
+def test_a_rank_s_piece_of_a_state_is_its_own(model: Path) -> None:
+    one = described(model, grouped([state(), full()]))
+    two = described(model, grouped([state(), full(num_kv_heads=1)]), tensor_parallel_size=2)
+    assert [geometry.shards for geometry in two.parts[1].geometries] == [(0,), (1,)]
+    assert two.owners.numbers == [1, 1]
+    assert one.configuration != two.configuration, "pieces of two ranks fit no single rank"
+
+
+def test_states_that_are_not_kept_are_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--mamba-cache-mode align"):
+        described(model, grouped([state(mamba_cache_mode="none"), full()]))
+
+
+def test_heads_of_windows_over_ranks(model: Path) -> None:
+    one = described(model, grouped([window(), full()]))
+    two = described(
+        model, grouped([window(num_kv_heads=1), full(num_kv_heads=1)]), tensor_parallel_size=2
+    )
+    assert one.configuration == two.configuration
+    for part in range(2):
+        assert one.parts[part].geometries[0].shards == (0, 1)
+        assert [g.shards for g in two.parts[part].geometries] == [(0,), (1,)]
+
+
+def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedError, match="pipeline parallelism"):
+        described(model, grouped([window(), full()]), pipeline_parallel_size=2)
+
+
+def test_stages_with_layers_that_keep_no_kv_are_refused(model: Path) -> None:
+    """Which stage has how many that do is not known to the others."""
+    with pytest.raises(UnsupportedError, match="layers without a KV cache of their own"):
+        described(model, kv_cache(full_attention()), pipeline_parallel_size=2)
+
+
+def test_an_index_beside_the_latents_is_part_of_them(model: Path) -> None:
+    (layout,) = described(model, latents_with_index()).parts
+    (group,) = layout.groups
+    assert group.names == tuple(
+        f"model.layers.{i}.self_attn.{name}"
+        for i in range(2)
+        for name in ("indexer.k_cache", "mla_attn")
+    )
+    (geometry,) = layout.geometries
+    assert geometry.layer_widths == (132, 1152, 132, 1152)
+    assert geometry.dtype == "uint8"
+    assert layout.formats == ("opaque", "bfloat16", "opaque", "bfloat16")
+
+
+def test_the_schedulers_process_finds_the_same_part(model: Path) -> None:
+    """It hears of the ranks how wide the layers are: see RankStart."""
+    (layout,) = described(model, latents_with_index("scheduler")).parts
+    (ranks_own,) = described(model, latents_with_index()).parts
+    assert layout.part == ranks_own.part
+    assert [group.names for group in layout.groups] == [g.names for g in ranks_own.groups]
+
+
+def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path) -> None:
+    specs = {
+        f"model.layers.{i}.self_attn.attn": MLAAttentionSpec(**LATENT | {"head_size": size})
+        for i, size in enumerate((576, 192))
+    }
+    (layout,) = described(model, uniform(specs)).parts
+    assert layout.geometries[0].layer_widths == (1152, 384)
+
+
+def test_a_model_of_one_part_shares_no_root_with_one_of_several(model: Path) -> None:
+    """Even if all else is alike: their keys name values of other geometries."""
+    config = vllm_config(model)
+    roots = [
+        identity.configuration_digests(config, kv_cache(), packings)
+        for packings in ([None], [None, None], ["a"], ["a", "a"], ["a", None])
+    ]
+    assert len({identity.fingerprint(root) for root in roots}) == len(roots)

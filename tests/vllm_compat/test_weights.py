@@ -301,7 +301,6 @@ def test_what_lies_beside_files_may_change(scene: Scene, change: str) -> None:
 
 @pytest.mark.parametrize("digits", [40, 64], ids=["small", "large"])
 def test_a_download_is_no_change_of_what_is_named_by_its_content(scene: Scene, digits: int) -> None:
-    """vLLM downloads a model while it loads it."""
     loaded_at = later()
     link = download(scene, "a" * digits)
     files = WeightFiles("sha256:files", (link,))

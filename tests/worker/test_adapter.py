@@ -1,7 +1,6 @@
 """Loads of a real worker side behind a slow or silent Redis: what is used, and what is not touched.
 
-The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is missing.
-"""
+The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is missing."""
 
 from __future__ import annotations
 
@@ -9,19 +8,24 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lmcache.v1.cache_controller.message import OpType
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.plans import (
     CacheEvent,
     Fetched,
-    JobResult,
     LoadJob,
     Outcome,
     PrefillWork,
@@ -35,11 +39,14 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
 from tests.support.fixed_weights import FixedWeights
+from tests.support.frames import product_frames
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, free_port, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.vllm_configs import vllm_config
+from tests.support.waits import wait_until, within
+from tests.support.workers import SteppedWorker
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
 CHUNK_TOKENS, NUM_BLOCKS = 32, 128
@@ -49,12 +56,6 @@ GEOMETRY = ChunkGeometry(
 LONG = 60.0
 KEYS = tuple(random.Random(i).randbytes(32) for i in range(40))
 PROBE_KEYS = tuple(random.Random(-i - 1).randbytes(32) for i in range(4))
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with running_valkey() as server:
-        yield server
 
 
 @pytest.fixture
@@ -69,39 +70,6 @@ def port(valkey: Server, link: SlowLink) -> Iterator[int]:
         link.set()
 
 
-@dataclass
-class Instance:
-    """A worker and the paged cache it works on."""
-
-    worker: WorkerAdapter
-    cache: dict[str, torch.Tensor]
-    results: dict[int, JobResult] = field(default_factory=dict)
-    redis_bytes: int = 0
-
-    def run(self, plan: StepPlan) -> None:
-        self.worker.handle_preemptions(plan)
-        self.worker.start_forward(plan)
-        self.worker.start_loads(plan)
-        self.worker.end_forward(plan)
-        self.collect()
-
-    def collect(self) -> None:
-        output = self.worker.finish_step()
-        for result in output.report.results if output.report else ():
-            self.results[result.job_id] = result
-            self.redis_bytes += result.fetched_bytes
-
-    def wait_for(self, job_id: int) -> JobResult:
-        for _ in range(20_000):
-            if job_id in self.results:
-                return self.results[job_id]
-            self.run(StepPlan(idle=True))  # waits a few milliseconds for something to end
-        raise AssertionError(f"job {job_id} does not end")
-
-    def blocks(self, block_ids: range) -> list[torch.Tensor]:
-        return [layer[list(block_ids)].clone() for layer in self.cache.values()]
-
-
 def make_instance(
     port: int,
     probe: bool = False,
@@ -110,7 +78,7 @@ def make_instance(
     weights: FixedWeights | None = None,
     login: str = "",
     **tier: Any,
-) -> Instance:
+) -> SteppedWorker:
     """``tier``: settings of the Redis tier."""
     torch.manual_seed(random.randrange(1 << 30))
     cache = {
@@ -125,14 +93,14 @@ def make_instance(
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
     make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
-    return Instance(WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache)
+    return SteppedWorker(
+        WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache
+    )
 
 
 @pytest.fixture
-def written(port: int, valkey: Server) -> list[torch.Tensor]:
+def written(port: int) -> list[torch.Tensor]:
     """All chunks of KEYS are in Redis, and in no CPU tier; the blocks they were stored from."""
-    with valkey.client() as client:
-        client.flushall()
     writer = make_instance(port)
     block_ids = range(2 * len(KEYS))
     job = store_job(1, "writer", KEYS, (tuple(block_ids),))
@@ -144,17 +112,14 @@ def written(port: int, valkey: Server) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def reader(written: list[torch.Tensor], port: int) -> Iterator[Instance]:
-    instance = make_instance(port)
-    yield instance
-    instance.worker.shutdown()
+def reader(written: list[torch.Tensor], port: int) -> Iterator[SteppedWorker]:
+    with make_instance(port) as instance:
+        yield instance
 
 
 def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: int) -> None:
-    """They have changed after the plan was made."""
     weights = FixedWeights()
-    instance = make_instance(port, weights=weights)
-    try:
+    with make_instance(port, weights=weights) as instance:
         store = store_job(1, "r", KEYS[:1], ((0, 1),))
         instance.run(StepPlan(stores=(store,), heard_weights=(0,)))
         assert instance.wait_for(1).outcome is Outcome.DONE
@@ -168,43 +133,28 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
             assert instance.wait_for(job_id + 1).outcome is outcome
             are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))
             assert are_there == (outcome is Outcome.CANCELLED)
-    finally:
-        instance.worker.shutdown()
 
 
 def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
     """The scheduler side did not know: it would have planned another job."""
-    instance, found = make_instance(port), list[CacheEvent]()
-    try:
+    with make_instance(port) as instance:
         store, again = (store_job(number, "r", KEYS[:1], ((0, 1),)) for number in (1, 2))
         load = load_job(3, "r", KEYS[:2], ((4, 5, 6, 7),), deadline_seconds=20.0)
-        for job, plan in (
-            (store, StepPlan(stores=(store,))),
-            (again, StepPlan(stores=(again,))),
-            (load, StepPlan(loads=(load,))),
+        for number, plan in enumerate(
+            (StepPlan(stores=(store,)), StepPlan(stores=(again,)), StepPlan(loads=(load,))), 1
         ):
-            until = time.monotonic() + 20
-            instance.worker.start_loads(plan)
-            instance.worker.end_forward(plan)
-            is_done = False
-            while not is_done:
-                assert time.monotonic() < until
-                if (report := instance.worker.finish_step().report) is not None:
-                    found += report.events
-                    is_done = any(result.job_id == job.job_id for result in report.results)
-        assert found == [
+            instance.run(plan)
+            instance.wait_for(number)
+        assert instance.events == [
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[1], admitted=False),
         ]
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
     """LMCache tells of it outside its lock: the chunk may have come back meanwhile."""
-    instance = make_instance(port)
-    try:
+    with make_instance(port) as instance:
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         instance.wait_for(1)
         cpu = instance.worker._engine._cpu
@@ -218,8 +168,6 @@ def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
         instance.worker._engine.forget(KEYS[0])
         assert events() == (CacheEvent(KEYS[0], admitted=False),)
         assert events() == ()
-    finally:
-        instance.worker.shutdown()
 
 
 def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
@@ -234,7 +182,6 @@ def test_the_pattern_of_the_self_test_stays_on_the_host() -> None:
 def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFixture[str]) -> None:
     with valkey.client() as client:
         client.execute_command("ACL", "SETUSER", "u", "on", ">hunter2", "~*", "+@all")
-        client.flushall()
         instance = make_instance(valkey.port, login="u:hunter2@")
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         assert instance.wait_for(1).outcome is Outcome.DONE
@@ -260,7 +207,7 @@ def stored(written: list[torch.Tensor], chunks: range) -> list[torch.Tensor]:
     return [layer[2 * chunks.start : 2 * chunks.stop] for layer in written]
 
 
-def connected(reader: Instance) -> None:
+def connected(reader: SteppedWorker) -> None:
     """Loads one chunk, so that the tier has its connections."""
     numbers = count(9000)
 
@@ -273,7 +220,7 @@ def connected(reader: Instance) -> None:
 
 
 def test_late_bytes_never_land_in_a_block_that_was_given_back(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     link.set(stalled=True)
@@ -291,7 +238,7 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
 
 
 def test_what_arrived_by_the_deadline_is_used(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     link.set(bytes_per_second=GEOMETRY.chunk_bytes * 40)  # a second for all
@@ -310,8 +257,7 @@ def test_the_probe_measures_and_notices_silence(
     written: list[torch.Tensor], port: int, link: SlowLink
 ) -> None:
     link.set(latency_seconds=0.04)
-    instance = make_instance(port, probe=True)
-    try:
+    with make_instance(port, probe=True) as instance:
         _, many, *few = started(instance).measured
         assert many.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
         assert many.seconds >= 0.04
@@ -320,12 +266,10 @@ def test_the_probe_measures_and_notices_silence(
         assert probed(instance).num_bytes == 0
         link.set()
         assert probed(instance).num_bytes > 0
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
-    reader: Instance, link: SlowLink
+    reader: SteppedWorker, link: SlowLink
 ) -> None:
     link.set(stalled=True)
     job = load_job(1, "r", KEYS, (tuple(range(2 * len(KEYS))),), deadline_seconds=8.0)
@@ -337,16 +281,12 @@ def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
-    worker = make_instance(free_port() if is_away else valkey.port).worker
-    try:
-        wait_until(lambda: worker.redis_is_away == is_away, "state of the server")
-    finally:
-        worker.shutdown()
+    with make_instance(free_port() if is_away else valkey.port) as instance:
+        wait_until(lambda: instance.worker.redis_is_away == is_away, "state of the server")
 
 
 def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
-    instance = make_instance(valkey.port, probe=True)
-    try:
+    with make_instance(valkey.port, probe=True) as instance:
         started(instance)
         with valkey.client() as client:
             for lost in (PROBE_KEYS[2:], PROBE_KEYS[:1], PROBE_KEYS):
@@ -354,8 +294,6 @@ def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
                     client.delete(*client.keys(f"lmc:*{key.hex()}*"))
                 measured = probed(instance)
                 assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-    finally:
-        instance.worker.shutdown()
 
 
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
@@ -363,20 +301,19 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
         with server.client() as client:
             client.execute_command("ACL SETUSER default -@write")
         link = SlowLink()
-        with slow_proxy(server.port, link) as proxy:
-            instance = make_instance(proxy.port, probe=True)
-            try:
-                _, first = started(instance).measured
-                assert (first.num_bytes, first.has_failed) == (0, False)
-                link.set(stalled=True)
-                assert probed(instance).has_failed
-                link.set()
-                assert not probed(instance).has_failed
-            finally:
-                instance.worker.shutdown()
+        with (
+            slow_proxy(server.port, link) as proxy,
+            make_instance(proxy.port, probe=True) as instance,
+        ):
+            _, first = started(instance).measured
+            assert (first.num_bytes, first.has_failed) == (0, False)
+            link.set(stalled=True)
+            assert probed(instance).has_failed
+            link.set()
+            assert not probed(instance).has_failed
 
 
-def started(instance: Instance) -> RankStart:
+def started(instance: SteppedWorker) -> RankStart:
     """The worker tells once what it found out at start."""
     for _ in range(20_000):
         report = instance.worker.finish_step().report
@@ -387,7 +324,7 @@ def started(instance: Instance) -> RankStart:
     raise AssertionError("the start is not told")
 
 
-def probed(instance: Instance) -> Fetched:
+def probed(instance: SteppedWorker) -> Fetched:
     instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
         report = instance.worker.finish_step().report
@@ -415,3 +352,63 @@ def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
     instance.run(StepPlan(idle=True))  # no forward pass
     assert told == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
+
+
+# -- quiet steps -----------------------------------------------------------------------------------
+
+
+MAX_FRAMES = 19
+"""Of all calls that vLLM's model runner makes in one step. It was 44."""
+
+
+@pytest.fixture
+def instance(valkey: Server) -> Iterator[SteppedWorker]:
+    with make_instance(valkey.port) as instance:
+        yield instance
+
+
+@pytest.fixture
+def connector(
+    model: Path, instance: SteppedWorker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LMCacheTieredConnector]:
+    """vLLM's runner finds it."""
+    connector = object.__new__(LMCacheTieredConnector)
+    connector._scheduler, connector._worker = None, instance.worker
+    connector._step = connector._step_output = connector._scheduler = connector._guard = None
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    with set_forward_context(None, vllm_config(model)):
+        yield connector
+
+
+def run_step(connector: LMCacheTieredConnector, metadata: KVConnectorMetadata) -> bool:
+    """As vLLM's runner does. Whether something was reported."""
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_metadata = metadata
+    connector.handle_preemptions(metadata)
+    with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as found:
+        pass
+    assert found is not None
+    return found.kv_connector_worker_meta is not None
+
+
+def come_to_rest(connector: LMCacheTieredConnector) -> None:
+    idle = PlanMetadata(StepPlan(idle=True))
+    assert within(20.0, lambda: not run_step(connector, idle))
+
+
+def test_a_quiet_step_takes_few_frames(connector: LMCacheTieredConnector) -> None:
+    come_to_rest(connector)
+    run_step(connector, PlanMetadata(None))
+    frames = product_frames(lambda: run_step(connector, PlanMetadata(None)))
+    assert frames.total() <= MAX_FRAMES, frames
+
+
+def test_a_job_is_reported_with_a_quiet_step(
+    connector: LMCacheTieredConnector, instance: SteppedWorker
+) -> None:
+    come_to_rest(connector)
+    job = store_job(1, "r", KEYS[:1], ((0, 1),))
+    run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
+    assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
+    while instance.worker._has_news():  # its write to Redis ends later, and is reported too
+        assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

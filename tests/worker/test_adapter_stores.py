@@ -11,7 +11,6 @@ from lmcache_connector.plans import (
     AdapterRef,
     LoadedAdapterList,
     Outcome,
-    RankReport,
     StepPlan,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -22,6 +21,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import store_job
 from tests.support.parts import one_part
+from tests.support.workers import SteppedWorker
 
 GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
 MINE = AdapterRef(1, "mine")
@@ -65,23 +65,15 @@ def loads() -> Loads:
 
 
 @pytest.fixture
-def worker(loads: Loads) -> Iterator[WorkerAdapter]:
+def worker(loads: Loads) -> Iterator[SteppedWorker]:
     cache = {"layers.0": torch.randn(16, 2, 16, 64).bfloat16()}
     settings = WorkerSettings(
         engine=EngineSettings(rank=0, world_size=1, rank_gib=0.01),
         parts=one_part(GEOMETRY, 16),
     )
     worker = WorkerAdapter(settings, cache, None, FixedWeights(), lora_loads=loads)
-    yield worker
+    yield SteppedWorker(worker, cache)
     worker.shutdown()
-
-
-def run(worker: WorkerAdapter, plan: StepPlan) -> RankReport | None:
-    worker.handle_preemptions(plan)
-    worker.start_forward(plan)
-    worker.start_loads(plan)
-    worker.end_forward(plan)
-    return worker.finish_step().report
 
 
 def store(job_id: int, adapter: AdapterRef | None = MINE) -> StepPlan:
@@ -89,49 +81,45 @@ def store(job_id: int, adapter: AdapterRef | None = MINE) -> StepPlan:
     return StepPlan(stores=(store_job(job_id, "r", (key,), ((0, 1),), adapter=adapter),))
 
 
-def outcome(worker: WorkerAdapter, report: RankReport | None) -> Outcome:
-    for _ in range(2000):
-        if report is not None and report.results:
-            return report.results[0].outcome
-        report = run(worker, StepPlan(idle=True))
-    raise AssertionError("the store does not end")
-
-
-def test_a_store_waits_for_the_name_of_what_was_loaded(worker: WorkerAdapter, loads: Loads) -> None:
+def test_a_store_waits_for_the_name_of_what_was_loaded(worker: SteppedWorker, loads: Loads) -> None:
     name = loads.load(1)
-    report = run(worker, store(1))
-    assert report is None or not report.results
+    worker.run(store(1))
+    assert not worker.results
     name.settle("mine")
-    assert outcome(worker, report) is Outcome.DONE
+    assert worker.outcome(1) is Outcome.DONE
 
 
 @pytest.mark.parametrize("loaded", ["another", None], ids=["another", "unknown"])
 def test_what_another_adapter_computed_is_not_stored(
-    worker: WorkerAdapter, loads: Loads, loaded: str | None
+    worker: SteppedWorker, loads: Loads, loaded: str | None
 ) -> None:
     loads.load(1).settle(loaded)
-    assert outcome(worker, run(worker, store(1))) is Outcome.CANCELLED
-    assert outcome(worker, run(worker, store(2, None))) is Outcome.DONE
+    worker.run(store(1))
+    assert worker.outcome(1) is Outcome.CANCELLED
+    worker.run(store(2, None))
+    assert worker.outcome(2) is Outcome.DONE
 
 
-def test_it_counts_what_was_loaded_when_the_store_came(worker: WorkerAdapter, loads: Loads) -> None:
+def test_it_counts_what_was_loaded_when_the_store_came(worker: SteppedWorker, loads: Loads) -> None:
     before = loads.load(1)
-    report = run(worker, store(1))
+    worker.run(store(1))
     loads.load(1).settle("mine")
     before.settle("another")
-    assert outcome(worker, report) is Outcome.CANCELLED
+    assert worker.outcome(1) is Outcome.CANCELLED
 
 
-def test_without_the_adapter_nothing_is_stored(worker: WorkerAdapter) -> None:
-    report = run(worker, store(1))
-    assert report is not None, "at once: there may be no next step"
-    assert report.results[0].outcome is Outcome.CANCELLED
+def test_without_the_adapter_nothing_is_stored(worker: SteppedWorker) -> None:
+    worker.run(store(1))
+    assert worker.results[1].outcome is Outcome.CANCELLED, "at once: there may be no next step"
 
 
-def test_a_question_is_answered_with_the_step(worker: WorkerAdapter) -> None:
-    report = run(worker, StepPlan(idle=True, adapter_question=3))
+def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
+    worker: SteppedWorker, loads: Loads
+) -> None:
+    report = worker.run(StepPlan(idle=True, adapter_question=3, heard_adapters=(7,)))
     assert report is not None
     assert report.adapters == LoadedAdapterList(3)
+    assert loads.heard_list == 7
 
 
 @pytest.mark.parametrize(
@@ -145,15 +133,11 @@ def test_a_question_is_answered_with_the_step(worker: WorkerAdapter) -> None:
     ],
 )
 def test_another_that_was_there_in_between_may_have_computed_it(
-    worker: WorkerAdapter, loads: Loads, names: list[str | None], found: Outcome
+    worker: SteppedWorker, loads: Loads, names: list[str | None], found: Outcome
 ) -> None:
     """Read in place, once and back again, and the scheduler side has not heard of it yet."""
     loads.names[1] = tuple(loads.load(1) for _ in names)
     for reading, name in zip(loads.names[1], names, strict=True):
         reading.settle(name)
-    assert outcome(worker, run(worker, store(1))) is found
-
-
-def test_the_plan_says_what_was_heard(worker: WorkerAdapter, loads: Loads) -> None:
-    run(worker, StepPlan(idle=True, heard_adapters=(7,)))
-    assert loads.heard_list == 7
+    worker.run(store(1))
+    assert worker.outcome(1) is found

@@ -23,7 +23,8 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job, store_job
 from tests.support.planted import PlantedError, Planter
 from tests.support.redis.servers import running_valkey
-from tests.worker.test_adapter import KEYS, Instance, make_instance
+from tests.support.workers import SteppedWorker
+from tests.worker.test_adapter import KEYS, make_instance
 
 CALLS = ("handle_preemptions", "start_forward", "start_loads", "end_forward", "finish_step")
 LOADED = range(16, 24)  # blocks
@@ -32,7 +33,7 @@ LOADED = range(16, 24)  # blocks
 class Rank:
     """Steps the connector of one rank as vLLM does, and notes what it tells."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: SteppedWorker) -> None:
         self.instance = instance
         self.connector = object.__new__(LMCacheTieredConnector)
         self.connector._scheduler, self.connector._worker = None, instance.worker

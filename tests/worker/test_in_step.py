@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import torch
 
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, PrefetchJob, StepPlan
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
+from tests.support.redis.servers import Server
 from tests.support.vllm_configs import vllm_config
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
@@ -35,6 +39,7 @@ class Rank:
     side. ``num_heard``: plans that were made with news of leaving chunks."""
 
     capacity: int = CAPACITY
+    make_redis: Callable[[], RedisTier] | None = None
     num_heard: int = 0
     weights: FixedWeights = field(default_factory=FixedWeights)
     results: list[JobResult] = field(default_factory=list)
@@ -50,7 +55,7 @@ class Rank:
             parts=one_part(GEOMETRY, 64),
         )
         caches = {"layers.0": self.cache}
-        self.worker = WorkerAdapter(settings, caches, None, weights=self.weights)
+        self.worker = WorkerAdapter(settings, caches, self.make_redis, weights=self.weights)
         self.index = ChunkIndex(1)
         self.step(StepPlan())
 
@@ -248,3 +253,22 @@ def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
     rank.step(plan)
     assert [rank.value(30), rank.value(31)] == [0, 1]
     assert rank.index.num_firm(KEYS) == 2
+
+
+def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
+    """A full tier evicts what a plan has heard of, and no plan comes."""
+    tier = RedisTier(RedisTierConfig(url=valkey.url), PartGeometries((GEOMETRY,)))
+    rank = Rank(make_redis=lambda: tier)
+    try:
+        assert rank.store(1, 20, 4) is Outcome.DONE
+        assert tier.flush(10.0)
+        engine = rank.worker._engine
+        for key in KEYS[20:24]:
+            engine.forget(key)
+        assert rank.store(2, 0, CAPACITY - 2) is Outcome.DONE
+        assert tier.flush(10.0)
+        engine.leaving.await_plans(may_come=True)
+        job = PrefetchJob(3, "r", (PartRun(0, tuple(KEYS[20:24]), (0, 1, 2, 3), ()),), 1.0)
+        assert engine.fetch(job, threading.Event(), time.monotonic() + 1.0).num_chunks == 2
+    finally:
+        rank.worker.shutdown()

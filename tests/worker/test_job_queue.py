@@ -187,17 +187,6 @@ def test_a_load_that_waits_is_over_at_its_deadline_though_all_lanes_are_busy(
     assert runner.order == [1]
 
 
-def test_a_store_that_never_ends_costs_a_load_its_deadline(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    jobs.submit(store(1), None)
-    jobs.submit(load(2, needs_redis=True, after_job=1, deadline_seconds=0.0), None)
-    jobs.wait_for_result(LONG)
-    assert taken(jobs)[2].outcome is Outcome.DEADLINE
-    gate.set()
-    assert wait_all(jobs)[1].outcome is Outcome.DONE
-    assert runner.order == [1]
-
-
 def test_a_job_that_raises_fails_alone(
     jobs: JobQueue, runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,17 +300,6 @@ def test_close_is_bounded_when_a_job_hangs(runner: Runner) -> None:
     assert jobs.close(LONG)
 
 
-def test_a_deadline_counts_from_submission(runner: Runner) -> None:
-    now = 50.0
-    jobs = JobQueue(runner, num_redis_lanes=0, clock=lambda: now)
-    seen: list[float] = []
-    runner.act = lambda queued: seen.append(queued.deadline)
-    jobs.submit(load(1, deadline_seconds=7.0), None)
-    wait_all(jobs)
-    assert seen == [57.0]
-    assert jobs.close(LONG)
-
-
 @dataclass
 class HeldFence:
     """Reached once it is told to be."""
@@ -424,19 +402,6 @@ def test_a_prefetch_gives_way_to_every_load_from_redis(jobs: JobQueue, runner: R
     gates[4].set()
     wait_all(jobs)
     assert runner.order == [1, 2, 4, 3]
-
-
-def test_a_load_of_what_is_being_fetched_ahead_waits_for_it(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    jobs.submit(prefetch(1, (b"a", b"b")), None)
-    assert runner.started(1).wait(LONG)
-    jobs.submit(load(2, needs_redis=True, keys=(b"b", b"c")), None)
-    jobs.submit(load(3, needs_redis=True, keys=(b"c",)), None)
-    assert runner.started(3).wait(LONG)
-    assert 2 not in runner.order
-    gate.set()
-    wait_all(jobs)
-    assert runner.order == [1, 3, 2]
 
 
 def test_a_prefetch_that_has_not_begun_ends_at_once(jobs: JobQueue, runner: Runner) -> None:

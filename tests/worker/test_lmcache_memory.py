@@ -24,9 +24,10 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
-from tests.peers.test_host import name_of, topology, within
 from tests.support.parts import one_part
 from tests.support.peers.chunks import serving
+from tests.support.peers.hosts import CONFIG, name_of, topology
+from tests.support.waits import within
 from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
@@ -36,7 +37,7 @@ PARTS = PartGeometries((GEOMETRY,))
 def two(path: Path) -> Iterator[tuple[Rank, Rank, PeerTier]]:
     """One whose memory the other maps. `Rank.load` compares every byte."""
     found = topology(path)
-    tier = PeerTier(RedisTierConfig(url="redis://peers"), PARTS, found)
+    tier = PeerTier(CONFIG, PARTS, found)
     first, second = Rank(shares_memory=True), Rank(peers=tier)
     listener = HostFolder(path).listen(name_of("one"))
     try:

@@ -16,9 +16,9 @@ from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.server import Limits
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.config import RedisTierConfig
-from tests.peers.test_host import name_of, topology, within
 from tests.support.peers.chunks import serving
+from tests.support.peers.hosts import CONFIG, name_of, topology
+from tests.support.waits import within
 from tests.worker.test_what_is_kept import CROWD, GEOMETRY, Rank, key
 
 pytestmark = pytest.mark.soak
@@ -42,7 +42,7 @@ def own(path: Path) -> None:
 
 def read(path: Path, pipe: Connection) -> None:
     """Tells that it begins, and then hits, wrong bytes, chunks mapped, and the longest read."""
-    tier = PeerTier(RedisTierConfig(url="redis://peers"), PARTS, topology(path))
+    tier = PeerTier(CONFIG, PARTS, topology(path))
     chance, hits, wrong, longest = random.Random(1), 0, 0, 0.0
     pipe.send("ready")
     while not list(path.glob("*.sock")):

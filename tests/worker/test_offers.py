@@ -14,10 +14,11 @@ from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.offers import Offers, Pace
 from tests.support.jobs import store_job
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
-from tests.worker.test_adapter import KEYS, LONG, Instance, make_instance
+from tests.support.waits import wait_until
+from tests.support.workers import SteppedWorker
+from tests.worker.test_adapter import KEYS, LONG, make_instance
 
 KEY = random.Random(0).randbytes(32)
 PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
@@ -132,13 +133,12 @@ def own_server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def instance(own_server: Server) -> Iterator[Instance]:
-    made = make_instance(own_server.port, pace=QUICK)
-    yield made
-    made.worker.shutdown()
+def instance(own_server: Server) -> Iterator[SteppedWorker]:
+    with make_instance(own_server.port, pace=QUICK) as made:
+        yield made
 
 
-def store(instance: Instance) -> None:
+def store(instance: SteppedWorker) -> None:
     block_ids = tuple(range(2 * NUM_CHUNKS))
     keys = KEYS[:NUM_CHUNKS]
     job = store_job(1, "r", keys, (block_ids,))
@@ -146,7 +146,7 @@ def store(instance: Instance) -> None:
     instance.wait_for(1)
 
 
-def wait_for_all(server: Server, instance: Instance, wanted: bool) -> None:
+def wait_for_all(server: Server, instance: SteppedWorker, wanted: bool) -> None:
     """Until all values are there; with ``wanted``, while requests want them."""
 
     def are_there() -> bool:
@@ -157,7 +157,7 @@ def wait_for_all(server: Server, instance: Instance, wanted: bool) -> None:
     wait_until(are_there, "the values did not come back")
 
 
-def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Instance) -> None:
+def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: SteppedWorker) -> None:
     store(instance)
     wait_for_all(own_server, instance, wanted=False)
     with own_server.client() as client:
@@ -172,8 +172,7 @@ def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Instanc
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
     """Without room they would fail, and not be tried again for long."""
     pace = Pace(granted_seconds=0.2, retry_seconds=1000.0, max_retry_seconds=1000.0)
-    instance = make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10))
-    try:
+    with make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10)) as instance:
         for first in range(0, NUM_CHUNKS, 2):
             blocks = tuple(range(2 * first, 2 * first + 4))
             job = store_job(first + 1, "r", KEYS[first : first + 2], (blocks,))
@@ -186,14 +185,11 @@ def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
         with own_server.client() as client:
             client.flushall()
         wait_for_all(own_server, instance, wanted=True)
-    finally:
-        instance.worker.shutdown()
 
 
 def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
     lifetime: dict[str, Any] = {"ttl_seconds": 100.0, "refresh_ttl": True}
-    instance = make_instance(own_server.port, pace=QUICK, **lifetime)
-    try:
+    with make_instance(own_server.port, pace=QUICK, **lifetime) as instance:
         store(instance)
         wait_for_all(own_server, instance, wanted=False)
         with own_server.client() as client:
@@ -206,5 +202,3 @@ def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
                 return all(client.pttl(name) > 90_000 for name in names)
 
             wait_until(all_renewed, "the lifetimes were not renewed")
-    finally:
-        instance.worker.shutdown()

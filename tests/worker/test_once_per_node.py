@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.host import HostDoor, HostFolder, SocketName, digest
+from lmcache_connector.peers.host import HostDoor, HostFolder
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PrefetchJob, Tier
@@ -23,12 +22,12 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.self_test import store_sample
 from tests.support.peers.chunks import serving
+from tests.support.peers.hosts import CONFIG, name_of
 from tests.support.redis.servers import Server
-from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank, key, run_of
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
 PAIR = Owners((((0, 1),),))
-CONFIG = RedisTierConfig(url="redis://peers")
 
 
 @dataclass
@@ -53,10 +52,9 @@ class Pair:
         made = Rank(redis, tier, shares_memory=True, rank=rank, owners=self.owners)
         self.stack.callback(made.engine.close, 1.0)
         self.stack.callback(tier.close, 1.0)
-        name = SocketName(digest("default"), digest("pair"), rank, num_ranks)
         self.sample = store_sample(made.engine, [made.part])
         server = self.stack.enter_context(ExitStack())
-        door = HostDoor(self.folder, name)
+        door = HostDoor(self.folder, name_of("pair", rank, num_ranks))
         server.enter_context(
             serving(
                 made.engine.chunks,
@@ -137,13 +135,6 @@ def test_a_load_that_was_given_up_tells_nothing_of_other_ranks(pair: Pair) -> No
     assert told <= {key(1, 0), key(1, 2)}
 
 
-def test_an_owner_that_does_not_serve_any_more_costs_its_chunks(pair: Pair) -> None:
-    pair.store(1)
-    pair.servers[1].close()
-    assert pair.ranks[0].load(1, MINE) == 1
-    assert pair.ranks[1].load(1, MINE) == 4
-
-
 def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
     """Its other rank has not started: nobody waits for that for ever."""
     with ExitStack() as stack:
@@ -181,31 +172,6 @@ def test_what_cannot_be_read_any_more_is_stored_here(pair: Pair) -> None:
     assert loaded[-4:] == [4] * 4, loaded
 
 
-def test_evictions_end_no_load_with_other_bytes(pair: Pair) -> None:
-    """The owner's tier is flooded while the other rank reads."""
-    reader, owner = pair.ranks
-    stopping = threading.Event()
-
-    def flood() -> None:
-        for prompt in cycle(range(10, 25)):
-            owner.store(prompt, CROWD, 4)
-            if stopping.is_set():
-                return
-
-    thread = threading.Thread(target=flood)
-    pair.store(1)
-    thread.start()
-    try:
-        counts = []
-        for _ in range(60):
-            reader.store(1, MINE)
-            counts.append(reader.load(1, MINE))  # the bytes are compared there
-    finally:
-        stopping.set()
-        thread.join()
-    assert set(counts) <= {1, 4}
-
-
 # -- with a Redis ----------------------------------------------------------------------------------
 
 
@@ -237,3 +203,26 @@ def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
         assert pair.ranks[1].load(1, MINE, needs_redis=True) == 4
         assert pair.held() == [{key(1, 0), key(1, 2)}, {key(1, 1), key(1, 3)}]
         assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
+
+
+def test_who_answers_is_not_away_whatever_it_lacks(tmp_path: Path) -> None:
+    """While a third rank, asked by the same load, has gone."""
+    with ExitStack() as stack:
+        trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))
+        for number in range(3):
+            trio.start(number)
+        trio.find()
+        trio.store(1, 6)
+        tier, share = trio.tiers[0], trio.ranks[0].engine.share
+        keys = [key(1, chunk) for chunk in range(6) if not share.is_owner(key(1, chunk))]
+        assert {share.owner(each) for each in keys} == {1, 2}
+        for each in keys:
+            if share.owner(each) == 2:
+                trio.ranks[2].engine.forget(each)
+        trio.servers[1].close()
+        until = time.monotonic() + 20.0
+        while not tier.is_away(1):
+            assert time.monotonic() < until
+            buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in keys]
+            assert not any(tier.read_ranks(keys, buffers, time.monotonic() + 0.5))
+        assert not tier.is_away(2)

@@ -34,7 +34,8 @@ from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.fixed_weights import FixedWeights
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server
+from tests.support.workers import SteppedWorker
 
 CHUNK, PAGE, NUM_BLOCKS, NUM_PARTS = 32, 4096, 64, 3
 FULL, WINDOW, STATE = range(NUM_PARTS)
@@ -105,7 +106,6 @@ class Rank:
     memory: torch.Tensor = field(init=False)
     caches: dict[str, torch.Tensor] = field(init=False)
     worker: WorkerAdapter = field(init=False)
-    results: dict[int, JobResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         slots = max(map(len, GROUPS))
@@ -127,6 +127,7 @@ class Rank:
             own = geometries(self.tp_size, self.rank)
             make_tier = partial(RedisTier, config, own, Share(self.rank, owners).is_owner)
         self.worker = WorkerAdapter(settings, self.caches, make_tier, FixedWeights())
+        self.steps = SteppedWorker(self.worker, self.caches)
 
     def _view(self, slot: int, part: int) -> torch.Tensor:
         """``[blocks, heads, tokens, content]``, as vLLM registers it: a page may be longer."""
@@ -158,28 +159,12 @@ class Rank:
                     heads = [truth(layer, s, chunk, CONTENT[run.part]) for s in shards]
                     yield layer, block, torch.stack(heads)[:, first : first + size]
 
-    def run(self, plan: StepPlan) -> None:
-        self.worker.handle_preemptions(plan)
-        self.worker.start_forward(plan)
-        self.worker.start_loads(plan)
-        self.worker.end_forward(plan)
-        output = self.worker.finish_step()
-        for result in output.report.results if output.report else ():
-            self.results[result.job_id] = result
-
     def result(self, job: StoreJob | LoadJob) -> JobResult:
         if isinstance(job, LoadJob):
-            self.run(StepPlan(loads=(job,)))
+            self.steps.run(StepPlan(loads=(job,)))
         else:
-            self.run(StepPlan(stores=(job,)))
-        for _ in range(20_000):
-            if job.job_id in self.results:
-                return self.results[job.job_id]
-            self.run(StepPlan(idle=True))
-        raise AssertionError(f"job {job.job_id} does not end")
-
-    def drop(self, key: bytes) -> None:
-        self.worker._engine.forget(key)
+            self.steps.run(StepPlan(stores=(job,)))
+        return self.steps.wait_for(job.job_id)
 
 
 def key(chunk: int, part: int) -> bytes:
@@ -230,12 +215,6 @@ def _(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
     monkeypatch.setattr(rank_tiers, "make_copier", lambda device: copier)
 
 
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with running_valkey() as server:
-        yield server
-
-
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     made = Rank(1, 0)
@@ -261,7 +240,6 @@ def test_every_part_comes_back_from_memory(rank: Rank) -> None:
 
 @pytest.mark.parametrize(("part", "skip"), [(FULL, 0), (WINDOW, 0), (WINDOW, 1)])
 def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
-    """Whatever its blocks and the tier's memory held before; a load fills no block behind it."""
     rank.worker._engine._cpu.memory_allocator.buffer.fill_(9)
     end, size, geometry = 19, BLOCK[part], geometries(1, 0).parts[part]
     whole = run_of(part, range(3, 4), 9)
@@ -332,8 +310,6 @@ def test_an_audit_compares_all_groups_of_a_part(rank: Rank, part: int) -> None:
 
 
 def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
-    with valkey.client() as client:
-        client.flushall()
     writer = Rank(1, 0, valkey)
     assert store(writer).outcome is Outcome.DONE
     writer.worker.shutdown()
@@ -353,8 +329,6 @@ def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:
         run_of(WINDOW, range(22, 24), 49),
         run_of(FULL, range(24), 1),
     )
-    with valkey.client() as client:
-        client.flushall()
     writer = Rank(1, 0, valkey)
     for run in runs:
         writer.fill(run)
@@ -370,8 +344,6 @@ def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:
 
 def test_a_load_does_not_push_out_what_it_needs(valkey: Server) -> None:
     """Memory is full, and what it has of the prompt is the oldest in it."""
-    with valkey.client() as client:
-        client.flushall()
     writer = Rank(1, 0, valkey)
     store(writer)
     writer.worker.shutdown()
@@ -389,8 +361,6 @@ def test_a_load_does_not_push_out_what_it_needs(valkey: Server) -> None:
 def test_heads_are_shared_between_tensor_parallel_sizes_and_states_within_one(
     valkey: Server,
 ) -> None:
-    with valkey.client() as client:
-        client.flushall()
     writers = [Rank(2, i, valkey) for i in range(2)]
     for writer in writers:
         assert store(writer).outcome is Outcome.DONE

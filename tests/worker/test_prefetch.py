@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 
 from lmcache_connector.plans import Outcome, PartRun, PrefetchJob, StepPlan
 from tests.support.jobs import load_job
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.slow_proxy import SlowLink
 from tests.support.unused import num_unused
+from tests.support.waits import wait_until
+from tests.support.workers import SteppedWorker
 from tests.worker.test_adapter import (
     GEOMETRY,
     KEYS,
     LONG,
-    Instance,
     connected,
     link,
     load,
@@ -24,11 +25,10 @@ from tests.worker.test_adapter import (
     reader,
     same,
     stored,
-    valkey,
     written,
 )
 
-__all__ = ["link", "port", "reader", "valkey", "written"]
+__all__ = ["link", "port", "reader", "written"]
 
 
 def prefetch(job_id: int, chunks: range) -> PrefetchJob:
@@ -42,7 +42,7 @@ def load_from_memory(job_id: int, chunks: range) -> StepPlan:
     return StepPlan(loads=(load_job(job_id, "r", keys, (tuple(range(2 * len(keys))),)),))
 
 
-def assert_nothing_is_held(instance: Instance) -> None:
+def assert_nothing_is_held(instance: SteppedWorker) -> None:
     """Memory holds what is in the tier, and nobody refers to it."""
     engine = instance.worker._engine
     assert all(memory.get_ref_count() == 1 for memory in engine._cpu.hot_cache.values())
@@ -52,7 +52,7 @@ def assert_nothing_is_held(instance: Instance) -> None:
 
 
 def test_a_request_that_waited_loads_from_memory(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     reader.redis_bytes = 0
@@ -68,7 +68,7 @@ def test_a_request_that_waited_loads_from_memory(
 
 
 def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
 ) -> None:
     connected(reader)
     reader.redis_bytes = 0
@@ -84,7 +84,7 @@ def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "at its deadline"])
 def test_a_prefetch_ends_while_redis_is_silent(
-    reader: Instance, written: list[torch.Tensor], link: SlowLink, cancelled: bool
+    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink, cancelled: bool
 ) -> None:
     connected(reader)
     link.set(stalled=True)
@@ -103,18 +103,19 @@ def test_a_prefetch_ends_while_redis_is_silent(
     assert_nothing_is_held(reader)
     link.set()
 
-    def loads() -> bool:  # the circuit may have to close first
-        reader.run(StepPlan(loads=(load(next(numbers), range(20), 0),)))
-        return reader.wait_for(numbers_used[-1]).outcome is Outcome.DONE
+    numbers = count(100)
 
-    numbers_used: list[int] = []
-    numbers = iter(_noting(numbers_used))
+    def loads() -> bool:  # the circuit may have to close first
+        number = next(numbers)
+        reader.run(StepPlan(loads=(load(number, range(20), 0),)))
+        return reader.outcome(number) is Outcome.DONE
+
     wait_until(loads, "nothing loads after a prefetch that failed")
     assert same(reader.blocks(range(40)), stored(written, range(20)))
 
 
 def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
-    reader: Instance, link: SlowLink
+    reader: SteppedWorker, link: SlowLink
 ) -> None:
     """It would be left alone from then on, with all the hits that it holds."""
     connected(reader)
@@ -128,14 +129,8 @@ def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
         assert not reader.results[job.job_id].has_fetch_failed
 
 
-def _noting(used: list[int]):  # type: ignore[no-untyped-def]
-    for number in range(100, 10_000):
-        used.append(number)
-        yield number
-
-
 def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
-    reader: Instance, link: SlowLink
+    reader: SteppedWorker, link: SlowLink
 ) -> None:
     """As before vLLM puts its memory to sleep."""
     connected(reader)

@@ -14,16 +14,14 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.tier import OnDone, ReadResult
 from lmcache_connector.worker.redis_probe import RedisProbe
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server
+from tests.support.waits import wait_until
 
 NUM_CHUNKS = 8
 
 
 @pytest.mark.parametrize(("codec", "most"), [("none", 1.1), ("blosc2", 0.9)])
 def test_a_probe_reads_values_as_they_are_written(valkey: Server, codec: str, most: float) -> None:
-    with valkey.client() as client:
-        client.flushall()
     tier = RedisTier(config(valkey.url, codec=codec), PartGeometries((GEOMETRY,)))
     probe = RedisProbe(tier, [chunk_key(i) for i in range(NUM_CHUNKS)])
     wait_until(lambda: not probe.is_busy, "the probe does not end")

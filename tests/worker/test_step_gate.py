@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, QueuedCopy, make_copier
-from lmcache_connector.plans import JobResult, Outcome, StepPlan
+from lmcache_connector.plans import Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.waiting_jobs import StepGate
 from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
+from tests.support.workers import SteppedWorker
 
 LONG = 60.0
 BLOCK_SIZE, WIDTH, NUM_BLOCKS = 16, 64, 8
@@ -69,26 +69,12 @@ class HeldCopier:
 
 
 @dataclass
-class Instance:
-    worker: WorkerAdapter
-    copier: HeldCopier
-    cache: torch.Tensor
-    results: dict[int, JobResult] = field(default_factory=dict)
+class Instance(SteppedWorker):
+    copier: HeldCopier = field(kw_only=True)
 
-    def run(self, plan: StepPlan) -> None:
-        self.worker.handle_preemptions(plan)
-        self.worker.start_forward(plan)
-        self.worker.start_loads(plan)
-        self.worker.end_forward(plan)
-        report = self.worker.finish_step().report
-        self.results |= {result.job_id: result for result in report.results} if report else {}
-
-    def outcome(self, job_id: int) -> Outcome:
-        for _ in range(20_000):
-            if job_id in self.results:
-                return self.results[job_id].outcome
-            self.run(IDLE)  # waits a few milliseconds for something to end
-        raise AssertionError(f"job {job_id} does not end")
+    @property
+    def layer(self) -> torch.Tensor:
+        return self.cache["layers.0"]
 
 
 @contextmanager
@@ -104,7 +90,7 @@ def made(make_redis_tier: Callable[[], RedisTier] | None = None) -> Iterator[Ins
         patch.setattr(rank_tiers, "make_copier", lambda device: copier)
         patch.setattr(rank_tiers, "run_self_test", lambda *_: None)
         worker = WorkerAdapter(settings, {"layers.0": cache}, make_redis_tier, FixedWeights())
-    yield Instance(worker, copier, cache)
+    yield Instance(worker, {"layers.0": cache}, copier=copier)
     copier.may_copy.set()
     worker.shutdown()
 
@@ -120,7 +106,7 @@ def test_zeroes_are_not_stored_though_the_copy_ends_before_the_plan_comes(
 ) -> None:
     """Model runner V2 zeroes reused blocks first, and hands over the plan that says so later."""
     instance.run(StepPlan(stores=(STORE,)))
-    instance.cache[:2] = 0  # the next step has begun
+    instance.layer[:2] = 0  # the next step has begun
     instance.copier.may_copy.set()
     assert instance.copier.has_copied.wait(LONG)
     instance.run(StepPlan(vacated_stores=(1,)))
@@ -132,14 +118,14 @@ def test_zeroes_are_not_stored_though_the_copy_ends_before_the_plan_comes(
 def test_what_was_copied_between_two_steps_is_kept_if_nobody_wanted_the_blocks(
     instance: Instance,
 ) -> None:
-    stored = instance.cache[:2].clone()
+    stored = instance.layer[:2].clone()
     instance.run(StepPlan(stores=(STORE,)))
     instance.copier.may_copy.set()
     assert instance.copier.has_copied.wait(LONG)
     assert instance.outcome(1) is Outcome.DONE
     instance.run(StepPlan(loads=(LOAD,), vacated_stores=(1,)))  # too late to matter
     assert instance.outcome(2) is Outcome.DONE
-    assert torch.equal(instance.cache[4:6], stored)
+    assert torch.equal(instance.layer[4:6], stored)
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["next step fails", "it does not"])
@@ -147,11 +133,10 @@ def test_a_shutdown_hands_on_no_zeroes_of_a_step_that_failed(valkey: Server, fai
     """vLLM ends a worker whose step has raised. The plan of that step may not have come."""
     config = RedisTierConfig(url=valkey.url)
     with valkey.client() as client:
-        client.flushall()
         with made(lambda: RedisTier(config, PartGeometries((GEOMETRY,)))) as instance:
             instance.run(StepPlan(stores=(STORE,)))
             if fails:
-                instance.cache[:2] = 0
+                instance.layer[:2] = 0
             instance.copier.may_copy.set()
             assert instance.copier.has_copied.wait(LONG)
             if not fails:
@@ -164,7 +149,7 @@ def test_a_shutdown_hands_on_no_zeroes_of_a_step_that_failed(valkey: Server, fai
 def test_before_vllm_takes_the_memory_away_every_copy_ends(
     instance: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = instance.cache[:2].clone()
+    stored = instance.layer[:2].clone()
     instance.run(StepPlan(stores=(STORE,)))
     assert instance.copier.begun.wait(LONG)
     monkeypatch.setattr(adapter, "_LET_GO_SECONDS", 0.05)
@@ -172,28 +157,11 @@ def test_before_vllm_takes_the_memory_away_every_copy_ends(
     monkeypatch.setattr(adapter, "_LET_GO_SECONDS", LONG)
     instance.copier.may_copy.set()
     assert instance.worker.let_go()  # though it may wait at the gate
-    instance.cache[:] = 0
+    instance.layer[:] = 0
     assert instance.outcome(1) is Outcome.CANCELLED
     instance.run(StepPlan(stores=(replace(STORE, job_id=3),)))
     assert instance.outcome(3) is Outcome.DONE
-    instance.cache[:2] = stored
+    instance.layer[:2] = stored
     instance.run(StepPlan(loads=(replace(LOAD, job_id=4),)))
     assert instance.outcome(4) is Outcome.DONE
-    assert not instance.cache[4:6].any()
-
-
-def test_the_gate_lets_nothing_pass_between_steps() -> None:
-    gate, cancelled, passed = StepGate(), threading.Event(), []
-    assert gate.passes(cancelled)
-    gate.close()
-    waiting = threading.Thread(target=lambda: passed.append(gate.passes(cancelled)))
-    waiting.start()
-    cancelled.set()
-    assert not passed
-    gate.open()
-    waiting.join(LONG)
-    assert passed == [False]
-    gate.close()
-    gate.shut()
-    gate.close()  # whoever comes now does not wait either
-    assert gate.passes(threading.Event())
+    assert not instance.layer[4:6].any()

@@ -139,16 +139,6 @@ def rank() -> Iterator[Rank]:
     rank.engine.close(0.0)
 
 
-def test_a_store_tells_of_what_it_finds_in_memory(rank: Rank) -> None:
-    """Whatever the scheduler side has missed: else nothing would ever tell it again."""
-    rank.store(1, CROWD)
-    assert [event.admitted for event in rank.engine.take_events()] == [True] * 4
-    assert not rank.engine.has_news
-    rank.store(1, CROWD)
-    events = rank.engine.take_events()
-    assert {event.key: event.admitted for event in events} == {key(1, i): True for i in range(4)}
-
-
 def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
     """A lane may walk through a long prompt meanwhile, or look for something to evict."""
     rank.store(1, CROWD)

@@ -1,7 +1,6 @@
 """The Redis tier behind a proxy that misbehaves: never wrong, never late, never leaking.
 
-"In time" allows for a busy machine: what these tests would catch is a wait without a bound.
-"""
+"In time" allows for a busy machine: what these tests would catch is a wait without a bound."""
 
 from __future__ import annotations
 
@@ -13,9 +12,12 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
+from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -28,8 +30,10 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
-from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server
+from tests.support.redis.server_groups import running_cluster
+from tests.support.redis.servers import Server, running_server
+from tests.support.redis.slow_proxy import SlowLink, SlowProxy
+from tests.support.waits import wait_until, within
 
 DEADLINE_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -108,7 +112,6 @@ def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: Kind) -> None:
-    """From the handshake to the question about the memory, which is answered at length."""
     for offset in (0, 3, 20, 60, 200, 900):
         proxy.arm(Fault(kind, offset))
         with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
@@ -121,7 +124,6 @@ def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: 
 def test_a_stalled_server_is_left_alone_after_one_time_out(
     proxy: FaultProxy, valkey: Server, greets: bool
 ) -> None:
-    """Also one that would take another connection."""
     with open_tier(valkey.url) as writer:
         assert all(put_all(writer, range(2)))
     with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
@@ -208,3 +210,100 @@ def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -
     assert proxy.num_struck == 1
     wait_until(lambda: ask() == 6, "the look-up did not recover")
     lookup.close()
+
+
+# -- a server that is well again -------------------------------------------------------------------
+
+
+def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> None:
+    with running_cluster(valkey_path) as cluster, open_tier(cluster.url) as tier:
+        assert all(put_all(tier, range(40)))
+
+        def node_of(index: int) -> Node:
+            node = tier._servers.topology.node_of(chunk_tag("default", chunk_key(index)))
+            assert node is not None
+            return node
+
+        first = 0
+        other = next(i for i in range(40) if node_of(i) != node_of(first))
+        assert all(get_all(tier, [first, other])[0])
+        node = node_of(other)
+        assert tier._servers.breaker(node).failed(at_once=True)  # the writer's connection lives
+
+        def has_recovered() -> bool:
+            assert get_all(tier, [first, other])[0][0]
+            return tier._servers.breaker(node).state is not CircuitState.OPEN
+
+        assert within(5.0, has_recovered)
+        assert all(get_all(tier, [first, other])[0])
+
+
+def test_a_server_without_room_for_one_more_connection_serves_those_it_has(
+    valkey_path: str,
+) -> None:
+    with running_server(valkey_path) as server, open_tier(server.url, num_connections=1) as tier:
+        assert put_all(tier, [0]) == [True]
+        assert get_all(tier, [0])[0] == [True]
+        with server.client() as client:
+            writers = [c for c in client.client_list() if c["cmd"] in ("set", "strlen")]
+            client.config_set("maxclients", len(client.client_list()) - 1)
+            client.client_kill_filter(_id=writers[0]["id"])
+            for i in range(1, 9):
+                assert put_all(tier, [i]) == [False], "the writer has no connection"
+                assert get_all(tier, [0])[0] == [True], "the reader has one"
+            client.config_set("maxclients", 100)
+        wait_until(lambda: put_all(tier, [9]) == [True], "it did not connect again")
+
+
+def test_there_is_no_room_at_a_server_that_is_away_or_takes_no_writes(valkey_path: str) -> None:
+    """What would fail is not offered: it would be given up for good after some tries."""
+
+    def has_room() -> bool:
+        return tier.has_room(chunk_key(0), 1 << 30)
+
+    with running_server(valkey_path) as server, open_tier(server.url) as tier:
+        assert put_all(tier, [0]) == [True]
+        wait_until(has_room, "there is room")
+        server.kill()
+        assert put_all(tier, [0]) == [False]
+        wait_until(lambda: not has_room(), "it is away")
+        server.start()
+        wait_until(has_room, "it is back")
+        with server.client() as client:
+            client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+            assert put_all(tier, [0]) == [False]
+            wait_until(lambda: not has_room(), "it is full")
+            client.config_set("maxmemory", 0)
+        wait_until(has_room, "it has room again")
+
+
+# -- a server that is slow to take writes ----------------------------------------------------------
+
+
+MIB = 1 << 20
+LARGE = ChunkGeometry(256, 0, (4096,), (0,), 1, "uint8")  # 1 MiB
+
+
+def test_a_server_that_takes_writes_too_slowly_gets_none_for_a_while(valkey: Server) -> None:
+    """It moves some bytes all the time, so no time-out ends a write. Its reads go on."""
+    link = SlowLink()
+    proxy = SlowProxy(valkey.port, link, is_narrow=True)
+    try:
+        with open_tier(
+            proxy.url, LARGE, max_value_bytes=2 * MIB, num_connections=1,
+            write_timeout_seconds=0.6, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
+        ) as tier:  # fmt: skip
+            wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
+            link.set(bytes_per_second=0.25 * MIB)  # 4 s a chunk; a burst of one has 2.2 s
+            assert put_all(tier, [1]) == [False]
+            began = time.monotonic()
+            assert not any(put_all(tier, range(2, 20)))
+            assert time.monotonic() - began < 20.0, "each has had its 2.2 s"
+            assert tier.stats().writes_paused
+            assert tier.stats().servers[0][1] is CircuitState.CLOSED
+            assert not tier.put(chunk_key(20), memoryview(chunk_data(20, LARGE)), Ends())
+            link.set()
+            wait_until(lambda: get_all(tier, [0])[0] == [True], "reads went with the writes")
+            assert get_all(tier, [0])[1] == [chunk_data(0, LARGE)]
+    finally:
+        proxy.close()

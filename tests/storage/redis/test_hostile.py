@@ -36,8 +36,8 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.hostile_server import HostileServer, hostile_server
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server
+from tests.support.waits import wait_until
 
 MAX_MIB = 192
 GRACE_SECONDS = 10.0

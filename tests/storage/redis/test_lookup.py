@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
-from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_server
+from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.waits import wait_until
 
 
 @contextmanager
@@ -63,19 +63,6 @@ def test_a_whole_prompt_is_one_round_trip(valkey: Server) -> None:
     reads = [stats["total_reads_processed"] for stats, _ in (before, after)]
     # Not one read per command: they came together. (INFO itself costs some.)
     assert reads[1] - reads[0] < 20
-
-
-def test_no_server_is_no_hit_and_a_new_one_is_found(valkey_path: str) -> None:
-    with running_server(valkey_path) as server, open_lookup(server.url) as lookup:
-        with open_tier(server.url) as tier:
-            put_all(tier, range(2))
-        assert ask(lookup, range(2)) == 2
-        server.kill()
-        assert ask(lookup, range(2), seconds=0.5) == 0
-        server.start()
-        with open_tier(server.url) as tier:
-            put_all(tier, range(2))
-        wait_until(lambda: ask(lookup, range(2)) == 2, "the new server was not found")
 
 
 def test_a_question_past_its_deadline_is_no_hit(valkey: Server) -> None:

@@ -16,8 +16,8 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_server
+from tests.support.waits import wait_until
 
 # A few MiB; an empty server takes one or two of them.
 MAX_MEMORY = 5 << 20
@@ -78,7 +78,6 @@ def test_a_hit_renews_the_lifetime_if_asked(valkey: Server) -> None:
     "policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"]
 )
 def test_under_eviction_every_hit_is_right(server: Server, policy: str) -> None:
-    """More than fits: some are there, what was evicted is a miss."""
     configure(server, MAX_MEMORY, policy)
     count = 2 * MAX_MEMORY // GEOMETRY.chunk_bytes
     with open_tier(server.url, ttl_seconds=600.0) as tier:

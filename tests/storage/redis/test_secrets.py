@@ -57,7 +57,6 @@ def test_secrets_stay_secret(valkey: Server, caplog: pytest.LogCaptureFixture, c
 
 
 def test_a_look_at_the_server_shows_no_secret_either(valkey: Server) -> None:
-    """Values and names carry digests only."""
     with open_tier(valkey.url, hash_key=b"another-s3cret-of-ours") as tier, valkey.client() as c:
         put_all(tier, [0])
         for key in c.keys("*"):

@@ -145,15 +145,3 @@ def test_splits_that_cut_values_apart_miss_cleanly(
         # Both kinds of values live side by side.
         instance.write()
         assert instance.hits() == NUM_CHUNKS
-
-
-def test_replicas_write_each_value_once(valkey: Server) -> None:
-    with ExitStack() as stack:
-        instance = Instance(valkey.url, (8, (12,)), stack)
-        instance.write()
-        written = sum(tier.stats().counts.bytes_written for tier in instance.tiers)
-        assert written == NUM_CHUNKS * HEADS * LAYERS * LAYER_BYTES
-        shares = [Share(rank, Owners((ranks_alike(instance.ranks),))) for rank in range(8)]
-        for share, tier in zip(shares, instance.tiers, strict=True):
-            num_chunks = sum(share.is_owner(chunk_key(index)) for index in range(NUM_CHUNKS))
-            assert tier.stats().counts.bytes_written == num_chunks * LAYERS * LAYER_BYTES

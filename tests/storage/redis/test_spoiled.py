@@ -3,18 +3,30 @@ suffers."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    Codec,
+    Sealer,
+    decode_header,
+    encode_header,
+)
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
+    count_found,
     get_all,
+    kv_data,
     open_tier,
     put_all,
 )
@@ -105,3 +117,120 @@ def test_the_last_value_of_a_batch_fails_alone(valkey: Server) -> None:
         for _ in range(20):
             put_all(tier, range(3))
             assert_nobody_is_blamed(tier)
+
+
+# -- compressed values -----------------------------------------------------------------------------
+
+
+CODECS: list[Codec] = ["none", "blosc2"]
+
+
+def lengths(server: Server, index: int) -> list[int]:
+    """Of the payloads of chunk ``index`` as stored: layers 0 to 2 and 3, head by head."""
+    with server.client() as client:
+        names = sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
+        return [client.strlen(name) - HEADER_BYTES for name in names]
+
+
+def assert_no_miss(tier: RedisTier) -> None:
+    assert tier.stats().counts.misses == {}
+    assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
+
+
+def test_values_are_smaller_where_the_writer_says_so(valkey: Server) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier:
+        assert put_all(tier, [0], kv_data) == [True]
+        assert put_all(tier, [1]) == [True], "noise"
+        assert tier.stats().counts.bytes_written == sum(lengths(valkey, 0) + lengths(valkey, 1))
+    assert all(
+        n < 0.8 * m for n, m in zip(lengths(valkey, 0), [3072, 3072, 1024, 1024], strict=True)
+    )
+    assert lengths(valkey, 1) == [3072, 3072, 1024, 1024]
+
+
+@pytest.mark.parametrize(("writes", "reads"), product(CODECS, CODECS))
+@pytest.mark.parametrize("keyed", [False, True])
+def test_every_reader_reads_every_value(
+    valkey: Server, writes: Codec, reads: Codec, keyed: bool
+) -> None:
+    opened = partial(open_tier, valkey.url, hash_key=b"0123456789abcdef" if keyed else None)
+    with opened(codec=writes) as writer:
+        assert all(put_all(writer, range(3), kv_data))
+    with opened(codec=reads) as reader:
+        for _ in range(2):
+            assert get_all(reader, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
+        assert_no_miss(reader)
+
+
+# What lies under a value's name instead of it. All is sealed as if a writer had meant it.
+
+
+@pytest.mark.parametrize(("first", "second"), product(CODECS, CODECS))
+def test_what_one_has_written_another_leaves(valkey: Server, first: Codec, second: Codec) -> None:
+    with open_tier(valkey.url, codec=first) as tier:
+        assert put_all(tier, range(2), kv_data) == [True] * 2
+    before = lengths(valkey, 0)
+    with open_tier(valkey.url, codec=second) as tier:
+        assert put_all(tier, range(2), kv_data) == [True] * 2
+        assert tier.stats().counts.writes == {WriteEnd.ALREADY_THERE: 2}
+    assert lengths(valkey, 0) == before
+    assert count_found(valkey.url, 3) == 2
+
+
+def resealed(value: bytes, change: Callable[[bytearray], None]) -> bytes:
+    header, stored = decode_header(value[:HEADER_BYTES]), bytearray(value[HEADER_BYTES:])
+    change(stored)
+    header = replace(header, compressed_bytes=len(stored))
+    return encode_header(header, stored, Sealer()) + stored
+
+
+def patch(offset: int, data: bytes) -> Callable[[bytearray], None]:
+    def change(stored: bytearray) -> None:
+        stored[offset : offset + len(data)] = data
+
+    return change
+
+
+def cut(stored: bytearray) -> None:
+    del stored[len(stored) // 2 :]
+
+
+def noise(stored: bytearray) -> None:
+    stored[40:] = chunk_data(7)[: len(stored) - 40]
+
+
+HOSTILE = {
+    "a bomb": patch(4, struct.pack("<i", 1 << 30)),
+    "a shorter payload": patch(4, struct.pack("<i", 2)),
+    "one block of all memory": patch(8, struct.pack("<i", 1 << 30)),
+    "a truncated stream": cut,
+    "noise": noise,
+    "a plugin's codec": patch(22, bytes([36])),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_chunk_that_does_not_decompress_is_a_miss(
+    valkey: Server, change: Callable[[bytearray], None]
+) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier:
+        assert all(put_all(tier, range(3), kv_data))
+        with valkey.client() as client:
+            name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
+            client.set(name, resealed(client.get(name), change))
+            hits, data = get_all(tier, range(3))
+            assert (hits[:2], data[0]) == ([True, False], kv_data(0))
+            assert tier.stats().counts.misses["bad_compression"] == 1
+        assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
+        assert put_all(tier, range(3), kv_data) == [True] * 3
+        assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
+
+
+def test_a_flipped_bit_is_seen_before_anything_is_decompressed(valkey: Server) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier, valkey.client() as client:
+        assert all(put_all(tier, range(2), kv_data))
+        for index, at in enumerate((HEADER_BYTES, HEADER_BYTES + 500)):
+            name = min(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
+            client.setrange(name, at, bytes([client.get(name)[at] ^ 1]))
+            assert get_all(tier, [index])[0] == [False]
+        assert tier.stats().counts.misses == {"bad_checksum": 2}

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis import tier as tier_module
 from lmcache_connector.storage.redis.counters import WriteEnd
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
+from lmcache_connector.storage.tier import WritableTier
 from tests.support.redis.chunks import (
     GEOMETRY,
+    PARTS,
+    Ends,
     chunk_data,
     chunk_key,
+    config,
     get_all,
+    kv_data,
     open_tier,
     put_all,
 )
-from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import Server, running_server
+from tests.support.waits import wait_until
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -38,14 +50,6 @@ def test_big_values_come_back(valkey: Server) -> None:
         lengths = [client.strlen(key) for key in client.keys("lmc:*-*")]
     assert len(lengths) == 32
     assert max(lengths) <= 4 << 20
-
-
-def test_a_chunk_with_one_value_gone_is_a_miss(valkey: Server) -> None:
-    with open_tier(valkey.url) as tier, valkey.client() as client:
-        put_all(tier, range(3))
-        victim = client.keys(f"lmc:{{default:{chunk_key(1).hex()}}}*-*")[0]
-        client.delete(victim)
-        assert get_all(tier, range(3))[0][:2] == [True, False]
 
 
 def test_each_value_is_written_once(valkey: Server) -> None:
@@ -102,3 +106,87 @@ def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:
         assert all(seconds > 0 for _, seconds in bursts)
         assert all(put_all(tier, range(5)))  # they are there already
         assert tier.take_write_times() == []
+
+
+# -- what every tier promises, over each server and each form of values ----------------------------
+
+
+_UNUSED = count(100, 100)
+"""Numbers of chunks that no example has put."""
+
+
+@pytest.fixture(scope="module")
+def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
+    with running_server(oldest_redis_path) as server, server.client() as client:
+        assert str(client.info("server")["redis_version"]).startswith("6.2.")
+        yield server
+
+
+@pytest.fixture(params=["valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
+def tier(request: pytest.FixtureRequest) -> Iterator[WritableTier]:
+    name, _, kind = request.param.partition(", ")
+    hash_key = b"0123456789abcdef" if kind == "keyed" else None
+    codec = "blosc2" if kind == "compressed" else "none"
+    server: Server = request.getfixturevalue(name)
+    tier = RedisTier(config(server.url, hash_key=hash_key, codec=codec), PARTS)
+    yield tier
+    assert tier.close(1.0)
+
+
+def put(tier: WritableTier, indices: Sequence[int]) -> list[bool]:
+    ends = Ends()
+    for order, index in enumerate(indices):
+        assert tier.put(chunk_key(index), memoryview(kv_data(index)), ends, order)
+    return ends.wait(len(indices))
+
+
+def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
+    """Bytes of the hits, None for the misses."""
+    buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
+    keys = [chunk_key(i) for i in indices]
+    deadline = time.monotonic() + seconds
+    hits = tier.read(keys, [memoryview(b) for b in buffers], deadline).hits
+    assert len(hits) == len(indices)
+    return [bytes(b) if hit else None for hit, b in zip(hits, buffers, strict=True)]
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(stored=st.sets(st.integers(0, 15)), asked=st.lists(st.integers(0, 15), max_size=12))
+def test_the_leading_hits_are_those_that_were_put_byte_for_byte(
+    tier: WritableTier, stored: set[int], asked: list[int]
+) -> None:
+    first = next(_UNUSED)
+    put(tier, [first + i for i in sorted(stored)])
+    found = get(tier, [first + i for i in asked])
+    end = next((n for n, i in enumerate(asked) if i not in stored), len(asked))
+    assert found[:end] == [kv_data(first + i) for i in asked[:end]]
+    for i, data in zip(asked[end:], found[end:], strict=True):
+        assert data is None or data == kv_data(first + i)
+    assert end == len(asked) or found[end] is None
+
+
+def test_what_is_there_is_not_overwritten(tier: WritableTier) -> None:
+    put(tier, [0])
+    ends = Ends()
+    tier.put(chunk_key(0), memoryview(kv_data(1)), ends)
+    ends.wait(1)
+    assert get(tier, [0]) == [kv_data(0)]
+
+
+def test_past_its_deadline_nothing_is_a_hit(tier: WritableTier) -> None:
+    put(tier, [0])
+    assert get(tier, [0], seconds=-1.0) == [None]
+
+
+def test_misused_it_raises(tier: WritableTier) -> None:
+    with pytest.raises(ValueError, match="keys"):
+        tier.read([chunk_key(0)], [], time.monotonic() + 1.0)
+
+
+def test_closed_it_is_a_miss_and_every_put_still_ends(tier: WritableTier) -> None:
+    put(tier, [0])
+    assert tier.close(1.0)
+    assert get(tier, [0]) == [None]
+    ends = Ends()
+    assert not tier.put(chunk_key(1), memoryview(kv_data(1)), ends)
+    assert ends.results == [False]

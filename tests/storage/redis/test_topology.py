@@ -36,9 +36,9 @@ from tests.support.redis.server_groups import (
     running_left_behind,
     running_sentinels,
     running_tls_server,
-    wait_until,
 )
 from tests.support.redis.servers import Server, running_server
+from tests.support.waits import wait_until
 
 
 def holds(tier: RedisTier, indices: range | list[int]) -> bool:
@@ -72,14 +72,6 @@ class TestCluster:
         shared_cluster.wait_whole()
         shared_cluster.flush()
         return shared_cluster
-
-    def test_chunks_spread_over_all_masters_and_come_back(self, cluster: Cluster) -> None:
-        with open_tier(cluster.url) as tier:
-            assert put_all(tier, range(30)) == [True] * 30
-            assert holds(tier, range(30))
-        for master in cluster.masters:
-            with master.client() as client:
-                assert client.dbsize() > 0
 
     def test_a_slot_moves_in_the_middle_of_traffic(self, cluster: Cluster) -> None:
         slot = slot_of(0)

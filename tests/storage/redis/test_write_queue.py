@@ -99,16 +99,6 @@ def test_closing_hands_back_what_waits() -> None:
     assert names(queue.offer(write(2, 2))) == [2]
 
 
-def test_each_node_has_a_lane() -> None:
-    queue = WriteQueue(100)
-    queue.offer(write(0, 0), SLOW)
-    queue.offer(write(1, 0), QUICK)
-    assert names(queue.take(100, 0.0, QUICK)) == [1]
-    assert queue.take(100, 0.0, QUICK) == []
-    assert names(queue.take(100, 0.0, SLOW)) == [0]
-    assert queue.lane_bytes(SLOW) == 10
-
-
 def test_a_node_that_fills_the_queue_makes_room_for_another() -> None:
     """Until the other's lane is as long, whatever stands where in its prompt."""
     queue = WriteQueue(90)
@@ -145,8 +135,6 @@ def test_what_belongs_to_another_lane_is_moved_there() -> None:
 
 
 def test_an_offer_costs_the_same_however_much_waits() -> None:
-    """With room, without any, and of what is queued already; deep chunks and shallow ones."""
-
     def costs(num_waiting: int) -> list[int]:
         queue = WriteQueue(num_waiting * 10)
 

@@ -21,11 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.change_count import ChangeCount
@@ -47,28 +46,22 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
-from tests.support.doubles.shadow_config import Shape, build_scheduler
-from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
-from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
-from tests.support.doubles.shadow_worker import (
+from tests.support.doubles.shadow_cells import (
     VOCABULARY,
-    Faults,
     Image,
-    KeyBook,
-    Pass,
-    ShadowRank,
     Source,
-    Step,
-    StepReport,
     WrongKV,
     cells_of,
     cells_of_part,
 )
+from tests.support.doubles.shadow_config import Shape, build_scheduler
+from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
+from tests.support.doubles.shadow_worker import Faults, KeyBook, Pass, ShadowRank, Step, StepReport
 from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
+from tests.support.engine_core import merged, sampled, sampling
 
 __all__ = ["ShadowEngine", "Shape"]
-
-STOP_TOKEN = 7
 
 
 class TextRequest(Request):
@@ -193,12 +186,7 @@ class ShadowEngine:
         request = TextRequest(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                stop_token_ids=[STOP_TOKEN],
-                ignore_eos=True,
-                extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
-            ),
+            sampling_params=sampling(max_tokens, transfer),
             pooling_params=None,
             cache_salt=salt,
             lora_request=LoRARequest(adapter, 1 + list(self.adapters).index(adapter), "/adapter")
@@ -413,16 +401,11 @@ class ShadowEngine:
     # -- execution ---------------------------------------------------------------------------------
 
     def _execute(self, output: SchedulerOutput, step: Step) -> None:
-        outputs: list[ModelRunnerOutput | None] = []
+        outputs = []
         for rank in self.ranks:
-            result = self._sample(step)
-            result.kv_connector_output = self._connector_output(rank.run(step))
-            outputs.append(result)
-        merged = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
-        assert merged is not None
-        if merged.kv_connector_output is not None and merged.kv_connector_output.is_empty():
-            merged.kv_connector_output = None
-        self.scheduler.update_from_output(output, merged)
+            outputs.append(sampled({one.request_id: self._sample(one) for one in step.passes}))
+            outputs[-1].kv_connector_output = self._connector_output(rank.run(step))
+        self.scheduler.update_from_output(output, merged(self._aggregator, outputs))
 
     def _connector_output(self, report: StepReport) -> KVConnectorOutput:
         meta: KVConnectorWorkerMetadata | None = None
@@ -438,15 +421,7 @@ class ShadowEngine:
             kv_connector_worker_meta=meta,
         )
 
-    def _sample(self, step: Step) -> ModelRunnerOutput:
-        ids = [one.request_id for one in step.passes]
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[self._sample_one(one) for one in step.passes],
-        )
-
-    def _sample_one(self, one: Pass) -> list[int]:
+    def _sample(self, one: Pass) -> list[int]:
         """A token if the pass reached the end of what the request had, and each draft before it:
         all drafts are accepted."""
         # Steps run in order, so whatever was sampled before this pass has been processed.

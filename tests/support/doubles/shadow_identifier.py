@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
 from lmcache_connector.threads import StepWait
-from tests.support.doubles.shadow_worker import Source
+from tests.support.doubles.shadow_cells import Source
 
 
 class ShadowAdapters:

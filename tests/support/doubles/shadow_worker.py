@@ -1,18 +1,15 @@
 """A worker without a model: memory that knows what it holds, and jobs run in any legal order.
 
-The KV of a position is one integer, the *cell*: a digest of what the request computes with, of all
-tokens up to that position and of the images they stand for, as in a real model any change before it
-changes it; with a drafter's head, of the token after it too. A forward pass reads all cells before
-the ones it writes. If one is wrong it fails, or, where vLLM itself or another connector may be
-wrong, writes wrong ones.
+A forward pass reads all cells (:mod:`~tests.support.doubles.shadow_cells`) before the ones it
+writes. If one is wrong it fails, or, where vLLM itself or another connector may be wrong, writes
+wrong ones.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lmcache_connector.change_count import ChangeCount
@@ -34,6 +31,7 @@ from lmcache_connector.plans import (
     WeightsInMemory,
 )
 from lmcache_connector.retention.leaving import LeavingChunks
+from tests.support.doubles.shadow_cells import WrongKV, cells_of_part
 from tests.support.doubles.shadow_memory import (
     BLOCK_SIZE,
     NO_FOREIGN_WORK,
@@ -43,58 +41,6 @@ from tests.support.doubles.shadow_memory import (
     Memory,
     cell,
 )
-
-VOCABULARY = 61
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """Stands at positions ``[start, end)``. vLLM knows it as ``name``, whatever it shows."""
-
-    name: str
-    content: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a request's KV is computed from, beside its tokens."""
-
-    salt: str | None = None
-    adapter: str | None = None  # its name
-    adapter_version: int = 0
-    images: tuple[Image, ...] = ()
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether nobody but the request knows it."""
-        return self.adapter_version < 0
-
-
-def cells_of(
-    tokens: Sequence[int], source: Source = Source(), weights: int = 0, lookahead: int = 0
-) -> Cells:
-    """The right ones, of all tokens but the last ``lookahead``."""
-    root = f"{source.salt}/{source.adapter}/{source.adapter_version}/{weights}"
-    out, last = [], zlib.crc32(root.encode())
-    shown = {
-        p: zlib.crc32(i.content.encode()) for i in source.images for p in range(i.start, i.end)
-    }
-    inputs = [shown.get(position, token) for position, token in enumerate(tokens)]
-    for one in inputs:
-        last = cell(last, one)
-        out.append(last)
-    return tuple(map(cell, out, inputs[lookahead:])) if lookahead else tuple(out)
-
-
-def cells_of_part(cells: Cells, part: int) -> Cells:
-    """As the layers of that part compute them: none can be taken for those of another part."""
-    return cells if part == 0 else tuple(cell(value, -3 - part) for value in cells)
-
-
-class WrongKV(AssertionError):
-    """A block was read or written that is not the request's, or holds something else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
+from tests.support.waits import wait_until
 
 SERVED_MODEL = "tiny"
 _START_SECONDS = 400.0  # less than a test may take; a starved machine took 200
@@ -62,10 +63,11 @@ class ApiServer:
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, once stores have let go of its blocks."""
-        until = time.monotonic() + _SETTLE_SECONDS
-        while not json.loads(self.post("/reset_prefix_cache"))["success"]:
-            assert time.monotonic() < until, "vLLM does not empty its prefix cache"
-            time.sleep(0.05)
+        wait_until(
+            lambda: bool(json.loads(self.post("/reset_prefix_cache"))["success"]),
+            "vLLM does not empty its prefix cache",
+            _SETTLE_SECONDS,
+        )
 
     def post(self, path: str, body: object = None, headers: Mapping[str, str] = _NO_HEADERS) -> str:
         request = urllib.request.Request(

@@ -1,115 +1,96 @@
-"""Requests of every kind for a real engine: salts, adapters, embeddings, images, priorities.
+"""Requests of every kind, as clients and routers send them; run inside an engine's process.
 
-An :class:`Ask` is plain data that crosses to the engine's process; embeddings and pictures are
-built there, from seeds.
+An :class:`Ask` is plain data; embeddings and pictures are built where it is asked, from seeds.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from blake3 import blake3
+from tests.support.engines.probe import EngineProbe, Finished, Served
 
-from tests.support.engines.probe import EngineProbe
-
-_MAX_STEPS = 100_000
+_STEPS_TO_HOLD = 2  # a server goes on making steps while blocks are held
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``lora``: name, id and folder. ``embeds``: seed of embeddings that take the
-    place of the tokens. ``image``: seed of a picture, which ``uuid`` names. ``sampling``: of
-    ``SamplingParams``."""
+    """``request_id``: as a client or router gave it. ``params``: its ``kv_transfer_params``.
+    ``lora``: name, id and folder. ``embeds``: seed of embeddings that take the place of the tokens.
+    ``image``: seed of a picture."""
 
-    tokens: Sequence[int]
+    request_id: str
+    prompt: Sequence[int]
     max_tokens: int = 2
+    params: dict[str, Any] | None = None
     salt: str | None = None
     lora: tuple[str, int, str] | None = None
     embeds: int | None = None
     image: int | None = None
-    uuid: str | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``token_ids[i]``: of sample i. ``blocks``: digests of the prompt's KV blocks, taken when the
-    first token came."""
+    """``params``: the ``kv_transfer_params`` of the answer, for the router to pass on."""
 
-    token_ids: tuple[tuple[int, ...], ...]
-    texts: tuple[str, ...]
-    cached_tokens: int
-    blocks: tuple[str, ...]
+    served: Served
+    params: dict[str, Any] | None
+    finish_reason: str
 
 
-@dataclass(frozen=True)
-class Round:
-    """Outcome of requests that arrived together. ``loaded_tokens``: by the connector, for all."""
-
-    answers: list[Answer]
-    loaded_tokens: int
+def ask(probe: EngineProbe, request: Ask) -> Answer:
+    """Serve one request to its end, and look at its KV while it still holds its blocks."""
+    return ask_all(probe, [request])[0]
 
 
-def ask_all(probe: EngineProbe, asks: Sequence[Ask]) -> Round:
-    """Serve requests that arrive together, and let the connector come to rest."""
-    before = probe.external_hit_tokens()
-    started = [add(probe, ask) for ask in asks]
-    blocks: dict[str, tuple[str, ...]] = {}
-    outputs: dict[str, Any] = {}
-    samples: dict[str, dict[int, Any]] = {request_id: {} for request_id in started}
-    for _ in range(_MAX_STEPS):
-        for output in probe.engine.step():
-            samples[output.request_id] |= {sample.index: sample for sample in output.outputs}
-            if output.outputs[0].token_ids and output.request_id not in blocks:
-                blocks[output.request_id] = _block_digests(probe, output)
-            if output.finished:
-                outputs[output.request_id] = output
-        if outputs.keys() == set(started):
-            break
-    else:
-        raise RuntimeError("requests did not finish")
-    probe.drain()
-    answers = [_answer(outputs[r], samples[r], blocks[r]) for r in started]
-    return Round(answers, probe.external_hit_tokens() - before)
+def ask_all(probe: EngineProbe, requests: Sequence[Ask]) -> list[Answer]:
+    """Serve requests that arrive together."""
+    started = time.perf_counter()
+    names = [add(probe, request) for request in requests]
+    return [answer_of(finished) for finished in probe.finish(names, started)]
 
 
-def ask_again(probe: EngineProbe, ask: Ask) -> tuple[Round, Round]:
-    """Serve it, forget vLLM's own prefix cache, and serve it again."""
-    first = ask_all(probe, [ask])
-    probe.reset_prefix_cache()
-    return first, ask_all(probe, [ask])
+def prefill(probe: EngineProbe, request: Ask) -> Answer:
+    """Serve it, and leave its blocks to whoever fetches them."""
+    started = time.perf_counter()
+    (finished,) = probe.finish([add(probe, request)], started, drain=False)
+    for _ in range(_STEPS_TO_HOLD):
+        probe.engine.step()
+    return answer_of(finished)
 
 
-def add(probe: EngineProbe, ask: Ask) -> str:
-    """Add a request without stepping; returns the beginning of its id."""
+def answer_of(finished: Finished) -> Answer:
+    output = finished.output
+    reason = str(output.outputs[0].finish_reason)
+    return Answer(finished.served, output.kv_transfer_params, reason)
+
+
+def add(probe: EngineProbe, request: Ask) -> str:
+    """Add a request without stepping; returns its id."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True} | ask.sampling
-    request_id = f"ask-{next(probe._ids)}-"
-    probe.engine.add_request(
-        request_id,
-        _prompt(probe, ask),
-        SamplingParams(max_tokens=ask.max_tokens, **settings),
-        lora_request=LoRARequest(*ask.lora) if ask.lora else None,
+    extra = {"kv_transfer_params": request.params} if request.params is not None else None
+    params = SamplingParams(
+        max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
     )
-    return request_id
+    lora = LoRARequest(*request.lora) if request.lora else None
+    probe.engine.add_request(request.request_id, _prompt(probe, request), params, lora_request=lora)
+    return request.request_id
 
 
-def _prompt(probe: EngineProbe, ask: Ask) -> Any:
+def _prompt(probe: EngineProbe, request: Ask) -> Any:
     prompt: dict[str, Any] = {}
-    if ask.embeds is None:
-        prompt["prompt_token_ids"] = list(ask.tokens)
+    if request.embeds is None:
+        prompt["prompt_token_ids"] = list(request.prompt)
     else:
-        prompt["prompt_embeds"] = _embeddings(probe, ask.embeds, len(ask.tokens))
-    if ask.image is not None:
-        prompt["multi_modal_data"] = {"image": picture(ask.image)}
-        if ask.uuid is not None:
-            prompt["multi_modal_uuids"] = {"image": ask.uuid}
-    if ask.salt is not None:
-        prompt["cache_salt"] = ask.salt
+        prompt["prompt_embeds"] = _embeddings(probe, request.embeds, len(request.prompt))
+    if request.image is not None:
+        prompt["multi_modal_data"] = {"image": _picture(request.image)}
+    if request.salt is not None:
+        prompt["cache_salt"] = request.salt
     return prompt
 
 
@@ -121,42 +102,9 @@ def _embeddings(probe: EngineProbe, seed: int, num_tokens: int) -> Any:
     return torch.randn(num_tokens, config.get_hidden_size(), generator=generator).to(config.dtype)
 
 
-def picture(seed: int, side: int = 56) -> Any:
+def _picture(seed: int, side: int = 56) -> Any:
     import numpy as np
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-
-
-def _block_digests(probe: EngineProbe, output: Any) -> tuple[str, ...]:
-    """Digests of the prompt's full blocks, as they lie in memory while the request is running."""
-    import torch
-
-    num_blocks = len(output.prompt_token_ids or ()) // probe.scheduler.block_size
-    return tuple(
-        blake3(block.view(torch.uint8).numpy().tobytes()).hexdigest()
-        for block in kv_blocks(probe, output.request_id)[:num_blocks]
-    )
-
-
-def kv_blocks(probe: EngineProbe, request_id: str) -> list[Any]:
-    """The KV of a running request, one tensor [layers, ...] per block."""
-    import torch
-
-    running = [name for name in probe.scheduler.requests if request_id in name]
-    if not running:
-        return []
-    (block_ids,) = probe.scheduler.kv_cache_manager.get_block_ids(running[0])
-    layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
-    return [torch.stack([layer[i] for layer in layers]).contiguous() for i in block_ids]
-
-
-def _answer(output: Any, samples: dict[int, Any], blocks: tuple[str, ...]) -> Answer:
-    ordered = [samples[index] for index in sorted(samples)]
-    return Answer(
-        token_ids=tuple(tuple(sample.token_ids) for sample in ordered),
-        texts=tuple(sample.text for sample in ordered),
-        cached_tokens=output.num_cached_tokens or 0,
-        blocks=blocks,
-    )

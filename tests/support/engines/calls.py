@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.support.engines.probe import EngineProbe, parts_of
 from tests.support.memory import forget_memory
+from tests.support.waits import wait_until
 
 
 def tiered_of(connector: Any) -> Any:
@@ -111,16 +112,10 @@ def wait_for_writes(probe: EngineProbe) -> None:
 
 
 def _drain_writes(worker: Any) -> None:
-    import time
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     tier = get_kv_transfer_group()._worker._tier
-    for _ in range(1000):
-        if not tier.stats().queued_bytes:
-            return
-        time.sleep(0.01)
-    raise RuntimeError("writes do not end")
+    wait_until(lambda: not tier.stats().queued_bytes, "writes do not end")
 
 
 def draft_counts(probe: EngineProbe) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines.handover import Answer, Ask, ask, prefill
+from tests.support.engines.asks import Answer, Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
+from tests.support.engines.probe import EngineProbe
 
 NOTICED_SECONDS = 28.0
 """Within which a request is served that waits for what will not come: less than the deadline of a
@@ -58,6 +59,18 @@ class Engines:
             ask, Ask(f"d{next(self.numbers)}", prompt, params=cold.params)
         )
         return cold, served
+
+
+def metrics(probe: EngineProbe) -> dict[str, float]:
+    """Hand-overs as vLLM's own logger has them for Prometheus, by name and reason, in short."""
+    prefix = "p2p_"
+    found = probe.metrics().items()
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
+
+
+def log_stats(probe: EngineProbe) -> None:
+    """What vLLM does every ten seconds."""
+    probe.engine.do_log_stats()
 
 
 @contextmanager

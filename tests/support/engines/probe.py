@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -112,8 +112,8 @@ class EngineProbe:
     ) -> list[Served]:
         """Serve requests that arrive together, to the end of the last."""
         started = time.perf_counter()
-        num_tokens = {self.add(prompt, max_tokens, **sampling): len(prompt) for prompt in prompts}
-        return [finished.served for finished in self.finish(num_tokens, started)]
+        names = [self.add(prompt, max_tokens, **sampling) for prompt in prompts]
+        return [finished.served for finished in self.finish(names, started)]
 
     def answer(
         self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[tuple[int, ...]], None]
@@ -122,7 +122,7 @@ class EngineProbe:
         started = time.perf_counter()
         request_id = self.add(prompt, max_tokens, ignore_eos=False)
         (finished,) = self.finish(
-            {request_id: len(prompt)},
+            [request_id],
             started,
             on_output=lambda output: on_tokens(tuple(output.outputs[0].token_ids)),
         )
@@ -130,7 +130,7 @@ class EngineProbe:
 
     def finish(
         self,
-        num_tokens: Mapping[str, int],
+        names: Sequence[str],
         started: float,
         *,
         drain: bool = True,
@@ -139,8 +139,8 @@ class EngineProbe:
         """Step until requests have ended and, with ``drain``, connectors have let go of their
         blocks.
 
-        ``num_tokens``: length of the prompt by request id, in the order of the result.
-        ``started``: when they arrived, by ``time.perf_counter``.
+        ``names``: their ids, in the order of the result. ``started``: when they arrived, by
+        ``time.perf_counter``.
         """
         before = self.external_hit_tokens()
         first_tokens: dict[str, tuple[float, _Digests]] = {}
@@ -151,10 +151,11 @@ class EngineProbe:
                 on_output(output)
                 if name not in first_tokens and output.outputs[0].token_ids:
                     seconds = time.perf_counter() - started
-                    first_tokens[name] = seconds, self._digest(name, num_tokens[name])
+                    num_tokens = len(output.prompt_token_ids or ())
+                    first_tokens[name] = seconds, self._digest(name, num_tokens)
                 if output.finished:
                     outputs[name] = output
-            if outputs.keys() == num_tokens.keys():
+            if outputs.keys() == set(names):
                 break
         else:
             raise RuntimeError("requests did not finish")
@@ -162,8 +163,7 @@ class EngineProbe:
             self.drain()
         external = self.external_hit_tokens() - before
         return [
-            _finished(outputs[name], external, *first_tokens.get(name, _NO_TOKEN))
-            for name in num_tokens
+            _finished(outputs[name], external, *first_tokens.get(name, _NO_TOKEN)) for name in names
         ]
 
     def add(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> str:
@@ -172,7 +172,7 @@ class EngineProbe:
 
         settings = {"temperature": 0.0, "ignore_eos": True} | sampling
         params = SamplingParams(max_tokens=max_tokens, **settings)
-        request_id = f"probe-{next(self._ids)}"
+        request_id = f"probe-{next(self._ids)}-"
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
         return request_id
 

@@ -90,7 +90,7 @@ def weights_name(probe: EngineProbe) -> str:
 def update_under_load(probe: EngineProbe, prompts: list[list[int]], strength: float) -> None:
     """Move the weights between two steps of running requests, and reset at once, as a trainer does
     that does not wait for requests. Then serve them to their end."""
-    names = {probe.add(prompt, 20): len(prompt) for prompt in prompts}
+    names = [probe.add(prompt, 20) for prompt in prompts]
     while len(probe.scheduler.running) < len(prompts):
         probe.engine.step()
     move_weights(probe, strength)
@@ -102,7 +102,7 @@ def update_during_a_load(probe: EngineProbe, prompt: list[int], strength: float)
     """Move the weights and reset while the KV of a request comes from Redis: vLLM says no. Then
     serve it to its end, and reset. Returns how many tokens were on the way."""
     before = probe.external_hit_tokens()
-    names = {probe.add(prompt): len(prompt)}
+    names = [probe.add(prompt)]
     until = time.monotonic() + 30
     while not (loaded := probe.external_hit_tokens() - before):
         assert time.monotonic() < until, "nothing is loaded"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+
+from tests.support.redis.loopback_proxy import LoopbackProxy
 
 
 class Kind(Enum):
@@ -45,26 +46,15 @@ class Fault:
     sticky: bool = False
 
 
-class FaultProxy:
-    """Listens on ``port`` of loopback and forwards to ``target_port``. ``alter``: what becomes of
-    all that is read, in whatever pieces, of a direction."""
+class FaultProxy(LoopbackProxy):
+    """``alter``: what becomes of all that is read, in whatever pieces, of a direction."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
+        super().__init__(target_port)
         self.alter: dict[Direction, Callable[[bytes], bytes]] = {}
         self._armed: Fault | None = None
         self._struck = 0
-        self._open: set[socket.socket] = set()
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
         self._spawn(self._accept)
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
 
     @property
     def num_struck(self) -> int:
@@ -76,43 +66,11 @@ class FaultProxy:
         with self._lock:
             self._armed = fault
 
-    def close(self) -> None:
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            victims = list(self._open)
-        for sock in victims:
-            _cut(sock)
-        for thread in self._threads:
-            thread.join(5)
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        self._spawn(self._pass_on, client, server, Direction.REQUEST)
+        self._spawn(self._pass_on, server, client, Direction.REPLY)
 
-    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments, daemon=True)
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
-                client.close()
-                continue
-            with self._lock:
-                self._open |= {client, server}
-            with contextlib.suppress(OSError):  # it may be reset already
-                for sock in (client, server):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._spawn(self._forward, client, server, Direction.REQUEST)
-            self._spawn(self._forward, server, client, Direction.REPLY)
-
-    def _forward(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
         fault: Fault | None = None
         passed = 0
         try:
@@ -132,11 +90,7 @@ class FaultProxy:
         except (OSError, ValueError):
             pass  # one side is gone (a closed socket has no descriptor), the other follows
         finally:
-            for sock in (source, target):
-                _cut(sock)
-                with self._lock:
-                    self._open.discard(sock)
-                sock.close()
+            self._end(source, target)
 
     def _take(self, fault: Fault) -> bool:
         """Whether the caller is to strike: another connection may have been faster."""
@@ -188,8 +142,3 @@ def fault_proxy(target_port: int) -> Iterator[FaultProxy]:
         yield proxy
     finally:
         proxy.close()
-
-
-def _cut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -10,8 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,24 +19,12 @@ from pathlib import Path
 import redis
 
 from tests.support.redis.servers import Server, free_port, oldest_binary, running_server
+from tests.support.waits import wait_until
 
 NUM_SLOTS = 16384
 MASTER = "cache"
-_SECONDS = 30.0
 # From a node's port to that of the cluster's bus, unless it is told another.
 _BUS_OFFSET = 10_000
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
-    """Poll until ``condition`` holds. Raises ``TimeoutError(what)`` after ``seconds``.
-
-    For the state of real servers and threads, which no event announces.
-    """
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(what)
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+from tests.support.redis.loopback_proxy import LoopbackProxy
+
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 4096  # on their way per connection and direction
 _POLL_SECONDS = 0.005
@@ -57,56 +59,30 @@ class SlowLink:
         return bool(self._stalled.value)
 
 
-class SlowProxy:
-    """Listens on ``port`` of loopback and forwards to ``target_port``. ``is_narrow``: little is on
-    its way at once, so that whoever sends notices how slow the link is, and no connection waits for
-    what others, closed ones too, have on their way."""
+class SlowProxy(LoopbackProxy):
+    """``is_narrow``: little is on its way at once, so that whoever sends notices how slow the link
+    is, and no connection waits for what others, closed ones too, have on their way."""
 
     def __init__(self, target_port: int, link: SlowLink, *, is_narrow: bool = False) -> None:
-        self._target_port = target_port
+        super().__init__(target_port)
         self._link = link
-        self._max_pieces = 1 if is_narrow else _MAX_PIECES
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._is_narrow = is_narrow
+        self._ways = _Direction(link), _Direction(link)
         if is_narrow:  # those that it accepts have the same
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def close(self) -> None:
-        self._closed.set()
-        for sock in (self._listener, *self._open):
-            _cut(sock)
-
-    def _accept(self) -> None:
-        there, back = _Direction(self._link), _Direction(self._link)
-        while not self._closed.is_set():
-            try:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-                for sock in (client, server):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError:
-                continue
-            self._open |= {client, server}
-            if self._max_pieces == 1:
-                there, back = _Direction(self._link), _Direction(self._link)
-            self._forward(client, server, there)
-            self._forward(server, client, back)
-
-    def _forward(self, source: socket.socket, target: socket.socket, direction: _Direction) -> None:
-        pieces: _Pieces = queue.Queue(self._max_pieces)
-        receiver = threading.Thread(target=self._receive, args=(source, pieces), daemon=True)
-        arguments = (source, target, pieces, direction)
-        sender = threading.Thread(target=self._send, args=arguments, daemon=True)
-        receiver.start()
-        sender.start()
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        if self._is_narrow:
+            self._ways = _Direction(self._link), _Direction(self._link)
+        there, back = self._ways
+        for source, target, way in ((client, server, there), (server, client, back)):
+            pieces: _Pieces = queue.Queue(1 if self._is_narrow else _MAX_PIECES)
+            for work, more in (
+                (self._receive, (source, pieces)),
+                (self._send, (source, target, pieces, way)),
+            ):
+                threading.Thread(target=work, args=more, daemon=True).start()
 
     def _receive(self, source: socket.socket, pieces: _Pieces) -> None:
         data = b"-"
@@ -133,8 +109,7 @@ class SlowProxy:
                 target.sendall(data)
             except OSError:
                 break
-        for sock in (source, target):
-            _cut(sock)
+        self._end(source, target)
 
 
 class _Direction:
@@ -187,9 +162,3 @@ def proxy_process(target_port: int, link: SlowLink) -> Iterator[int]:
 def _serve(target_port: int, link: SlowLink, pipe: Connection) -> None:
     pipe.send(SlowProxy(target_port, link).port)
     threading.Event().wait()
-
-
-def _cut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
 
 from tests.support.redis.servers import Server
-
-_WRITE_SECONDS = 10.0
+from tests.support.waits import wait_until
 
 
 def value_names(server: Server) -> list[bytes]:
@@ -25,18 +23,15 @@ def values_of(server: Server, tag: bytes) -> list[bytes]:
 
 def wait_for_values(server: Server, least: int) -> None:
     """Writes go to Redis in the background; there are at least as many values as blocks."""
-    until = time.monotonic() + _WRITE_SECONDS
-    while len(value_names(server)) < least:
-        assert time.monotonic() < until, "the writes did not arrive"
-        time.sleep(0.02)
+    wait_until(lambda: len(value_names(server)) >= least, "the writes did not arrive")
 
 
 def wait_for_chunks(server: Server, keys: Iterable[bytes], num_heads: int) -> None:
     """All values of these chunks are there."""
-    wanted, until = {key.hex().encode() for key in keys}, time.monotonic() + _WRITE_SECONDS
-    while True:
+    wanted = {key.hex().encode() for key in keys}
+
+    def are_there() -> bool:
         found = Counter(name.split(b":")[2].rstrip(b"}") for name in value_names(server))
-        if all(found[key] >= num_heads for key in wanted):
-            return
-        assert time.monotonic() < until, "the writes did not arrive"
-        time.sleep(0.02)
+        return all(found[key] >= num_heads for key in wanted)
+
+    wait_until(are_there, "the writes did not arrive")

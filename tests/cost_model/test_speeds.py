@@ -1,0 +1,347 @@
+"""What is measured: tiers by loads of several sizes, prefill, steps and stores."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.cost_model.fit import Matrix, non_negative_solution
+from lmcache_connector.cost_model.prefill import PrefillSpeed
+from lmcache_connector.cost_model.steps import StepTime, StoreBacklog
+from lmcache_connector.cost_model.tiers import TierSpeed
+
+MIB = 1 << 20
+
+
+def loads(tier: TierSpeed, sizes: list[int], latency: float, bytes_per_second: float) -> None:
+    for size in sizes:
+        tier.arrived(0.0, size, latency + size / bytes_per_second)
+
+
+@given(
+    latency=st.floats(0, 0.5),
+    bytes_per_second=st.floats(1e6, 1e10),
+    sizes=st.lists(st.integers(1, 200).map(lambda n: n * MIB), min_size=2, max_size=10),
+)
+def test_an_exact_line_is_found(latency: float, bytes_per_second: float, sizes: list[int]) -> None:
+    tier = TierSpeed()
+    loads(tier, [*sizes, 1 * MIB, 64 * MIB], latency, bytes_per_second)
+    for size in (1 * MIB, 64 * MIB):
+        assert tier.seconds(size) == pytest.approx(latency + size / bytes_per_second, rel=1e-2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1 << 34), st.floats(0, 100), st.booleans()),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_no_history_makes_a_negative_or_missing_prediction(
+    history: list[tuple[int, float, bool]],
+) -> None:
+    tier = TierSpeed()
+    for now, (num_bytes, seconds, cut) in enumerate(history):
+        (tier.cut_off if cut else tier.arrived)(float(now), num_bytes, seconds)
+        assert tier.latency_seconds >= 0
+        assert tier.seconds_per_byte >= 0
+        assert tier.seconds(num_bytes) > 0
+        assert 0 < tier.failure_rate < 1
+
+
+def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
+    assert tier.latency_seconds == pytest.approx(0, abs=1e-4)
+    assert tier.seconds(20 * MIB) == pytest.approx(2 * (0.2 + 10 * MIB / 100e6), rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [10, 1 / 10])
+def test_three_loads_are_enough_to_follow_a_tenfold_change(factor: float) -> None:
+    tier = TierSpeed()
+    sizes = [10 * MIB, 20 * MIB, 40 * MIB]
+    loads(tier, sizes * 10, latency=0.01, bytes_per_second=1e8)
+    loads(tier, sizes, latency=0.01, bytes_per_second=1e8 * factor)
+    assert tier.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / (1e8 * factor), rel=0.3)
+
+
+def test_a_load_that_brings_nothing_stalls_the_tier_until_one_arrives() -> None:
+    tier = TierSpeed()
+    loads(tier, [MIB], 0.0, 1e8)
+    tier.cut_off(1.0, 0, 0.5)
+    assert tier.stalled
+    tier.arrived(2.0, MIB, MIB / 1e8)
+    assert not tier.stalled
+
+
+def test_a_deadline_too_short_for_a_tier_that_keeps_its_speed_is_no_stall() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB], 0.0, 1e8)
+    before = tier.failure_rate
+    tier.cut_off(1.0, 4 * MIB, 4 * MIB / 1e8)
+    assert not tier.stalled
+    assert tier.failure_rate <= before
+
+
+def test_a_tier_that_stops_halfway_has_stalled() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB], 0.0, 1e8)
+    tier.cut_off(1.0, 4 * MIB, 40 * MIB / 1e8)
+    assert tier.stalled
+
+
+def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
+    tier = TierSpeed()
+    fresh = tier.failure_rate
+    tier.cut_off(0.0, 0, 1.0)
+    once = tier.failure_rate
+    tier.cut_off(1.0, 0, 1.0)
+    assert tier.failure_rate == once > fresh
+    loads(tier, [MIB] * 10, 0.0, 1e8)
+    assert tier.failure_rate < (once + fresh) / 2
+
+
+def test_a_try_knows_nothing_but_failures_and_the_next_load_settles_it() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
+    tier.cut_off(0.0, 0, 1.0)
+    tried = tier.tried(60.0)
+    assert not tried.known
+    assert not tried.stalled
+    assert tried.failure_rate == tier.failure_rate
+    tier.arrived(61.0, MIB, MIB / 1e9)
+    assert tier.seconds(MIB) == pytest.approx(MIB / 1e9, rel=1e-2)
+
+
+def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
+    tier = TierSpeed()
+    tier.measured(0.0, [(MIB, 1e-3)])
+    tier.arrived(10.0, MIB, 0.1)
+    assert not tier.is_outdated(69.9)
+    assert tier.is_outdated(70.0)
+    tier.cut_off(70.0, 0, 1.0)
+    assert not tier.is_outdated(500.0)
+
+
+def test_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
+    """It may have been a hiccup; a tier that stays slow is tried less and less."""
+    tier, now, pauses = TierSpeed(), 0.0, []
+    for _ in range(6):
+        tier.arrived(now, MIB, 0.5)
+        asked = now
+        while not tier.is_outdated(now):
+            now += 0.5
+        pauses.append(now - asked)
+        tier.tried(now)
+        assert not tier.is_outdated(now)
+    assert pauses == [2.0, 8.0, 32.0, 60.0, 60.0, 60.0]
+    tier.cut_off(now, 0, 1.0)
+    assert not tier.is_outdated(now + 500.0)
+
+
+@pytest.mark.parametrize("probe", [[], [(MIB, 0.01)], [(8 * MIB, 0.08), (MIB, 0.01)]])
+def test_a_probe_that_arrives_makes_failures_fade(probe: list[tuple[int, float]]) -> None:
+    """As one load does, however many it made; one with nothing to read ends the stall alone."""
+    tier = TierSpeed()
+    tier.cut_off(0.0, 0, 1.0)
+    before = tier.failure_rate
+    tier.measured(1.0, probe)
+    assert not tier.stalled
+    assert tier.known == bool(probe)
+    assert tier.failure_rate == before  # that the stall is over says nothing of the next load
+    tier.measured(2.0, probe)
+    once = TierSpeed()
+    once.cut_off(0.0, 0, 1.0)
+    once.arrived(1.0, MIB, 0.01)
+    assert tier.failure_rate == (once.failure_rate if probe else before)
+
+
+# -- prefill ---------------------------------------------------------------------------------------
+
+
+A, B, D = 1e-4, 3e-9, 2e-6
+
+
+def true_seconds(num_tokens: int, context: int, running: int = 0) -> float:
+    return num_tokens * (A + B * (context + num_tokens / 2) + D * running)
+
+
+def observed(*prefills: tuple[int, int, int]) -> PrefillSpeed:
+    speed = PrefillSpeed()
+    for num_tokens, context, running in prefills:
+        seconds = true_seconds(num_tokens, context, running)
+        speed.observe(0.0, num_tokens, context, seconds, running)
+    return speed
+
+
+def test_length_context_and_company_are_told_apart() -> None:
+    speed = observed(*[(2048, c, r) for c in range(0, 32768, 4096) for r in (0, 8, 32)])
+    for start, end, running in ((0, 8192, 0), (0, 32768, 4), (30000, 32768, 16)):
+        expected = true_seconds(end - start, start, running)
+        assert speed.seconds(start, end, running) == pytest.approx(expected, rel=0.03)
+
+
+def test_chunked_prefill_adds_up_to_the_whole() -> None:
+    speed = observed((2048, 0, 0), (2048, 2048, 0), (2048, 4096, 0), (2048, 16384, 0))
+    parts = sum(speed.seconds(start, start + 1000) for start in range(0, 8000, 1000))
+    assert parts == pytest.approx(speed.seconds(0, 8000))
+
+
+def test_a_slow_first_prefill_is_forgotten_at_the_next() -> None:
+    speed = PrefillSpeed()
+    speed.observe(0.0, 4096, 0, 30.0)  # compilation
+    speed.observe(1.0, 4096, 0, true_seconds(4096, 0))
+    speed.observe(2.0, 4096, 0, true_seconds(4096, 0))
+    assert speed.seconds(0, 4096) < 3 * true_seconds(4096, 0)
+
+
+def test_one_hiccup_hardly_counts_and_a_lasting_slowdown_does() -> None:
+    speed = observed(*[(4096, 0, 0)] * 8)
+    normal = speed.seconds(0, 4096)
+    speed.observe(0.0, 4096, 0, 100 * normal)
+    assert speed.seconds(0, 4096) < 1.3 * normal
+    for _ in range(60):
+        speed.observe(0.0, 4096, 0, 4 * normal)
+    assert speed.seconds(0, 4096) > 3 * normal
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e4), st.integers(0, 1000)
+        ),
+        max_size=30,
+    )
+)
+def test_no_history_makes_compute_negative(history: list[tuple[int, int, float, int]]) -> None:
+    speed = PrefillSpeed()
+    for now, (num_tokens, context, seconds, running) in enumerate(history):
+        speed.observe(float(now), num_tokens, context, seconds, running)
+        assert speed.seconds(100, 5000, running) >= 0
+        assert speed.seconds(100, 5000) >= speed.seconds(200, 5000) >= 0
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 10)] * 4), min_size=3, max_size=20))
+def test_the_non_negative_solution_is_no_worse_than_nothing(
+    rows: list[tuple[float, float, float, float]],
+) -> None:
+    table = np.array(rows)
+    x, y = table[:, :3], table[:, 3]
+    xx, ridge = x.T @ x, np.full(3, 1e-6)
+
+    def loss(beta: Matrix) -> float:
+        error = ((x @ beta - y) ** 2).sum()
+        return float(error + (ridge * (xx.trace() or 1.0) * beta**2).sum())
+
+    beta = non_negative_solution(xx, x.T @ y, ridge)
+    assert beta.min() >= 0
+    assert loss(beta) <= loss(np.zeros(3)) * (1 + 1e-6) + 1e-6
+
+
+# -- steps and stores ------------------------------------------------------------------------------
+
+
+def begins_after(num_batches: int, step: int, load: int) -> int:
+    """The course in the module's docstring, played. How much later than step 0, which is planned at
+    0, the step begins that computes what the load left."""
+
+    def ended(number: int) -> int:
+        return (number + num_batches) * step
+
+    def queued(number: int) -> int:
+        return ended(number - num_batches)
+
+    reported = next(i for i in count(1) if queued(i) >= load)
+    computed = next(i for i in count(1) if queued(i) >= ended(reported))
+    return ended(computed - 1) - ended(-1)
+
+
+@given(st.sampled_from([1, 2, 3]), st.integers(1, 300), st.integers(0, 3000))
+def test_a_load_costs_the_steps_until_it_is_heard_of(
+    num_batches: int, step: int, load: int
+) -> None:
+    found = StepTime(num_batches).wait_seconds(load, step)
+    assert found == begins_after(num_batches, step, load)
+
+
+def test_beside_nothing_else_a_load_costs_its_time() -> None:
+    steps = StepTime(2)
+    assert steps.wait_seconds(0.5, None) == pytest.approx(0.501)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_steps_are_measured_by_their_plans(num_batches: int) -> None:
+    """Of decode steps of 10 ms among prefills of 300 ms: a plan shows the step that has ended."""
+    steps, now = StepTime(num_batches), 0.0
+    ends: list[float] = []
+    for number in range(60):
+        if number >= num_batches:
+            now = ends[number - num_batches]
+        has_prefill = number % 3 == 0
+        steps.planned(now, follows=number > 0, has_prefill=has_prefill)
+        ends.append((ends[-1] if ends else 0.0) + (0.3 if has_prefill else 0.01))
+    assert steps.decode_seconds == pytest.approx(0.01, rel=1e-6)
+
+
+def test_a_pause_between_requests_is_no_step() -> None:
+    steps = StepTime(1)
+    for start in (0.0, 100.0, 200.0):
+        for number in range(3):
+            steps.planned(start + 0.02 * number, follows=number > 0, has_prefill=False)
+    assert steps.decode_seconds == pytest.approx(0.02)
+
+
+def decode(steps: StepTime, start: float, seconds: float, count: int) -> float:
+    """Steps that last so long; returns when the next one is planned."""
+    for number in range(count):
+        steps.planned(start + number * seconds, follows=True, has_prefill=False)
+    return start + count * seconds
+
+
+def test_one_long_step_says_little_of_the_next() -> None:
+    """Whoever came while something was compiled for 30 s would wait for no load after it."""
+    steps = StepTime(2)
+    now = decode(steps, 0.0, 0.01, 20)
+    now = decode(steps, now + 30.0, 0.01, 1)
+    assert steps.decode_seconds < 0.03
+    decode(steps, now, 0.01, 12)
+    assert steps.decode_seconds == pytest.approx(0.01, rel=0.15)
+
+
+def test_a_store_under_way_takes_what_the_last_ones_took() -> None:
+    now = 0.0
+    stores = StoreBacklog(lambda: now)
+    for job_id in range(20):
+        stores.planned(job_id)
+        stores.ended(job_id, [0.1, 0.2])  # the slower rank counts
+    stores.planned(20)
+    assert stores.wait_seconds(20) == pytest.approx(0.2, rel=0.01)
+    now = 0.15
+    assert stores.wait_seconds(20) == pytest.approx(0.05, rel=0.05)
+    assert stores.wait_seconds(19) == 0.0
+    assert stores.wait_seconds(0) == 0.0  # what relies on no store
+
+
+def test_one_long_pass_says_nothing_of_the_next_store() -> None:
+    stores = StoreBacklog(lambda: 0.0)
+    for job_id, seconds in enumerate([0.2, 30.0, 0.2, 40.0, 0.2]):
+        stores.planned(job_id)
+        stores.ended(job_id, [seconds])
+        stores.planned(100 + job_id)
+        assert stores.wait_seconds(100 + job_id) == pytest.approx(0.2)
+
+
+def test_a_backlog_shows_before_it_ends() -> None:
+    """The first of them is a second old: the last one waits for all of that at least."""
+    now = 0.0
+    stores = StoreBacklog(lambda: now)
+    stores.planned(1)
+    now = 1.0
+    stores.planned(2)
+    assert stores.wait_seconds(2) == pytest.approx(1.0)
+    stores.ended(1, [])  # no rank had heard of it
+    assert stores.wait_seconds(2) == 0.0

@@ -1,0 +1,252 @@
+"""What is planned of a request, how it ends, and what is told of it."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.policy import LoadPolicy
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.kv_parts.blocks import BlocksInUse
+from lmcache_connector.kv_parts.hit import Hit
+from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.plans import (
+    CacheEvent,
+    Fetched,
+    ForwardTime,
+    JobResult,
+    Outcome,
+    PrefillWork,
+    RankReport,
+    StepPlan,
+    Tier,
+)
+from lmcache_connector.scheduler.jobs import PlannedJobs
+from lmcache_connector.scheduler.load_planner import LoadPlanner
+from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler.store_planner import ReuseTracker
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from tests.scheduler.test_tails import long_answered, wide
+from tests.support.doubles import lives
+from tests.support.doubles.shadow_engine import Shape
+from tests.support.jobs import load_job, store_job
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+STATE = RequestState(
+    SimpleNamespace(request_id="r"), RequestKeys(PrefixHasher({}, 256), RequestIdentity())
+)
+
+
+def take(jobs: PlannedJobs) -> StepPlan:
+    return jobs.take_plan(idle=False, prefill=None, probe=False) or StepPlan()
+
+
+@pytest.mark.parametrize("arrived", [(1, 3), (3, 1)])
+def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
+    arrived: tuple[int, int],
+) -> None:
+    jobs = PlannedJobs(num_ranks=2)
+    job = load_job(jobs.new_id(), "r", (b"a", b"b", b"c"), ((0, 1, 2),))
+    jobs.add(STATE, job)
+    assert take(jobs) == StepPlan(loads=(job,))
+    assert take(jobs) == StepPlan()
+    ends = []
+    for num_chunks in arrived:
+        assert len(jobs) == 1
+        result = JobResult(job.job_id, Outcome.MISSING, num_chunks, 0, 0.0)
+        planned, has_ended = jobs.report(result)
+        ends.append(has_ended)
+    assert ends == [False, True]
+    assert (planned.num_chunks, len(planned.results), len(jobs)) == (1, 2, 0)
+
+
+def test_a_store_is_cancelled_when_vLLM_hands_out_a_block_it_reads() -> None:
+    jobs = PlannedJobs(num_ranks=1)
+    sent = store_job(jobs.new_id(), "r", (b"a",), ((1, 2),))
+    other = store_job(jobs.new_id(), "r", (b"b",), ((3, 4),))
+    jobs.add(STATE, sent)
+    jobs.add(STATE, other)
+    assert take(jobs).stores == (sent, other)
+    unsent = store_job(jobs.new_id(), "r", (b"c",), ((2, 5),))
+    jobs.add(STATE, unsent)
+    vacated = jobs.vacate({2, 9})
+    assert [planned.job for planned in vacated] == [sent, unsent]
+    assert not jobs.is_open(unsent.job_id), "it must not reach the workers"
+    assert take(jobs) == StepPlan(vacated_stores=(sent.job_id,))
+    assert jobs.vacate({1}) == []
+    assert take(jobs) == StepPlan(), "once is enough"
+    assert (len(jobs), jobs.has_unattended) == (2, True)
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+CHUNK, CHUNK_BYTES, NUM_CHUNKS = 32, 1 << 20, 64
+PROMPT = NUM_CHUNKS * CHUNK + 10
+SETTINGS = SchedulerSettings(
+    chunk_size=CHUNK,
+    parts=(Part(Rule.PREFIX, groups=(0,), block_size=16),),
+    world_size=1,
+    loads=True,
+    stores=True,
+    num_batches=2,
+)
+
+
+class Planning:
+    """One request whose chunks all lie in memory: a chunk takes 1 ms to load, 32 to compute."""
+
+    def __init__(self) -> None:
+        hasher = PrefixHasher({}, CHUNK)
+        tokens = list(range(PROMPT))
+        keys = RequestKeys(hasher, RequestIdentity())
+        keys.extend(tokens)
+        request = SimpleNamespace(
+            request_id="r", num_tokens=PROMPT, num_computed_tokens=0, all_token_ids=tokens
+        )
+        self.state = RequestState(request, keys)
+        index = ChunkIndex(1)
+        index.apply(0, [CacheEvent(key, True) for key in keys.keys])
+        model = CostModel(lambda: 0.0, max_deadline_seconds=10.0)
+        self.policy = LoadPolicy(model, CHUNK, (CHUNK_BYTES,), lambda: 0.0)
+        self.policy.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.001),)])
+        forward = ForwardTime(PrefillWork(4096, 0, 0), 4.096)
+        self.policy.observe_reports([RankReport(0, (), (), (forward,))])
+        self.tally = Tally()
+        self.planner = LoadPlanner(SETTINGS, index, self.policy, self.tally, count(1).__next__)
+
+    def offer(self, num_computed_tokens: int) -> int:
+        first = num_computed_tokens // CHUNK
+        hit = Hit(first, range(first + 1, NUM_CHUNKS + 1), NUM_CHUNKS)
+        return self.planner.offer(self.state, num_computed_tokens, hit, may_be_in_step=False)
+
+
+def test_a_smaller_local_hit_gets_a_decision_and_a_deadline_of_its_own() -> None:
+    """Under memory pressure vLLM evicts what it had of a request that still waits. The load that
+    was allowed 10 ms takes 40 then: it was discarded, and recomputed in full."""
+    planning = Planning()
+    almost_all = (NUM_CHUNKS - 1) * CHUNK
+    assert planning.offer(almost_all) == CHUNK
+    short = planning.state.load.deadline_seconds
+    assert planning.offer(0) == NUM_CHUNKS * CHUNK
+    assert short < NUM_CHUNKS * 0.001
+    assert planning.state.load.deadline_seconds == pytest.approx(3 * NUM_CHUNKS * 0.001, rel=1e-2)
+
+
+def test_asked_the_same_again_it_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decision may put a tier on trial."""
+    planning = Planning()
+    assert planning.offer(0) == NUM_CHUNKS * CHUNK
+    monkeypatch.delattr(LoadPolicy, "decide")
+    assert planning.offer(0) == NUM_CHUNKS * CHUNK
+
+
+def test_a_load_waits_for_forward_passes_only_if_they_use_its_blocks() -> None:
+    planning, in_use = Planning(), BlocksInUse(2, is_told=True)
+    in_use.freed([[7]])
+    num_tokens = planning.offer(0)
+    blocks = list(range(100, 100 + num_tokens // 16))
+    assert not planning.planner.plan(planning.state, [blocks], num_tokens, in_use).after_passes
+    blocks[3] = 7
+    assert planning.planner.plan(planning.state, [blocks], num_tokens, in_use).after_passes
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def test_sights_are_counted() -> None:
+    tracker = ReuseTracker()
+    assert [tracker.sight(b"a") for _ in range(3)] == [1, 2, 3]
+    assert tracker.sight(b"b") == 1
+
+
+def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
+    tracker = ReuseTracker(capacity=2)
+    for key in (b"a", b"b", b"a", b"c"):  # b goes
+        tracker.sight(key)
+    assert tracker.sight(b"b") == 1  # and now a
+    assert tracker.sight(b"c") == 2
+
+
+@pytest.mark.parametrize(("store_generated", "stored"), [(True, 2), (False, 1)])
+def test_answers_are_stored_if_that_is_wanted(
+    model: Path, store_generated: bool, stored: int
+) -> None:
+    engine = wide(model, Shape(store_generated=store_generated))
+    engine.add(long_answered(lives.CHUNK + 4), max_tokens=lives.CHUNK)
+    engine.run_until_idle()
+    engine.check_whole()
+    assert engine.ranks[0].num_stored_chunks == stored
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_the_scheduler_side_tells_what_changed() -> None:
+    tally, seconds = Tally(), [(Tier.REDIS, 0.25), (Tier.PEER, 0.01)]
+    metrics = SchedulerMetrics(
+        tally,
+        lambda: 0.0,
+        lambda: [seconds.pop(0) for _ in list(seconds)],
+        lambda: (("h:1", CircuitState.TRIAL),),
+    )
+    tally.count("lookups", "redis", amount=2)
+    tally.count("hit_tokens", "cpu", amount=512)
+    tally.count("decisions", "load_faster", amount=3)
+    taken = metrics.take(is_idle=True)
+    assert taken is not None
+    assert taken.total("lookups", "redis") == 2
+    assert taken.total("hit_tokens", "cpu") == 512
+    assert taken.counters["decisions\nload_faster"] == 3
+    assert taken.observed("lookup_seconds", "redis") == [0.25]
+    assert taken.observed("lookup_seconds", "peer") == [0.01]
+    assert taken.gauges["circuit_state\nscheduler\nh:1"] == 1
+    assert metrics.take(is_idle=True) is None
+    tally.count("decisions", "load_faster")
+    again = metrics.take(is_idle=True)
+    assert again is not None
+    assert again.counters == {"decisions\nload_faster": 1}
+    assert again.gauges == {}, "the circuits are as they were"
+    assert tally.total("decisions") == 4
+
+
+def test_the_circuit_of_a_server_that_has_gone_is_told_no_more() -> None:
+    tally, servers = Tally(), [("h:1", CircuitState.OPEN), ("h:2", CircuitState.OPEN)]
+    metrics = SchedulerMetrics(tally, lambda: 0.0, tuple, lambda: tuple(servers))
+    told = []
+    for _ in range(3):
+        tally.count("store_jobs")
+        taken = metrics.take(is_idle=True)
+        assert taken is not None
+        told.append({key.split("\n")[-1]: value for key, value in taken.gauges.items()})
+        servers[:] = [("h:2", CircuitState.OPEN)]
+    assert told == [{"h:1": 2, "h:2": 2}, {"h:1": 0, "h:2": 2}, {}]
+
+
+def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
+    tally, now = Tally(), 100.0
+    metrics = SchedulerMetrics(tally, lambda: now)
+    assert metrics.take(is_idle=False) is None
+    tally.count("store_jobs")
+    assert metrics.take(is_idle=False) is None, "a step ago"
+    now += 1.0
+    assert taken_jobs(metrics, is_idle=False) == 1
+    tally.count("store_jobs", amount=2)
+    assert metrics.take(is_idle=False) is None
+    assert taken_jobs(metrics, is_idle=True) == 2  # there may be no next step
+
+
+def taken_jobs(metrics: SchedulerMetrics, is_idle: bool) -> float:
+    taken = metrics.take(is_idle=is_idle)
+    assert taken is not None
+    return taken.total("store_jobs")

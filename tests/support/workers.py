@@ -1,0 +1,54 @@
+"""Worker sides that a test steps as vLLM does, and what they report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepPlan
+from lmcache_connector.worker.adapter import WorkerAdapter
+
+
+@dataclass
+class SteppedWorker:
+    """``cache``: the paged one that the worker moves KV of, by layer. In a ``with``, it ends in the
+    end, and writes what is queued."""
+
+    worker: WorkerAdapter
+    cache: dict[str, torch.Tensor]
+    results: dict[int, JobResult] = field(default_factory=dict)
+    events: list[CacheEvent] = field(default_factory=list)
+    redis_bytes: int = 0
+
+    def __enter__(self) -> SteppedWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
+
+    def run(self, plan: StepPlan) -> RankReport | None:
+        self.worker.handle_preemptions(plan)
+        self.worker.start_forward(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+        report = self.worker.finish_step().report
+        if report is not None:
+            self.events += report.events
+            self.results |= {result.job_id: result for result in report.results}
+            self.redis_bytes += sum(result.fetched_bytes for result in report.results)
+        return report
+
+    def wait_for(self, job_id: int) -> JobResult:
+        for _ in range(20_000):
+            if job_id in self.results:
+                return self.results[job_id]
+            self.run(StepPlan(idle=True))  # waits a few milliseconds for something to end
+        raise AssertionError(f"job {job_id} does not end")
+
+    def outcome(self, job_id: int) -> Outcome:
+        return self.wait_for(job_id).outcome
+
+    def blocks(self, block_ids: Iterable[int]) -> list[torch.Tensor]:
+        return [layer[list(block_ids)].clone() for layer in self.cache.values()]
