@@ -161,11 +161,11 @@ class StoreJob(_Runs):
 @dataclass(frozen=True, slots=True)
 class AuditJob(StoreJob):
     """Read one chunk out of the paged cache as a store does, and compare it with what a tier holds
-    under that key; keep nothing. ``needs_redis``: the CPU tier may not have it. The tier may take
+    under that key; keep nothing. ``may_fetch``: the CPU tier may not have it. The tier may take
     ``deadline_seconds``.
     """
 
-    needs_redis: bool = False
+    may_fetch: bool = False
     deadline_seconds: float = 0.0
 
 
@@ -201,7 +201,7 @@ class TransferUpdate:
 class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
-    ``needs_redis``: some chunk may have to come from Redis or a peer. ``after_job``: the last
+    ``may_fetch``: some chunk may have to come from Redis or a peer. ``after_job``: the last
     planned store that this load relies on (0: none). ``after_passes``: forward passes of earlier
     steps may still use the blocks, or the step zeroes them before its own. ``source``: the only
     instance to fetch from. ``in_step``: all chunks are in memory, and the forward pass of the step
@@ -212,7 +212,7 @@ class LoadJob(_Runs):
     request_id: str
     runs: tuple[PartRun, ...]
     deadline_seconds: float
-    needs_redis: bool
+    may_fetch: bool
     after_job: int
     after_passes: bool = False
     claim: Claim = Claim()

@@ -129,4 +129,4 @@ class SchedulerGuard:
     def _empty_load(self, request_id: str) -> LoadJob:
         """It ends at once and brings nothing."""
         self._last_id -= 1
-        return LoadJob(self._last_id, request_id, (), 0.0, needs_redis=False, after_job=0)
+        return LoadJob(self._last_id, request_id, (), 0.0, may_fetch=False, after_job=0)

@@ -164,7 +164,7 @@ class AuditState:
     is_decided: bool = False
     chunk: int | None = None
     key: bytes = b""
-    needs_redis: bool = False
+    may_fetch: bool = False
     subject: AuditSubject | None = None
     is_computing: bool = False
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
@@ -22,25 +22,6 @@ GENERATED_RUN_CHUNKS = 4
 the same for one chunk as for four, and nobody can want them before the answer is there."""
 _MAX_TRACKED_CHUNKS = 1 << 18
 """About 40 MB; with 256 tokens each, 67 million tokens."""
-
-
-class ReuseTracker:
-    """Counts how often each chunk is wanted.
-
-    Remembers the ``capacity`` chunks seen last. O(1) per chunk. Not thread-safe.
-    """
-
-    def __init__(self, capacity: int = _MAX_TRACKED_CHUNKS) -> None:
-        self._capacity = capacity
-        self._times: OrderedDict[bytes, int] = OrderedDict()
-
-    def sight(self, key: bytes) -> int:
-        """The chunk is wanted: for how many times now."""
-        times = self._times[key] = self._times.get(key, 0) + 1
-        self._times.move_to_end(key)
-        if len(self._times) > self._capacity:
-            self._times.popitem(last=False)
-        return times
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +51,8 @@ class StorePlanner:
     new_job_id: Callable[[], int]
 
     def __post_init__(self) -> None:
-        self._reuse_tracker = ReuseTracker()
+        # How often each chunk was wanted, of the latest ones.
+        self._times_wanted: Latest[bytes, int] = Latest(_MAX_TRACKED_CHUNKS)
         self._ends = PlannedEnds(
             self.settings.parts, self.settings.chunk_size, self.settings.window_interval
         )
@@ -169,7 +151,9 @@ class StorePlanner:
         holds: Redis may have lost them too."""
         new = state.keys.keys[state.store.num_sighted : end]
         state.store.num_sighted = max(state.store.num_sighted, end)
-        times = {key: self._reuse_tracker.sight(key) for key in new}
+        times, known = dict[bytes, int](), self._times_wanted
+        for key in new:
+            times[key] = known[key] = known.get(key, 0) + 1
         again = [key for key, n in times.items() if n >= 2]
         num_parts = len(self.settings.parts)
         return frozenset(

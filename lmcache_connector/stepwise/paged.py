@@ -55,7 +55,7 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
-        self._witness = BlockWitness(self._block_size, config.chunk_size)
+        self._known = BlockTokens(self._block_size, config.chunk_size)
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
         self.tiers = Tiers(config, self._part, self._identity.root)
@@ -86,12 +86,12 @@ class PagedSequences:
 
     def forget_all(self) -> None:
         """The content of all blocks is unknown from now on."""
-        self._witness.forget_all()
+        self._known.forget_all()
         self._sequences.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
         """The content of these blocks is unknown from now on."""
-        self._witness.forget(blocks)
+        self._known.forget(blocks)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raises ``ValueError`` for block tables that cannot be right: their chunks would be stored
@@ -113,7 +113,7 @@ class PagedSequences:
         """Load stored chunks of a sequence that will be computed from ``row.context_len`` on.
         Returns how many of its tokens have KV then."""
         keys, size = self._keys(row), self._config.chunk_size
-        if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
+        if not self._known.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
         if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
@@ -130,15 +130,15 @@ class PagedSequences:
         """The sequence has KV of ``num_tokens`` now, and had KV of ``row.context_len``."""
         if num_tokens > row.context_len:
             tokens = row.token_ids[:num_tokens]
-            self._witness.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
+            self._known.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
 
     def keep(self, row: Row) -> None:
         """Store the chunks that a forward pass from ``row.context_len`` on has made whole."""
         keys, size = self._keys(row), self._config.chunk_size
         parents = _parents(keys)
-        if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
+        if not self._known.begin(parents, row.token_ids[: row.context_len], row.blocks):
             return
-        self._witness.learn(parents, row.token_ids, row.blocks, row.context_len)
+        self._known.learn(parents, row.token_ids, row.blocks, row.context_len)
         if self.completes_chunks(row) and not self._bypasses(row):
             first, end = row.context_len // size, len(row.token_ids) // size
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
@@ -230,7 +230,7 @@ Lineage = tuple[bytes, tuple[int, ...]]
 in the block."""
 
 
-class BlockWitness:
+class BlockTokens:
     """Which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in tokens.
     O(1) per block and step."""
 

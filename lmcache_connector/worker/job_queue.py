@@ -7,9 +7,9 @@ a slower one it has nothing to do with:
   the forward pass that fills its blocks, and a moment longer unless somebody waits for it;
 - the *audit lane* runs audits, which begin as stores do and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
-- *Redis lanes* run loads that may need Redis;
+- *fetch lanes* run loads that may need Redis or a peer;
 - the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and begins
-  none while a load that may need Redis waits or runs.
+  none while a load that may fetch waits or runs.
 
 A load waits for the store it relies on. A load from Redis whose chunks another job is bringing
 waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
@@ -68,7 +68,7 @@ class JobQueue:
     def __init__(
         self,
         run: Callable[[QueuedJob], JobResult],
-        num_redis_lanes: int,
+        num_fetch_lanes: int,
         clock: Callable[[], float] = time.monotonic,
         store_delay_seconds: float = 0.0,
         on_executed: Callable[[Job], None] = lambda job: None,
@@ -86,20 +86,20 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
-        self._brought: set[bytes] = set()  # by jobs on the Redis lanes and the prefetch lane
+        self._brought: set[bytes] = set()  # by jobs on the fetch lanes and the prefetch lane
         # Jobs that no lane has begun yet.
         self._stores, self._audits = WaitingStores(), WaitingStores()
         self._cpu_loads = WaitingLoads(self._open.keys(), self._brought)
-        self._redis_loads = WaitingLoads(self._open.keys(), self._brought)
+        self._fetching_loads = WaitingLoads(self._open.keys(), self._brought)
         self._prefetches = WaitingLoads(self._open.keys(), self._brought)
-        self._loads = (self._cpu_loads, self._redis_loads, self._prefetches)
+        self._loads = (self._cpu_loads, self._fetching_loads, self._prefetches)
         self._ended: list[QueuedJob] = []
         self._stopping = False
         lanes: list[tuple[str, _Waiting]]
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
-        lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
-        lanes += [("lmc-prefetch", self._prefetches)] if num_redis_lanes else []
+        lanes += [(f"lmc-load-fetch-{i}", self._fetching_loads) for i in range(num_fetch_lanes)]
+        lanes += [("lmc-prefetch", self._prefetches)] if num_fetch_lanes else []
         self._lanes = [start_thread(name, self._work, waiting) for name, waiting in lanes]
 
     # -- the engine's step thread --------------------------------------------------------------
@@ -116,7 +116,7 @@ class JobQueue:
             elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
             else:
-                (self._redis_loads if job.needs_redis else self._cpu_loads).add(queued)
+                (self._fetching_loads if job.may_fetch else self._cpu_loads).add(queued)
             self._open[job.job_id] = queued
             self.is_busy = True
             if isinstance(job, StoreJob):
@@ -219,7 +219,7 @@ class JobQueue:
             with self._lock:
                 if self._brings(waiting):
                     self._brought.difference_update(queued.job.keys)
-                    self._redis_loads.came(queued.job.keys)
+                    self._fetching_loads.came(queued.job.keys)
                 self._end(queued, result)
 
     def _next(self, waiting: _Waiting) -> QueuedJob | None:
@@ -229,7 +229,7 @@ class JobQueue:
         with self._lock:
             while True:
                 self._end_overdue()
-                must_wait = waiting is self._prefetches and (self._redis_loads or self._brought)
+                must_wait = waiting is self._prefetches and (self._fetching_loads or self._brought)
                 queued = None if must_wait else waiting.next(self._clock())
                 if queued is not None:
                     if self._brings(waiting):
@@ -270,7 +270,7 @@ class JobQueue:
 
     def _brings(self, waiting: _Waiting) -> bool:
         """Whether a lane brings chunks from Redis."""
-        return waiting is self._redis_loads or waiting is self._prefetches
+        return waiting is self._fetching_loads or waiting is self._prefetches
 
     def _end_overdue(self) -> None:
         """End loads and prefetches that still wait although their deadline has passed."""

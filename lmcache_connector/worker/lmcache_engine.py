@@ -63,7 +63,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     ValueSizes,
 )
 from lmcache_connector.worker.lmcache_start import (
-    REDIS_BACKEND,
+    REMOTE_BACKEND,
     EngineSettings,
     make_metadata,
     start_engine,
@@ -120,13 +120,13 @@ class LMCacheEngineAdapter:
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._shared.keep(self._cpu)
-        self._plugin = backends.get(REDIS_BACKEND)
+        self._plugin = backends.get(REMOTE_BACKEND)
         sources = [source for source in (redis_tier, peers) if source is not None]
         if sources and self._plugin is None:
             for source in sources:
                 source.close(0.0)
             self._engine.close()
-            raise ConfigError("LMCache did not start the Redis tier; its log says why")
+            raise ConfigError("LMCache did not start our storage plugin; its log says why")
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving = ChangedKeys(), 0
@@ -219,9 +219,9 @@ class LMCacheEngineAdapter:
         self._use(job)  # what comes from Redis shall push out other chunks
         for transfer in transfers:
             keys = transfer.run.keys
-            num_bytes = self._bytes_missing(keys) if job.needs_redis else 0
+            num_bytes = self._bytes_missing(keys) if job.may_fetch else 0
             with self._expecting(job.claim.tenant, num_bytes):
-                self._retrieve(transfer, deadline, job.source, asks_all=job.needs_redis)
+                self._retrieve(transfer, deadline, job.source, asks_all=job.may_fetch)
             if num_bytes:  # or the next piece would push out what is another's
                 self._use(job)
             if transfer.num_chunks < len(keys):
@@ -231,7 +231,7 @@ class LMCacheEngineAdapter:
                 if not cancelled.is_set():
                     self._changed.tell((first,))
                 break
-        if job.needs_redis:
+        if job.may_fetch:
             self._announce_ahead()
         return JobTransfer.of(transfers)
 
@@ -273,7 +273,7 @@ class LMCacheEngineAdapter:
         is_sound = gate.passes(cancelled)
         has_read()
         if is_sound:
-            self._retrieve(transfer, deadline, asks_all=job.needs_redis)
+            self._retrieve(transfer, deadline, asks_all=job.may_fetch)
             self._use(job)
         return transfer
 

@@ -17,7 +17,7 @@ from lmcache_connector.worker.offers import Offers, Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
+    from lmcache_connector.worker.lmcache_remote import RemoteStoragePlugin
 
 # Chunks offered to Redis again are written while no more than that waits to be written to their
 # node, and when the queue fills up they are given up first.
@@ -41,7 +41,7 @@ class RedisWrites:
 
     def __init__(
         self,
-        plugin: RedisStoragePlugin,
+        plugin: RemoteStoragePlugin,
         tier: RedisTier,
         cpu: LocalCPUBackend,
         database: PlannedTokenDatabase,

@@ -260,7 +260,7 @@ class WaitingLoads:
             return None
         if job.after_job in self._open_jobs:
             return job.after_job
-        if not job.needs_redis:
+        if not job.may_fetch:
             return None
         return next(filter(self._brought.__contains__, job.keys), None)
 

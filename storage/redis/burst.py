@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lmcache_connector.bounded import Latest, batches
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, may_be_value
@@ -46,14 +47,12 @@ class SpoiledChunks:
     oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, None] = {}
+        self._keys: Latest[bytes, None] = Latest(_MAX_SPOILED)
         self._lock = threading.Lock()
 
     def add(self, key: bytes) -> None:
         with self._lock:
             self._keys[key] = None
-            if len(self._keys) > _MAX_SPOILED:
-                del self._keys[next(iter(self._keys))]
 
     def take(self, key: bytes) -> bool:
         """Whether it is one of them. Tells once."""
@@ -109,7 +108,8 @@ class Burst:
         for write in writes:
             missing += self._missing(write)
         unanswered: deque[list[_Value]] = deque()
-        for batch in self._batches(missing):
+        batch_bytes = self._plan.config.batch_bytes
+        for batch in batches(missing, lambda value: value.stripe.num_bytes, batch_bytes):
             self._wire.send(self._encode(batch), self._deadline)
             unanswered.append(batch)
             if len(unanswered) > 1:
@@ -149,17 +149,6 @@ class Burst:
             self._on_end(write, WriteEnd.ALREADY_THERE)
         chunk.num_unanswered = len(values)
         return values
-
-    def _batches(self, values: Sequence[_Value]) -> Iterator[list[_Value]]:
-        batch, size = list[_Value](), 0
-        for value in values:
-            if batch and size + value.stripe.num_bytes > self._plan.config.batch_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(value)
-            size += value.stripe.num_bytes
-        if batch:
-            yield batch
 
     def _encode(self, batch: Sequence[_Value]) -> list[bytes | memoryview]:
         """The SETs of ``batch``; payloads that are not compressed are views of the chunks' own

@@ -54,11 +54,11 @@ def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
     with two(tmp_path / "host") as (first, second, tier):
         first.store(1, MINE)
         first.store(2, MINE)
-        assert within(5.0, lambda: second.load(2, MINE, needs_redis=True) == 4)
-        assert second.load(1, MINE, needs_redis=True) == 4
+        assert within(5.0, lambda: second.load(2, MINE, may_fetch=True) == 4)
+        assert second.load(1, MINE, may_fetch=True) == 4
         assert tier.num_mapped == 8
         assert second.engine.num_chunks == 8, "and kept"
-        assert second.load(3, MINE, needs_redis=True) == 0
+        assert second.load(3, MINE, may_fetch=True) == 0
 
 
 def test_what_was_evicted_meanwhile_is_a_miss_or_right(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_what_was_evicted_meanwhile_is_a_miss_or_right(tmp_path: Path) -> None:
         counts = []
         for _ in range(3):
             first.store(1, CROWD)
-            counts.append(second.load(1, CROWD, needs_redis=True))
+            counts.append(second.load(1, CROWD, may_fetch=True))
             second.engine.forget_all()
             first.flood(3)
-            counts.append(second.load(1, CROWD, needs_redis=True))
+            counts.append(second.load(1, CROWD, may_fetch=True))
         assert counts[2:] == [4, 0, 4, 0]
         assert tier.num_mapped >= 8
 
@@ -89,7 +89,7 @@ def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
         for _ in range(2):
             first.store(1, MINE)
             for _ in range(2):
-                assert within(5.0, lambda: second.load(1, MINE, needs_redis=True) == 4)
+                assert within(5.0, lambda: second.load(1, MINE, may_fetch=True) == 4)
                 second.engine.forget_all()
             assert not any(tier.counts().misses.values())
             first.engine.forget_all()

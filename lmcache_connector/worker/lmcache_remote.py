@@ -54,7 +54,7 @@ class LoadContext:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """The arguments of `RedisStoragePlugin.store_context`."""
+    """The arguments of `RemoteStoragePlugin.store_context`."""
 
     first_chunk: int = 0
     on_done: Callable[[bytes, bool], None] | None = None
@@ -68,7 +68,7 @@ class _Contexts(threading.local):
     store = StoreContext()
 
 
-class RedisStoragePlugin(StoragePluginInterface):
+class RemoteStoragePlugin(StoragePluginInterface):
     """Loads only inside `load_context`, which the thread that drives the engine enters. Outside of
     it no deadline is known, so everything is a miss."""
 
