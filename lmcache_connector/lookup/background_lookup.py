@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.plans import Tier
-from lmcache_connector.threads import start_thread
+from lmcache_connector.threads import Task, start_thread
 
 if TYPE_CHECKING:
     from lmcache_connector.lookup.any_lookup import AnyLookup
@@ -34,7 +33,7 @@ _FOUND_WEIGHT = 0.2  # of the last answer
 
 
 class Pending(Enum):
-    """The answer of a look-up that has none yet."""
+    """What can be loaded is not known yet."""
 
     PENDING = "pending"
 
@@ -44,42 +43,28 @@ Places = Mapping[bytes, Tier]
 """The answer of a look-up: where the keys asked for are held, of those that are."""
 MISS: Final[Places] = MappingProxyType({})
 """There is no answer, so nothing is known to be held."""
-LookupAnswer = Places | Pending
 
 
-class PendingLookup:
-    """One question to the tiers: one thread asks and waits, another settles it.
-
-    ``deadline`` is a reading of ``clock``, seconds.
-    """
+class PendingLookup(Task[Places]):
+    """One question to the tiers. ``value``: the answer, as far as it is known now, deadline or not.
+    ``deadline`` is a reading of ``clock``, seconds."""
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
     ) -> None:
+        super().__init__()
         self.keys = keys
         self.deadline = deadline
-        self.is_cancelled = False
         self._clock = clock
-        self.answer: LookupAnswer = PENDING
-        """As far as it is known now, deadline or not. Written by :meth:`settle` alone."""
-        self._settled = threading.Event()
 
-    def wait(self, seconds: float) -> LookupAnswer:
+    def answer(self, seconds: float) -> Places | None:
         """The answer, waited for up to so many seconds. Past the deadline it is a miss."""
         remaining = self.deadline - self._clock()
-        self._settled.wait(max(0.0, min(seconds, remaining)))
-        if self.answer is PENDING and remaining <= seconds:
+        self.wait(max(0.0, min(seconds, remaining)))
+        if self.value is None and remaining <= seconds:
             self.cancel()
             return MISS
-        return self.answer
-
-    def cancel(self) -> None:
-        """It need not be asked any more. A question already on its way is left alone."""
-        self.is_cancelled = True
-
-    def settle(self, found: Places) -> None:
-        self.answer = found
-        self._settled.set()
+        return self.value
 
 
 class BackgroundLookup:

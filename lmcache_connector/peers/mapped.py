@@ -36,7 +36,6 @@ from lmcache_connector.storage.chunk_codec import (
 )
 from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import ValuePlan
-from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -283,8 +282,6 @@ def _values(
 ) -> Iterator[_Value]:
     """All values of the chunks, in order."""
     for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-        tag = chunk_tag(plan.config.namespace, key)
         for stripe in plan.stripes_of(key):
             payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            name = tag + stripe_suffix(stripe)
-            yield _Value(index, name, plan.header(key, stripe), payload)
+            yield _Value(index, plan.name(key, stripe), plan.header(key, stripe), payload)

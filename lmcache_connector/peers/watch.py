@@ -67,7 +67,7 @@ class TransferWatch:
 
     def done(self, awaited: Awaited) -> None:
         """The request needs it no more: it has been read, or will not be."""
-        awaited.is_dropped = True
+        awaited.cancel()
         with self._lock:
             guest = self._guests.get(awaited.source)
         if guest is not None:
@@ -224,16 +224,16 @@ class _Guest:
             self._has_more = False
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
-            if not (each.transfer_id or each.is_dropped):
+            if not (each.transfer_id or each.is_cancelled):
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for rank, client in enumerate(self._clients):
             if read:
                 client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
             wanted = [each for each in transfers if len(each.by_rank) == rank]
-            if wanted := [each for each in wanted if not each.is_dropped]:
+            if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
         with self._changed:  # those that were asked for take turns
-            self._open = [each for each in self._open if each.answer is None]
+            self._open = [each for each in self._open if not each.is_done]
             self._open = self._open[len(asked) :] + self._open[: len(asked)]
 
     def _connect(self) -> None:

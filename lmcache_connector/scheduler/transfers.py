@@ -95,7 +95,7 @@ class Transfers:
     def is_coming(self, request_id: str) -> bool:
         """Whether the request still waits: it has a deadline of its own."""
         awaited = self._awaited.get(request_id)
-        if awaited is None or awaited.answer is not None:
+        if awaited is None or awaited.is_done:
             return False
         if self.clock() >= awaited.until:  # looking up a name may take longer
             awaited.settle(Offered(cause=Cause.DEADLINE))
@@ -112,9 +112,9 @@ class Transfers:
         awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
             return None
-        if awaited.answer is None:
-            wait.on(awaited.settled.wait)
-        if self.is_coming(name) or (offered := awaited.answer) is None:
+        if not awaited.is_done:
+            wait.on(awaited.wait)
+        if self.is_coming(name) or (offered := awaited.value) is None:
             wait.end()
             return PENDING
         if offered.cause is not None:

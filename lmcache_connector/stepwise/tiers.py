@@ -22,7 +22,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_parts.hit import num_leading
-from lmcache_connector.lookup.background_lookup import BackgroundLookup, Pending
+from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
     JobResult,
@@ -316,8 +316,8 @@ class Tiers:
         if seconds == 0.0:
             return frozenset()
         pending = self._lookup.submit(missing)
-        answer = pending.wait(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
-        if isinstance(answer, Pending):
+        answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
+        if answer is None:
             pending.cancel()
             return frozenset()
         return answer

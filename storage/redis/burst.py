@@ -27,7 +27,6 @@ from lmcache_connector.storage.redis.client.resp import (
 )
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
-from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from lmcache_connector.storage.redis.write_queue import PendingWrite
 
 _MAX_SPOILED = 4096
@@ -121,8 +120,7 @@ class Burst:
         plan, config = self._plan, self._plan.config
         commands = []
         for write in writes:
-            tag = chunk_tag(config.namespace, write.key)
-            names = [tag + stripe_suffix(stripe) for stripe in plan.stripes_of(write.key)]
+            names = [plan.name(write.key, stripe) for stripe in plan.stripes_of(write.key)]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
                 lifetime = config.ttl_options[1]
@@ -162,7 +160,7 @@ class Burst:
             if plan.config.codec == "blosc2" and (chunk := compress(stored, header.dtype)):
                 stored, header = chunk, replace(header, compressed_bytes=len(chunk))
             value.stored_bytes = len(stored)
-            name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
+            name = plan.name(write.key, stripe)
             head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)
             parts += [head + encode_header(header, stored, plan.sealer), stored, tail]
         # Its answer has another form than those before it, which shows that they were in step.

@@ -240,9 +240,9 @@ def at(server: PeerServer) -> Address:
 
 
 def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
-    assert awaited.settled.wait(seconds)
-    assert awaited.answer is not None
-    return awaited.answer
+    assert awaited.wait(seconds)
+    assert awaited.value is not None
+    return awaited.value
 
 
 def test_who_waits_is_told_at_once(
@@ -281,7 +281,7 @@ def test_who_asks_while_another_waits_waits_for_nobody(
         watch.done(awaited)
     assert chunks.await_leased(lambda count: count == 0)
     assert time.monotonic() - started < 5.0
-    assert coming.answer is None
+    assert coming.value is None
 
 
 def test_answers_stay_in_step_whoever_comes_when(
@@ -328,7 +328,7 @@ def test_what_a_peer_holds(served: tuple[HeardTransfers, PeerServer], watch: Tra
     answer = answer_of(watch.ask(at(server), "", 60.0, [*others, *KEYS]))
     assert [answer.holds(key) for key in KEYS] == [i < NUM_HELD for i in range(len(KEYS))]
     assert not any(answer.holds(key) for key in others)
-    assert coming.answer is None
+    assert coming.value is None
 
 
 def test_nobody_is_there(watch: TransferWatch) -> None:
