@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, PendingCommand
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.threads import start_thread
@@ -118,7 +118,7 @@ class _Guest:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
-        self._asked: Question | None = None  # one whose answer is waited for
+        self._asked: PendingCommand | None = None  # one whose answer is waited for
         self._has_more = False  # to say, since what is said now was put together
         self._is_nudged = False
         self._engine_id = ""
@@ -261,7 +261,7 @@ class _Guest:
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]
-        with Question(client, "TRANSFER", _WAIT_MS, self._reader, *names) as question:
+        with PendingCommand(client, "TRANSFER", _WAIT_MS, self._reader, *names) as question:
             with self._changed:
                 self._asked = question
                 if self._has_more:

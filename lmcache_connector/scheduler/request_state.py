@@ -34,7 +34,6 @@ class SchedulerSettings:
     has_rings: bool = False  # vLLM has none of a block's latest tokens after a hit inside it
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
-    loads_in_step: bool = True  # what is in memory, if it is copied quickly
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property

@@ -47,7 +47,7 @@ class _Sent:
 
 
 @dataclass(eq=False)
-class Transfers:
+class RequestTransfers:
     """``router``, ``engine_id`` and ``tp_size``: what the readers of prompts from here are told.
     ``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
     next plan."""

@@ -143,7 +143,7 @@ def never_redial(client: Client) -> None:
     client.connection_pool.release(connection)
 
 
-class Question:
+class PendingCommand:
     """A command that was sent, and more of them while its answer is waited for. Raises one of
     ``TALK_ERRORS``."""
 
@@ -152,7 +152,7 @@ class Question:
         self._connection = self._pool.get_connection()
         self._connection.send_command(*words)
 
-    def __enter__(self) -> Question:
+    def __enter__(self) -> PendingCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
