@@ -346,7 +346,7 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What one tier behind the CPU tier brought for a job, and in what time. ``has_failed``: it was
+    """What one tier brought for a job, or to be measured, and in what time. ``has_failed``: it was
     too slow, or broke; that a chunk was missing is no failure."""
 
     tier: Tier
@@ -411,43 +411,20 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTime:
-    """A tier took ``seconds`` to bring ``num_bytes``, ``latency_seconds`` of them before the first
-    byte. With 0 bytes, nothing came in all that time, or there was nothing to read: then
-    ``latency_seconds`` is what an answer took.
-    """
-
-    num_bytes: int
-    seconds: float
-    latency_seconds: float = 0.0
-
-    @property
-    def has_answered(self) -> bool:
-        return self.num_bytes > 0 or self.latency_seconds > 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What one rank measured at start: loads from the CPU tier, and from Redis if there is one."""
-
-    cpu: TransferTime | None = None
-    redis: TransferTime | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RankStart:
     """What one rank found out when it started.
 
     ``configuration``: digests of the model's configuration, part by part and sorted by name, as
     this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
-    KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
+    KV, in bytes per token and head. ``measured``: of the CPU tier by the self-test, of Redis by a
+    probe. ``formats``: how those of the first part are stored. Of layers
     that share a KV cache group the scheduler's process sees one. ``changes_at``: where its
     :class:`ChangeCount` is; empty if it makes no loads inside a step. ``reads``: the ranks whose
     memory it reads; what they store it does not.
     """
 
     configuration: tuple[tuple[str, str], ...]
-    calibration: Calibration
+    measured: tuple[Fetched, ...] = ()
     layer_widths: tuple[tuple[int, ...], ...] = ()
     formats: tuple[str, ...] = ()
     changes_at: str = ""
@@ -461,7 +438,7 @@ class RankReport:
     ``start`` comes once, with the first report or soon after. ``events`` are in the order they
     happened; some tell of chunks that are leaving in the ``num_leaving``-th such report of the
     rank, in none if that is 0.
-    ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
+    ``measured``: by a probe. ``written`` lists chunks whose values this rank
     has put into Redis, or found there; it is filled only if KV cache events are wanted.
     ``adapters``: since the last report some were loaded, or asked for. ``weights``: likewise, those
     in memory may have changed, or are known now. ``num_changes``: the rank's :class:`ChangeCount`,
@@ -472,7 +449,7 @@ class RankReport:
     events: tuple[CacheEvent, ...]
     results: tuple[JobResult, ...]
     forwards: tuple[ForwardTime, ...] = ()
-    redis: TransferTime | None = None
+    measured: tuple[Fetched, ...] = ()
     written: tuple[bytes, ...] = ()
     adapters: LoadedAdapterList | None = None
     weights: WeightsInMemory | None = None

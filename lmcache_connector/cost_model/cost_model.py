@@ -25,18 +25,16 @@ Before any prefill was measured ``C`` is unknown: as much as is predicted to loa
 and three times that is the least deadline.
 
 The way back. A tier that is left out because it looked slow is measured no more. Once nothing has
-been heard of it for a minute, its last calibration counts again: where it says that a load pays,
-one request loads one chunk on trial, if that keeps it within ``1.05*C``. If that takes more than
-twice as long as the calibration says, or is never heard of, the tier is left out for another
-minute. A calibration is what was measured at start, or by a later probe: Redis is probed while
-requests would use it, so after a stall it comes back by its probe alone. Nobody probes peers: after
-a stall they are on trial as any tier that nothing was heard of. A tier that was never calibrated is
-unknown again then, and some seconds after its first loads already: those may have met a hiccup.
+been heard of it for a minute, one request loads one chunk of it on trial, as if nothing was known.
+If that is slow too, or never heard of, the tier is left out for another minute. After its first
+loads the tier is tried some seconds later already: those may have met a hiccup. Redis is probed
+while requests would use it, so after a stall it comes back by its probe alone. Nobody probes peers:
+after a stall they are on trial as any tier that nothing was heard of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
@@ -95,10 +93,10 @@ class CostModel:
 
     # -- measurements --------------------------------------------------------------------------
 
-    def calibrate(self, tier: Tier, bytes_per_second: float, latency_seconds: float) -> None:
-        """Take over a measurement made for its own sake, as by the self-test; what was learned from
-        loads is dropped. ``bytes_per_second`` is positive."""
-        self._tiers[tier].calibrate(self._clock(), bytes_per_second, latency_seconds)
+    def observe_measured(self, tier: Tier, loads: Sequence[tuple[int, float]]) -> None:
+        """Bytes and seconds of loads that were made for their own sake, as by the self-test; none
+        if the tier has answered, and there was nothing to read."""
+        self._tiers[tier].measured(self._clock(), loads)
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
         """A load brought all it asked this tier for.
@@ -116,11 +114,6 @@ class CostModel:
         anything about the tier's speed.
         """
         self._tiers[tier].cut_off(self._clock(), arrived_bytes, seconds)
-
-    def observe_answer(self, tier: Tier) -> None:
-        """A tier answers, and nothing is known of its speed but what loads have shown: they show
-        whether a stall is over."""
-        self._tiers[tier].stalled = False
 
     def observe_prefill(
         self, num_tokens: int, context_tokens: int, seconds: float, running_requests: int = 0
@@ -154,7 +147,7 @@ class CostModel:
 
     def bytes_per_second(self, tier: Tier) -> float:
         """Bandwidth of a tier after its latency; infinite when nothing is known."""
-        return self._current(tier).bytes_per_second
+        return self._tiers[tier].bytes_per_second
 
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:
         """Predicted, with nothing ahead of it; infinite where nothing is known."""
@@ -163,7 +156,8 @@ class CostModel:
 
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""
-        return self._current(tier).stalled
+        speed = self._tiers[tier]
+        return speed.stalled and not speed.is_outdated(self._clock())
 
     def gain_seconds(
         self,
@@ -179,7 +173,7 @@ class CostModel:
         compute of tokens ``[start, end)``, as far as predictions can tell; the others as in
         :class:`LoadOffer`. Negative if compute is quicker; infinite where nothing is known, or
         every hit is loaded."""
-        speed = self._current(tier)
+        speed = self._tiers[tier]
         compute_seconds = self.compute_seconds(start, end, running_requests)
         if self.mode == "always" or compute_seconds is None or not speed.known:
             return inf
@@ -212,8 +206,9 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
-        """The best prefix. If it leaves out a tier nothing was heard of for a minute, and that
-        tier's calibration says that a load pays, one chunk of the tier is added on trial."""
+        """The best prefix. If it leaves out a tier nothing was heard of for a minute, one chunk of
+        the tier is added on trial, as if nothing was known of it: a copy out of memory ends whole,
+        whatever its deadline."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
@@ -221,16 +216,14 @@ class CostModel:
         learned = self._tiers[left_out]
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
-        self._tiers[left_out] = calibrated = learned.calibrated_only(now)
+        self._tiers[left_out] = learned.tried(now)
         trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
         # One chunk alone may not pay where the whole hit does.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
-        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
-        if pays and trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
-            calibrated.on_trial = True
-            return trial
         self._tiers[left_out] = learned
-        return best
+        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
+        is_safe = trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE)
+        return trial if pays and is_safe else best
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix, or none where recompute is as good."""
@@ -280,12 +273,6 @@ class CostModel:
     def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
         return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
-
-    def _current(self, tier: Tier) -> TierSpeed:
-        """What counts of a tier now. After a minute without a load that is the calibration alone:
-        one slow load shall not count for ever."""
-        now, speed = self._clock(), self._tiers[tier]
-        return speed.calibrated_only(now) if speed.is_outdated(now) else speed
 
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason

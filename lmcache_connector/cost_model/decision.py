@@ -138,7 +138,7 @@ class LoadPrefixes:
     longest_seconds: float
 
     def to_compare(self) -> Iterator[Prefix]:
-        """Those worth comparing, shorter first, up to a tier that stalls or is on trial.
+        """Those worth comparing, shorter first, up to a tier that stalls.
 
         The last one is cut where its load would take too long.
         """
@@ -187,7 +187,7 @@ class LoadPrefixes:
         """Ends of runs of one tier, up to the first tier that does not load; where more is needed
         than the chunks before, the last ends at which it can be had."""
         offer, tiers = self.offer, self.offer.tiers
-        usable = {t for t, speed in self.tiers.items() if not (speed.stalled or speed.on_trial)}
+        usable = {tier for tier, speed in self.tiers.items() if not speed.stalled}
         last = next((i for i, tier in enumerate(tiers) if tier not in usable), len(tiers))
         borders = [i for i in range(1, last) if tiers[i] is not tiers[i - 1]]
         found = {offer.end_up_to(border) for border in (*borders[:_MAX_BORDERS], last)} - {0}

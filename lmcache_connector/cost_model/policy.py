@@ -3,7 +3,7 @@
 Where they come from:
 
 - at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
-  both over before the first request (:meth:`LoadPolicy.calibrate`);
+  both over before the first request (:meth:`LoadPolicy.observe_measured`);
 - every load and store reports the time it was served and the time it waited before. The waiting is
   not the tier's: how long stores keep loads waiting that rely on them is learned on its own;
 - how long steps last, the scheduler side sees by its own calls: it plans one when one has ended;
@@ -26,15 +26,16 @@ Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.cost_model.steps import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import (
-    Calibration,
+    Fetched,
     JobResult,
     LoadJob,
     Outcome,
@@ -42,7 +43,6 @@ from lmcache_connector.plans import (
     RankReport,
     StoreJob,
     Tier,
-    TransferTime,
 )
 
 _FRESH_SECONDS = 60.0
@@ -57,7 +57,7 @@ class ProbePace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heard_at = self._next_at = float("-inf")
+        self._heard_at = self._next_at = -inf
         self._pause = _MIN_PAUSE_SECONDS
         self.is_wanted = False
 
@@ -145,7 +145,7 @@ class LoadPolicy:
         self._clock = clock
         self._num_stages = num_stages
         self.forget_all()
-        self._late_seconds, self._late_at = 0.0, float("-inf")
+        self._late_seconds, self._late_at = 0.0, -inf
         self.probes = ProbePace(clock)
 
     def forget_all(self) -> None:
@@ -221,7 +221,7 @@ class LoadPolicy:
         """Seconds to wait for Redis and peers to say what they hold of a prompt; 0: do not ask. The
         last answer of each took ``last_lookup_seconds``."""
         if self.model.mode == "always":
-            return float("inf")
+            return inf
         if Tier.REDIS in self.remote_tiers:
             self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
         usable = self._usable_tiers
@@ -229,7 +229,7 @@ class LoadPolicy:
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
         if compute is None:
-            return float("inf")
+            return inf
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
         quickest = min(last_lookup_seconds.get(tier, 0.0) for tier in usable)
         return longest if quickest <= longest else 0.0
@@ -238,7 +238,7 @@ class LoadPolicy:
         """What tokens ``[start, end)`` take beside what runs now; infinite where that is not known,
         or loads never give way to it."""
         seconds = self.model.compute_seconds(start, end, self._num_requests)
-        return float("inf") if seconds is None or self.model.mode == "always" else seconds
+        return inf if seconds is None or self.model.mode == "always" else seconds
 
     def is_worth_a_step(
         self,
@@ -366,15 +366,11 @@ class LoadPolicy:
                 self._heard_of(fetched.tier)
                 self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
 
-    def observe_reports(self, reports: Iterable[RankReport]) -> None:
+    def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
         slowest: dict[PrefillWork, float] = {}
-        probes: list[TransferTime] = []
-        for report in reports:
-            for forward in report.forwards:
-                slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
-            if report.redis is not None:
-                probes.append(report.redis)
+        for forward in (each for report in reports for each in report.forwards):
+            slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
         for work, seconds in slowest.items():
             self.model.observe_prefill(
                 work.num_tokens,
@@ -382,18 +378,15 @@ class LoadPolicy:
                 seconds * self._num_stages,
                 work.running_requests,
             )
-        if probes:
-            self._observe_redis(probes)
+        self.observe_measured([report.measured for report in reports])
 
-    def calibrate(self, calibrations: Iterable[Calibration]) -> None:
-        """Take over what the ranks measured at start."""
-        ranks = list(calibrations)
-        local = [rank.cpu for rank in ranks if rank.cpu is not None]
-        redis = [rank.redis for rank in ranks if rank.redis is not None]
-        if local:
-            self.model.calibrate(Tier.CPU, _speed(min(local, key=_speed)), 0.0)
-        if redis:
-            self._observe_redis(redis)
+    def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
+        """What each rank has loaded for its own sake, at its start or by a probe. Of each tier the
+        slowest rank counts."""
+        for tier in Tier:
+            by_rank = ([each for each in rank if each.tier is tier] for rank in ranks)
+            if found := [loads for loads in by_rank if loads]:
+                self._measured(tier, min(found, key=_slowness))
 
     # -- details -------------------------------------------------------------------------------
 
@@ -460,25 +453,20 @@ class LoadPolicy:
         if tier is Tier.REDIS:
             self.probes.heard()
 
-    def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
-        """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to
-        what was measured."""
-        self.probes.heard()
-        measured = min(probes, key=lambda probe: (probe.has_answered, _speed(probe)))
-        if not measured.has_answered:
-            self.model.observe_load_failed(Tier.REDIS, measured.seconds)
+    def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
+        """A load is a fetch and then a copy: the copy's time is added to what was measured."""
+        self._heard_of(tier)
+        if loads[0].has_failed:
+            self.model.observe_load_failed(tier, loads[0].seconds)
             return
-        if measured.num_bytes == 0:
-            self.model.observe_answer(Tier.REDIS)
-            return
-        was_stalled = self.model.is_stalled(Tier.REDIS)
-        copy_speed = self.model.bytes_per_second(Tier.CPU)
-        speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
-        self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
-        if was_stalled:
+        copy_speed = inf if tier is Tier.CPU else self.model.bytes_per_second(Tier.CPU)
+        brought = [each for each in loads if each.num_bytes]
+        if brought and self.model.is_stalled(tier):
             self.probes.restart()
+        copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
+        self.model.observe_measured(tier, copied)
 
 
-def _speed(measured: TransferTime) -> float:
-    """Bytes per second after the latency; 0 if nothing came."""
-    return measured.num_bytes / max(measured.seconds - measured.latency_seconds, 1e-6)
+def _slowness(loads: Sequence[Fetched]) -> tuple[bool, float]:
+    """Orders what ranks have measured of one tier, the slowest first."""
+    return not loads[0].has_failed, loads[0].num_bytes / max(loads[0].seconds, 1e-6)

@@ -7,6 +7,8 @@ say about latency. Times come in as arguments, in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache_connector.cost_model.fit import FadingFit
 
 _KEEP_PER_LOAD = 0.75
@@ -21,8 +23,8 @@ _SURPRISE_FACTOR = 2.0
 QUIET_SECONDS = 60.0
 """What was learned counts for no longer against a tier that is not loaded from."""
 _FIRST_QUIET_SECONDS = 1.0
-"""Without a calibration, what the first loads show may as well be a hiccup: it counts for so long,
-doubled with each load and each return to nothing, up to a minute."""
+"""What the first loads of requests show may as well be a hiccup: it counts for so long, doubled
+with each load and each try, up to a minute."""
 _SIZE_OFFSET_BYTES = 8 << 20
 _STALL_FACTOR = 3.0
 """A load cut off after this many times what its bytes should have taken counts as stalled."""
@@ -35,20 +37,20 @@ _MIN_SECONDS = 1e-6  # a coarse clock may show nothing at all
 class TierSpeed:
     """What is known of one tier.
 
-    ``known`` is false until a load or a calibration told something; ``stalled`` is true from a load
-    that hung or broke until the next one that arrived; ``on_trial`` is true from a return to the
-    calibration until the next load. Where a tier is not ``probed``, nothing but a load can tell
-    that a stall is over: it ends by itself, as what was learned does.
+    ``known`` is false until a load told something; ``stalled`` is true from a load that hung or
+    broke until the next one that arrived. Where a tier is not ``probed``, nothing but a load of a
+    request can tell that a stall is over: it ends by itself, as what was learned does.
     """
 
-    def __init__(self, probed: bool = True, now: float = 0.0) -> None:
+    def __init__(self, probed: bool = True) -> None:
         self.probed = probed
-        self.known = self.stalled = self.on_trial = False
-        self._fit = _new_fit()
-        self._calibration: tuple[float, float] | None = None  # bytes per second, latency
+        self.known = self.stalled = False
+        # Loads that all had one size are explained by bandwidth.
+        self._fit = FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))
         self._num_good = self._num_failed = 0.0
-        self._changed_at = now
+        self._changed_at = 0.0
         self._quiet_seconds = _FIRST_QUIET_SECONDS
+        self._starts_anew = True  # with the next load, whatever was seen before
 
     @property
     def latency_seconds(self) -> float:
@@ -73,33 +75,33 @@ class TierSpeed:
         failed = self._num_failed + _PRIOR_LOADS * _PRIOR_FAILURE_RATE
         return failed / (self._num_failed + self._num_good + _PRIOR_LOADS)
 
-    def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
-        """Start again from a measurement. It counts as a load that arrived, but the one that ends a
-        stall does not: a tier may bring what is measured, and stall with every load after it."""
-        self._calibration = bytes_per_second, latency_seconds
-        self._quiet_seconds = QUIET_SECONDS
-        self._fit = _new_fit()
-        for num_bytes in (1 << 20, 1 << 30):
-            self._add(num_bytes, latency_seconds + num_bytes / bytes_per_second, keep=1.0)
-        if not self.stalled:
+    def measured(self, now: float, loads: Sequence[tuple[int, float]]) -> None:
+        """Bytes and seconds of loads that were made for their own sake, as by a probe; none if the
+        tier has answered and there was nothing to read. They take the place of what was known, and
+        count as one load that arrived. Those that end a stall do not: a tier may bring what is
+        measured, and stall with every load after it."""
+        if loads and not self.stalled:
             self._count(failed=False)
-        self._changed_at = now
-        self.known, self.stalled, self.on_trial = True, False, False
+        self._starts_anew |= bool(loads)
+        for num_bytes, seconds in loads:
+            self._observe(now, num_bytes, seconds)
+            self._quiet_seconds = QUIET_SECONDS
+        self.stalled = False
 
     def is_outdated(self, now: float) -> bool:
-        """Whether nothing was observed for a minute, or for some seconds where little was before,
-        and nothing calibrated. The stall of a probed tier does not end by itself."""
+        """Whether nothing was heard of it for a minute, or for some seconds where little was
+        before. The stall of a probed tier does not end by itself."""
         is_kept = self.stalled and self.probed
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
-    def calibrated_only(self, now: float) -> TierSpeed:
-        """A tier whose speed is known from the calibration alone, if there was one. It has failed
-        as often as this one: a minute in which nothing was loaded is no reason to trust it."""
-        fresh = TierSpeed(self.probed, now)
-        if self._calibration is not None:
-            fresh.calibrate(now, *self._calibration)
+    def tried(self, now: float) -> TierSpeed:
+        """One request tries what is outdated: for all others it counts for another while, or until
+        a load tells more. Returns the tier as that request takes it: nothing is known but how often
+        it has failed."""
+        self._changed_at, self._starts_anew = now, True
+        self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
+        fresh = TierSpeed(self.probed)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
-        fresh._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
@@ -127,31 +129,23 @@ class TierSpeed:
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
         seconds = max(seconds, _MIN_SECONDS)
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
-        self._add(num_bytes, seconds, keep)
+        weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
+        self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
         self._changed_at = now
-        self.known, self.on_trial = True, False
+        self.known, self._starts_anew = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:
         """How much of the past still counts after a load that took so long."""
         predicted = max(predicted, _MIN_SECONDS)
-        if not self.known:
+        if self._starts_anew:
             return 0.0
         if seconds * _SURPRISE_FACTOR < predicted:
             return _KEEP_AFTER_FAST_SURPRISE
         if seconds > predicted * _SURPRISE_FACTOR:
-            return 0.0 if self.on_trial else _KEEP_AFTER_SLOW_SURPRISE
+            return _KEEP_AFTER_SLOW_SURPRISE
         return _KEEP_PER_LOAD
 
     def _count(self, failed: bool) -> None:
         self._num_good = self._num_good * _KEEP_COUNTS + (not failed)
         self._num_failed = self._num_failed * _KEEP_COUNTS + failed
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
-
-    def _add(self, num_bytes: int, seconds: float, keep: float) -> None:
-        weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
-        self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
-
-
-def _new_fit() -> FadingFit:
-    """Loads that all had one size are explained by bandwidth."""
-    return FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))

@@ -76,18 +76,20 @@ def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequ
 
 
 def parents_of_part(
+    parts: Sequence[Part],
+    part: int,
     chunk_keys: Sequence[bytes],
     chunks: Sequence[int],
     keys: Sequence[bytes],
-    part: int,
-    num_parts: int,
     num_owners: int = 1,
 ) -> tuple[bytes, ...]:
     """The key before each of ``chunks``, of the same part and the same of ``num_owners``; empty
     before the first of a request. ``chunk_keys``: of the request, from its first chunk on;
-    ``keys``: those of the chunks, or of the same part."""
-    found = list[bytes]()
-    for chunk, key in zip(chunks, keys, strict=False):
+    ``keys``: those of the chunks. None where no chunk is needed for another."""
+    if parts[part].rule is not Rule.PREFIX:
+        return ()
+    found, num_parts = list[bytes](), len(parts)
+    for chunk, key in zip(chunks, keys, strict=True):
         before, own = chunk - 1, turn(key, num_owners)
         while before >= 0 and turn(chunk_keys[before], num_owners) != own:
             before -= 1

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
@@ -38,17 +39,12 @@ class Pending(Enum):
     PENDING = "pending"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer of a look-up: where the keys asked for are held, of those that are."""
-
-    places: Mapping[bytes, Tier] = field(default_factory=dict)
-
-
 PENDING: Final = Pending.PENDING
-MISS: Final = Found()
+Places = Mapping[bytes, Tier]
+"""The answer of a look-up: where the keys asked for are held, of those that are."""
+MISS: Final[Places] = MappingProxyType({})
 """There is no answer, so nothing is known to be held."""
-LookupAnswer = Found | Pending
+LookupAnswer = Places | Pending
 
 
 class PendingLookup:
@@ -81,7 +77,7 @@ class PendingLookup:
         """It need not be asked any more. A question already on its way is left alone."""
         self.is_cancelled = True
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: Places) -> None:
         self.answer = found
         self._settled.set()
 
@@ -108,7 +104,7 @@ class BackgroundLookup:
         if self._lookup.has_servers:
             self._pending.put(pending)
         else:
-            pending.settle(Found())
+            pending.settle({})
         return pending
 
     def take_seconds(self) -> list[tuple[Tier, float]]:
@@ -133,14 +129,14 @@ class BackgroundLookup:
                 return
             pending.settle(self._ask(pending))
 
-    def _ask(self, pending: PendingLookup) -> Found:
+    def _ask(self, pending: PendingLookup) -> Places:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
             tiers = self._lookup.find(pending.keys, pending.deadline)
             places = zip(pending.keys, tiers, strict=True)
-            found = Found({key: tier for key, tier in places if tier is not None})
-            self._learn(len(found.places), len(pending.keys))
+            found: Places = {key: tier for key, tier in places if tier is not None}
+            self._learn(len(found), len(pending.keys))
         except Exception:  # the next question may fare better
             logger.exception("A look-up failed; its chunks count as misses")
             found = MISS
@@ -169,7 +165,7 @@ class RequestLookup:
     wait_until: float | None = None  # set when the request begins to wait for an answer
     wait_seconds: float | None = None  # left after the last one, for all further ones
     asked_keys: tuple[bytes, ...] = ()
-    places: Mapping[bytes, Tier] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
     offered_keys: frozenset[bytes] = frozenset()
     stores_until: float | None = None  # set when the request begins to wait for another's store
     is_counted: bool = False

@@ -19,7 +19,6 @@ from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
     BackgroundLookup,
-    Found,
     Pending,
     RequestLookup,
 )
@@ -153,13 +152,13 @@ class HitFinder:
         if asked.asked_keys:
             answer = None if known is None else known.answer
             is_whole = answer is None or (
-                isinstance(answer, Found) and answer.places.keys() == set(asked.asked_keys)
+                answer is not PENDING and answer.keys() == set(asked.asked_keys)
             )
             if is_whole and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
             if known is not None and known.answer is not PENDING:
-                asked.places = known.answer.places
+                asked.places = known.answer
             asked.asked_keys = missing
             asked.pending = self.lookup.submit(missing)
             for tier in self.policy.remote_tiers:
@@ -177,7 +176,7 @@ class HitFinder:
         if asked.pending is not None:
             if asked.pending.answer is PENDING:
                 return PENDING
-            places = asked.pending.answer.places
+            places = asked.pending.answer
         if not places:
             return NOTHING_AHEAD
         first, size = num_computed_tokens // self.chunk_size, self.chunk_size
@@ -247,10 +246,10 @@ class HitFinder:
                     return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self.tally.count("lookups_given_up")
-            answer = Found(asked.places)
-        elif answer is not MISS and len(answer.places) < len(asked.asked_keys):
-            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer.places))
-        asked.places = answer.places
+            answer = asked.places
+        elif answer is not MISS and len(answer) < len(asked.asked_keys):
+            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer))
+        asked.places = answer
         asked.end_wait(self.clock())
         return asked.places
 

@@ -52,14 +52,6 @@ class _OpenAudit:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What an audit says of a root."""
-
-    root: bytes
-    verdict: Verdict
-
-
 @dataclass(eq=False)
 class Auditor:
     """Chooses what is audited, plans the jobs, and judges what they found.
@@ -209,8 +201,11 @@ class Auditor:
 
     # -- results -------------------------------------------------------------------------------
 
-    def ended(self, state: RequestState, job: AuditJob, results: Collection[JobResult]) -> Finding:
-        """All ranks have reported, or none was asked. Counts and logs what they found."""
+    def ended(
+        self, state: RequestState, job: AuditJob, results: Collection[JobResult]
+    ) -> bytes | None:
+        """All ranks have reported, or none was asked. Counts and logs what they found. Returns the
+        root if what was loaded under it may be wrong."""
         state.store.job_ids.discard(job.job_id)
         audit = self._open.pop(job.job_id)
         subject = audit.subject
@@ -225,7 +220,7 @@ class Auditor:
             self.tally.set("audit_error", "last", value=error.largest)
             self.tally.set("audit_error", "largest", value=self._largest_error)
             self._log(audit, verdict, error)
-        return Finding(subject.root, verdict)
+        return subject.root if verdict is Verdict.MISMATCH else None
 
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool

@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 from lmcache_connector.scheduler.scheduler import Scheduler
-from lmcache_connector.scheduler.transfers import Transfers, TransferSettings
+from lmcache_connector.scheduler.transfers import Transfers
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
@@ -182,18 +182,9 @@ def _transfers(
         from lmcache_connector.peers.watch import TransferWatch
 
         watch = TransferWatch(tier_config, str(transfer.engine_id))
-    settings = TransferSettings(
-        Router(address, sends and address is not None, receives, config.peer_hosts),
-        address,
-        str(transfer.engine_id),
-        parallel.tensor_parallel_size,
-        len(model.parts),
-        config.chunk_size,
-        config.transfer_deadline_seconds,
-        limits.LOOKUP_DEADLINE_SECONDS,
-        config.trusts,
-    )
-    return Transfers(settings, tally, watch)
+    router = Router(address, sends and address is not None, receives, config.peer_hosts)
+    told = str(transfer.engine_id), parallel.tensor_parallel_size
+    return Transfers(config, router, *told, len(model.parts), tally, watch)
 
 
 def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) -> AnyLookup | None:

@@ -132,25 +132,16 @@ class JobDispatcher:
             if state.load.job is None:
                 state.load.restart()  # more of the hit is in memory than when that was decided
         elif isinstance(job, AuditJob):
-            self._end_audit(state, job, planned.results)
+            if (root := self.auditor.ended(state, job, planned.results)) is not None:
+                self.kv_events.clear()  # those of other roots too: it is rare
+                self.witness.disown()
+                self.abandon(self.book.separate(root))
         else:
             self.policy.store_ended(job.job_id, planned.results)
             self.stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys, job.job_id)
         self.book.forget_if_done(state)
         return [short] if short is not None else []
-
-    def _end_audit(
-        self, state: RequestState, job: AuditJob, results: Collection[JobResult]
-    ) -> None:
-        finding = self.auditor.ended(state, job, results)
-        epoch = self.book.epochs.epoch(finding.root)
-        rekeyed = self.book.follow(finding)
-        if self.book.epochs.epoch(finding.root) != epoch:
-            self.kv_events.clear()  # those of other roots too: it is rare
-        if rekeyed is not None:
-            self.witness.disown()
-            self.abandon(rekeyed)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self.settings.chunk_size, self.witness.hash_block_size

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.plans import Calibration, RankReport, RankStart
+from lmcache_connector.plans import Fetched, RankReport, RankStart
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class EngineStart:
         self._give_up(f"ranks {missing} have not reported within {_WAIT_SECONDS:g} s of a request")
         return False
 
-    def update(self, reports: Iterable[RankReport]) -> tuple[Calibration, ...]:
+    def update(self, reports: Iterable[RankReport]) -> tuple[tuple[Fetched, ...], ...]:
         """What all ranks measured, once all have reported; nothing before."""
         news = {report.rank: report.start for report in reports if report.start is not None}
         self._starts |= news
@@ -74,7 +74,7 @@ class EngineStart:
             parts = sorted({part for start in starts for part in start.configuration})
             self.configuration = dict(parts)
             self.hasher = self.make_hasher(self.configuration)
-        return tuple(start.calibration for start in starts)
+        return tuple(start.measured for start in starts)
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True

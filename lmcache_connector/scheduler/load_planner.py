@@ -208,21 +208,17 @@ class LoadPlanner:
                 continue
             first = first_token_to_load(part, start, end_token)
             is_state = part.rule is Rule.STATE
+            own = tuple(keys_of_part(keys[chunks.start : end], number, len(parts)))
             run = PartRun(
                 part=number,
-                keys=tuple(keys_of_part(keys[chunks.start : end], number, len(parts))),
+                keys=own,
                 chunks=tuple(chunks),
                 block_ids=blocks_between(part, block_ids, first, end_token),
                 skip_blocks=0
                 if is_state
                 else (first - chunks.start * chunk_size) // part.block_size,
                 parents=parents_of_part(
-                    state.keys.keys,
-                    chunks if part.rule is Rule.PREFIX else (),
-                    keys[chunks.start : end],
-                    number,
-                    len(parts),
-                    self.index.num_owners(number),
+                    parts, number, state.keys.keys, chunks, own, self.index.num_owners(number)
                 ),
                 tail_tokens=end_token % chunk_size if tail and tail.chunk in chunks else 0,
             )

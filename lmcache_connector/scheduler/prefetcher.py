@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.cost_model.policy import LoadPolicy
-from lmcache_connector.kv_parts.part import Rule, parents_of_part
+from lmcache_connector.kv_parts.part import parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
@@ -200,13 +200,12 @@ class Prefetcher:
         part, parts = chunks[0][0], self.settings.parts
         numbers = tuple(chunk for _, chunk, _ in chunks)
         keys = tuple(key for _, _, key in chunks)
-        builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
             keys=keys,
             chunks=numbers,
             block_ids=(),
             parents=parents_of_part(
-                state.keys.keys, builds_on, keys, part, len(parts), self.index.num_owners(part)
+                parts, part, state.keys.keys, numbers, keys, self.index.num_owners(part)
             ),
         )

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector import __version__
-from lmcache_connector.audit.verdicts import RootEpochs, Verdict
+from lmcache_connector.audit.verdicts import RootEpochs
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.retention.hints import read_hints
-from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import (
     NO_TRANSFER,
@@ -173,15 +172,13 @@ class RequestBook:
         self.forget_encoded()
         self._count_apart()
 
-    def follow(self, finding: Finding) -> list[RequestState] | None:
-        """Do what an audit calls for. If what was loaded under the root may be wrong, returns its
-        requests, under the keys they have now; else ``None``."""
-        if finding.verdict is not Verdict.MISMATCH:
-            return None
-        self.epochs.separate(finding.root)
+    def separate(self, root: bytes) -> list[RequestState]:
+        """What was loaded under the root may be wrong. Returns its requests, under the keys they
+        have now."""
+        self.epochs.separate(root)
         self._count_apart()
         known = (*self._states.values(), *self._ended.values())
-        rekeyed = [s for s in known if s.keys.identity.kv_root == finding.root]
+        rekeyed = [s for s in known if s.keys.identity.kv_root == root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed

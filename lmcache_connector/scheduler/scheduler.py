@@ -512,7 +512,7 @@ class Scheduler:
         for report in reports:  # whatever raises below: a rank may rely on having been heard
             self.index.apply(report.rank, report.events, report.num_leaving)
         if self.book.start.hasher is None:
-            self.policy.calibrate(self.book.start.update(reports))
+            self.policy.observe_measured(self.book.start.update(reports))
         self.policy.observe_reports(reports)
         short_loads: list[ShortLoad] = []
         for report in reports:

@@ -233,14 +233,13 @@ class StorePlanner:
             if not are_there(blocks, -(-tail.end // part.block_size) - first // part.block_size):
                 return []
             if first < tail.end and key not in self.index:
-                builds_on = (tail.chunk,) if part.rule is Rule.PREFIX else ()
                 run = PartRun(
                     part=number,
                     keys=(key,),
                     chunks=(tail.chunk,),
                     block_ids=blocks,
                     skip_blocks=(first - start) // part.block_size,
-                    parents=self._parents(state, builds_on, (key,), number),
+                    parents=self._parents(state, number, (tail.chunk,), (key,)),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -260,11 +259,10 @@ class StorePlanner:
         """``blocks`` of each chunk, per group."""
         keys, parts = state.keys.keys, self.settings.parts
         own = keys_of_part([keys[chunk] for chunk in chunks], part, len(parts))
-        builds_on = chunks if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
             keys=tuple(own),
-            parents=self._parents(state, builds_on, own, part),
+            parents=self._parents(state, part, chunks, own),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
@@ -272,10 +270,10 @@ class StorePlanner:
         )
 
     def _parents(
-        self, state: RequestState, chunks: Sequence[int], keys: Sequence[bytes], part: int
+        self, state: RequestState, part: int, chunks: Sequence[int], keys: Sequence[bytes]
     ) -> tuple[bytes, ...]:
-        num_parts, num_owners = len(self.settings.parts), self.index.num_owners(part)
-        return parents_of_part(state.keys.keys, chunks, keys, part, num_parts, num_owners)
+        parts, num_owners = self.settings.parts, self.index.num_owners(part)
+        return parents_of_part(parts, part, state.keys.keys, chunks, keys, num_owners)
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from lmcache_connector.config import limits
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.metrics.samples import Tally
@@ -33,24 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """``address`` and ``engine_id``: what the readers of prompts from here are told. A prompt from
-    elsewhere is waited for ``deadline_seconds``, and what may be elsewhere is asked for
-    ``lookup_seconds``. ``is_trusted(address)``: whether
-    what comes from there may be kept and passed on."""
-
-    router: Router
-    address: Address | None
-    engine_id: str
-    tp_size: int
-    num_parts: int
-    chunk_size: int
-    deadline_seconds: float
-    lookup_seconds: float
-    is_trusted: Callable[[Address], bool]
-
-
 @dataclass(slots=True)
 class _Sent:
     """``num_told``: leading chunks that the workers know of, ``has_tail``: the tail as well."""
@@ -64,10 +48,15 @@ class _Sent:
 
 @dataclass(eq=False)
 class Transfers:
-    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
+    """``router``, ``engine_id`` and ``tp_size``: what the readers of prompts from here are told.
+    ``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
     next plan."""
 
-    settings: TransferSettings
+    config: ConnectorConfig
+    router: Router
+    engine_id: str
+    tp_size: int
+    num_parts: int
     tally: Tally
     watch: TransferWatch | None
     clock: Callable[[], float] = time.monotonic
@@ -87,7 +76,7 @@ class Transfers:
         if name in self._sent or name in self._awaited or name in self._sources:
             return
         try:
-            part = self.settings.router.part_in(name, request.kv_transfer_params)
+            part = self.router.part_in(name, request.kv_transfer_params)
         except ValueError as error:
             self.tally.count("p2p_malformed_requests")
             logger.warning("Request %s is computed here: %s", name[:256], error)
@@ -98,7 +87,7 @@ class Transfers:
         elif isinstance(part, Receive) and not part.transfer_id and self.watch is not None:
             self._sources[name] = part.source
         elif isinstance(part, Receive) and self.watch is not None:
-            seconds = self.settings.deadline_seconds
+            seconds = self.config.transfer_deadline_seconds
             self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
 
     # -- prompts that come -----------------------------------------------------------------------
@@ -118,7 +107,7 @@ class Transfers:
         name = state.request.request_id
         source = self._sources.pop(name, None)
         if source is not None and self.watch is not None:
-            seconds, keys = self.settings.lookup_seconds, self._told(state.keys.loadable)
+            seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._told(state.keys.loadable)
             self._awaited[name] = self.watch.ask(source, "", seconds, keys)
         awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
@@ -141,7 +130,7 @@ class Transfers:
             awaited.source.host,
             awaited.source.port,
             offered.num_ranks,
-            self.settings.is_trusted(awaited.source),
+            self.config.trusts(awaited.source),
             offered.engine_id,
         )
         return None
@@ -168,7 +157,7 @@ class Transfers:
         if (sent := self._sent.get(state.request.request_id)) is None:
             return
         end = min(state.store.next_chunk, len(state.keys.keys))
-        end = min(end, state.request.num_prompt_tokens // self.settings.chunk_size)
+        end = min(end, state.request.num_prompt_tokens // self.config.chunk_size)
         keys = state.keys.keys[sent.num_told : end]
         if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
             keys, sent.has_tail = [*keys, state.keys.tail.key], True
@@ -211,21 +200,20 @@ class Transfers:
 
     def _told(self, chunk_keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """The keys of all parts of these chunks, as workers know them."""
-        num_parts = self.settings.num_parts
-        by_part = (keys_of_part(chunk_keys, part, num_parts) for part in range(num_parts))
+        by_part = (keys_of_part(chunk_keys, part, self.num_parts) for part in range(self.num_parts))
         return tuple(chain.from_iterable(by_part))
 
     def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        settings = self.settings
-        assert settings.address is not None
+        address = self.router.own
+        assert address is not None
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": settings.engine_id,
+            "remote_engine_id": self.engine_id,
             "remote_request_id": sent.transfer_id,
-            "remote_host": settings.address.host,
-            "remote_port": settings.address.port,
+            "remote_host": address.host,
+            "remote_port": address.port,
             "remote_block_ids": [list(ids) for ids in block_ids],
             "remote_num_tokens": sent.request.num_prompt_tokens,
-            "tp_size": settings.tp_size,
+            "tp_size": self.tp_size,
         }

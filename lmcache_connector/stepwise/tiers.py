@@ -21,7 +21,6 @@ from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
@@ -39,11 +38,11 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBE_CHUNKS = 8
 _MIN_TIMED_TOKENS = 32
 _MAX_HOLD_SECONDS = 10.0
 """Nobody says that a forward pass has failed."""
@@ -126,7 +125,7 @@ class Tiers:
         self.chunk_bytes = part.geometry.chunk_bytes
         self.counts = Counts(chunk_size=config.chunk_size)
         redis_config, geometries = config.redis_tier_config(), PartGeometries((part.geometry,))
-        redis, probe_keys = None, list[bytes]()
+        redis = None
         if redis_config is not None:
             # Imported here: without a Redis tier its modules are not needed.
             from lmcache_connector.lookup.any_lookup import AnyLookup
@@ -134,9 +133,6 @@ class Tiers:
             from lmcache_connector.storage.redis.tier import RedisTier
 
             redis = RedisTier(redis_config, geometries)
-            if config.compute_or_load != "always":
-                hasher = PrefixHasher(probe_root, config.chunk_size, config.hash_key_bytes)
-                probe_keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
         settings = EngineSettings(
             rank=0,
             world_size=1,
@@ -144,7 +140,7 @@ class Tiers:
             overrides=config.lmcache,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         )
-        self._rank = RankTiers(settings, [part], redis, probe_keys=probe_keys, clock=clock)
+        self._rank = RankTiers(settings, [part], redis, None, probe_keys(config, probe_root), clock)
         self._lookup: BackgroundLookup | None = None
         if redis_config is not None:
             lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)
@@ -158,7 +154,7 @@ class Tiers:
         )
         while self._rank.is_calibrating:
             time.sleep(0.01)
-        self._policy.calibrate([self._rank.calibration()])
+        self._policy.observe_measured([self._rank.measured()])
         self._last_job = 0
 
     def __str__(self) -> str:
@@ -302,7 +298,7 @@ class Tiers:
         """What jobs, forward passes and probes have told since the last call."""
         self._settle()
         probe, timer = self._rank.probe, self._rank.timer
-        report = RankReport(0, (), (), forwards=timer.take(), redis=probe.take())
+        report = RankReport(0, (), (), forwards=timer.take(), measured=probe.take())
         self._policy.observe_reports([report])
         if self._policy.probes.take():
             probe.request()
@@ -323,7 +319,7 @@ class Tiers:
         if isinstance(answer, Pending):
             pending.cancel()
             return frozenset()
-        return answer.places
+        return answer
 
     def _count(self, **more: int) -> None:
         counts = self.counts

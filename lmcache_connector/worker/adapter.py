@@ -75,7 +75,7 @@ class WorkerSettings:
 
     engine: EngineSettings
     parts: tuple[PartLayout, ...]
-    probe_keys: tuple[bytes, ...] = ()
+    probe_keys: Sequence[bytes] = ()
     configuration: tuple[tuple[str, str], ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
@@ -400,17 +400,17 @@ class WorkerAdapter:
         num_changes = self._weights.changes.number  # before what it may be about
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
-        forwards, redis = self._timer.take(), self._probe.take()
+        forwards, measured = self._timer.take(), self._probe.take()
         self._count(ended, events)
         weights, adapters = self._weights.take(), self._lora_loads.take()
-        if not (ended or events or forwards or redis or written or adapters or weights or start):
+        if not (ended or events or forwards or measured or written or adapters or weights or start):
             return None
         return RankReport(
             rank=self._settings.engine.rank,
             events=events,
             results=_results(ended),
             forwards=forwards,
-            redis=redis,
+            measured=measured,
             written=written,
             adapters=adapters,
             weights=weights,
@@ -430,7 +430,7 @@ class WorkerAdapter:
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
-            self._tiers.calibration(),
+            self._tiers.measured(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",

@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ from lmcache_connector.config.warnings import (
     size_warnings,
 )
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
@@ -46,6 +44,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBE_CHUNKS = 8
 _LEASED_SHARE = 1 / 8
 """Of the CPU tier, what answers to slow peers may keep from being evicted."""
 _IN_ORDER = ("uni", "mp", "external_launcher")
@@ -81,12 +79,31 @@ def build_worker(
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     ranks_on_host = vllm_config.parallel_config.local_world_size
     config = config.fitted(model.chunk_size, ranks_on_host)
-    settings = replace(
-        _worker_settings(config, model, vllm_config, kv_events),
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    root = {"namespace": config.namespace, **model.configuration}
+    settings = WorkerSettings(
+        engine=EngineSettings(
+            rank=model.rank,
+            world_size=model.world_size,
+            rank_gib=config.rank_gib,
+            overrides=config.lmcache,
+            tenant_share=config.tenant_share,
+            pin_share=config.pin_share,
+            report_writes=kv_events,
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
+            announces=loads and loads_in_step(config, vllm_config),
+            owners=model.owners,
+        ),
+        parts=model.parts,
+        probe_keys=[part_key(key, 0, len(model.parts)) for key in probe_keys(config, root)]
+        if loads
+        else (),
+        configuration=tuple(sorted(model.configuration.items())),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
         lease_seconds=config.lease_seconds,
-        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        loads=loads,
     )
     doubt = cuda_code_warning()
     if doubt is not None:
@@ -108,7 +125,6 @@ def build_worker(
             banner(
                 config,
                 fingerprint(model.configuration),
-                model.chunk_size,
                 _geometries(model),
                 worker.self_test,
                 worker.redis_is_away,
@@ -120,7 +136,6 @@ def build_worker(
 def banner(
     config: ConnectorConfig,
     model: str,
-    chunk_size: int,
     geometries: PartGeometries,
     self_test: SelfTestResult | None,
     redis_is_away: bool = False,
@@ -135,7 +150,7 @@ def banner(
         f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {model[:12]}",
-        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
+        f"chunks of {config.chunk_size} tokens, {sizes} MiB per rank",
         f"compute_or_load {config.compute_or_load}",
     ]
     if self_test is not None:
@@ -146,51 +161,11 @@ def banner(
     return "LMCacheTieredConnector: " + ", ".join(parts)
 
 
-def _worker_settings(
-    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, kv_events: bool
-) -> WorkerSettings:
-    assert vllm_config.kv_transfer_config is not None
-    loads = vllm_config.kv_transfer_config.is_kv_consumer
-    return WorkerSettings(
-        engine=EngineSettings(
-            rank=model.rank,
-            world_size=model.world_size,
-            rank_gib=config.rank_gib,
-            overrides=config.lmcache,
-            tenant_share=config.tenant_share,
-            pin_share=config.pin_share,
-            report_writes=kv_events,
-            pace=Pace.for_lifetime(config.redis_ttl_seconds),
-            shares_memory=config.host_sharing,
-            announces=loads and loads_in_step(config, vllm_config),
-            owners=model.owners,
-        ),
-        parts=model.parts,
-        probe_keys=_probe_keys(config, model) if loads else (),
-        configuration=tuple(sorted(model.configuration.items())),
-    )
-
-
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
     is_wanted = config.loads_in_step
     if is_wanted is None:
         is_wanted = vllm_config.device_config.device_type == "cpu"
     return is_wanted and vllm_config.parallel_config.distributed_executor_backend in _IN_ORDER
-
-
-def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
-
-    They hold noise of the right size, so instances with other weights may share them, but not those
-    that write other forms of values: that of the model's first part, of which most is loaded.
-    """
-    if config.compute_or_load == "always":
-        return ()
-    root = {"namespace": config.namespace, **model.configuration}
-    hasher = PrefixHasher(root, model.chunk_size, config.hash_key_bytes)
-    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
-    keys = [hasher.root_key({"probe": i, **form}) for i in range(_NUM_PROBE_CHUNKS)]
-    return tuple(part_key(key, 0, len(model.parts)) for key in keys)
 
 
 def _redis_tier_maker(

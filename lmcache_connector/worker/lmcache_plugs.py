@@ -352,5 +352,5 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
 
 
 def chunk_key_of(key: CacheEngineKey) -> bytes:
-    """The key of the plan that LMCache knows under that name."""
+    """The chunk key, which our token database hands to LMCache as an integer."""
     return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")

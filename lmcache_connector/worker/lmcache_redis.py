@@ -22,11 +22,10 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Fetched, PeerSource, Tier
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
+from lmcache_connector.worker.lmcache_plugs import ValueSizes, chunk_key_of, value_bytes
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -160,7 +159,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
-                if is_trusted and not self.is_elsewhere(chunk_key(keys[index])):
+                if is_trusted and not self.is_elsewhere(chunk_key_of(keys[index])):
                     self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
             else:
@@ -197,11 +196,11 @@ class RedisStoragePlugin(StoragePluginInterface):
         context = self._contexts.store
         pairs = zip(keys, objs, strict=True)
         for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
-            if context.wanted is not None and chunk_key(key) not in context.wanted:
+            if context.wanted is not None and chunk_key_of(key) not in context.wanted:
                 continue
             memory.ref_count_up()
             on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
-            self._tier.put(chunk_key(key), self._value(key, memory), on_end, order)
+            self._tier.put(chunk_key_of(key), self._value(key, memory), on_end, order)
 
     # Redis evicts by itself, and its values belong to all instances: nothing to pin or remove.
 
@@ -225,7 +224,7 @@ class RedisStoragePlugin(StoragePluginInterface):
     ) -> list[bool]:
         """Read each chunk into its object from the first source that has it. Returns whether each
         was read. Every source but the last gets half of the time that is left."""
-        names = [chunk_key(key) for key in keys]
+        names = [chunk_key_of(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
         elsewhere = [i for i in left if self._peers is not None and self.is_elsewhere(names[i])]
@@ -257,7 +256,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         return hits
 
     def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:
-        return value_bytes(memory, self._sizes.geometries.of(chunk_key(key)))
+        return value_bytes(memory, self._sizes.geometries.of(chunk_key_of(key)))
 
     def _allocate(
         self, keys: Sequence[CacheEngineKey], indices: Sequence[int]
@@ -265,7 +264,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         """An object for the key at each leading index, up to the first that finds no memory."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
-            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key(keys[index])))
+            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key_of(keys[index])))
             memory = self.local_cpu_backend.allocate(shape, torch.uint8, busy_loop=False)
             if memory is None:
                 break
@@ -285,14 +284,9 @@ class _StoreEnd:
     def __call__(self, stored: bool) -> None:
         self.memory.ref_count_down()
         if self.on_done is not None:
-            self.on_done(chunk_key(self.key), stored)
+            self.on_done(chunk_key_of(self.key), stored)
         if stored and self.on_complete is not None:
             self.on_complete(self.key)
-
-
-def chunk_key(key: CacheEngineKey) -> bytes:
-    """The chunk key, which our token database hands to LMCache as an integer."""
-    return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")
 
 
 def _half(deadline: float) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.copy_kv_blocks.copier import Fence, make_copier
 from lmcache_connector.plans import (
     AuditJob,
-    Calibration,
+    Fetched,
     ForwardTime,
     JobResult,
     LayerDifference,
@@ -26,7 +26,7 @@ from lmcache_connector.plans import (
     PrefetchJob,
     PrefillWork,
     StoreJob,
-    TransferTime,
+    Tier,
 )
 from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -102,12 +102,12 @@ class RankTiers:
         """Whether Redis is being measured for the first time, which takes 2 s at most."""
         return self.probe.is_busy and self._clock() < self._probe_until
 
-    def calibration(self) -> Calibration:
-        """What was measured at start, to be asked for once."""
-        local = None
-        if self.self_test is not None:
-            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        return Calibration(local, self.probe.first(_FIRST_PROBE_SECONDS))
+    def measured(self) -> tuple[Fetched, ...]:
+        """What was loaded at start to measure the tiers, to be asked for once."""
+        found = self.probe.first(_FIRST_PROBE_SECONDS)
+        if (test := self.self_test) is not None:
+            found = (Fetched(Tier.CPU, test.num_bytes, test.load_seconds), *found)
+        return found
 
     def stop(self, seconds: float) -> bool:
         """End what runs; each kind of it gets ``seconds``. False if some was left behind, which may

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.plans import TransferTime
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.plans import Fetched, Tier
 from lmcache_connector.threads import Background
 
 if TYPE_CHECKING:
@@ -32,6 +34,21 @@ _CONNECT_SECONDS = 0.5
 """After the start it takes a moment until the tier is connected."""
 _RETRY_SECONDS = 0.01
 _WRITE_SECONDS = 10.0
+_NUM_CHUNKS = 8
+
+
+def probe_keys(config: ConnectorConfig, root: Mapping[str, object]) -> list[bytes]:
+    """Keys of chunks that measure Redis for the model that ``root`` names; none if every hit is
+    loaded however slow it is.
+
+    They hold noise of the right size, so instances with other weights may share them, but not those
+    that write other forms of values.
+    """
+    if config.compute_or_load == "always":
+        return []
+    hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
+    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
+    return [hasher.root_key({"probe": i, **form}) for i in range(_NUM_CHUNKS)]
 
 
 class RedisProbe:
@@ -68,17 +85,18 @@ class RedisProbe:
     def is_busy(self) -> bool:
         return not self._task.is_done
 
-    def take(self) -> TransferTime | None:
-        """What was measured since the last call; ``None`` if nothing was."""
+    def take(self) -> tuple[Fetched, ...]:
+        """What was measured since the last call: reads of many bytes before those of few. One of
+        none: Redis answers, and there was nothing to read."""
         if not self._task.is_done:
-            return None
+            return ()
         self.has_news = False
         result, self._task.value = self._task.value, None
-        return result
+        return result or ()
 
-    def first(self, seconds: float) -> TransferTime | None:
+    def first(self, seconds: float) -> tuple[Fetched, ...]:
         """The first measurement; if it is under way still, that nothing came in ``seconds``."""
-        return TransferTime(0, seconds) if self.is_busy else self.take()
+        return (Fetched(Tier.REDIS, 0, seconds, True),) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:
         """Bounded: a read ends at its deadline, or when this cancels it."""
@@ -88,7 +106,7 @@ class RedisProbe:
     def _tell(self) -> None:
         self.has_news = True
 
-    def _measure(self) -> TransferTime:
+    def _measure(self) -> tuple[Fetched, ...]:
         started = self._clock()
         one = self._read_once_connected(started + _CONNECT_SECONDS)
         many, missing = self._read_all(one)
@@ -96,14 +114,16 @@ class RedisProbe:
             self._read(len(self._keys))  # what was missing has cost the connections
             one = self._read(1)
             many, missing = self._read_all(one)
-        seconds = self._clock() - started
         if one.cut_off:
-            return TransferTime(0, seconds)
-        if not one.hits[0]:
-            return TransferTime(0, seconds, latency_seconds=one.seconds)
-        if missing:  # asking for those has cost time, which says nothing of Redis' speed
-            return TransferTime(self._chunk_bytes, one.seconds)
-        return _line(one.seconds, sum(many.hits), many.seconds, self._chunk_bytes)
+            return (Fetched(Tier.REDIS, 0, self._clock() - started, True),)
+        of_one = Fetched(Tier.REDIS, self._chunk_bytes * one.hits[0], one.seconds)
+        # Asking for what is missing has cost time, which says nothing of Redis' speed.
+        if missing or sum(many.hits) < 2:
+            return (of_one,)
+        of_many = Fetched(Tier.REDIS, self._chunk_bytes * sum(many.hits), many.seconds)
+        if many.seconds <= one.seconds:  # noise hides the bandwidth
+            return (of_many,)
+        return of_many, of_one
 
     def _read_once_connected(self, until: float) -> ReadResult:
         """The first chunk. After the start it takes a moment until there is a connection."""
@@ -157,9 +177,11 @@ class NoProbe:
 
     def request(self) -> None: ...
 
-    def take(self) -> None: ...
+    def take(self) -> tuple[()]:
+        return ()
 
-    def first(self, seconds: float) -> None: ...
+    def first(self, seconds: float) -> tuple[()]:
+        return ()
 
     def close(self, seconds: float) -> None: ...
 
@@ -172,15 +194,3 @@ def _noise(dtype: str, num_bytes: int) -> memoryview:
     noise = torch.zeros(num_bytes, dtype=torch.uint8)
     noise[: count * kind.itemsize] = numbers.to(kind).view(torch.uint8)
     return memoryview(noise.numpy())
-
-
-def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:
-    """Latency and bandwidth, from a read of one chunk and one of ``num_chunks``.
-
-    If more chunks took no longer, noise hides the bandwidth: half of the time counts as latency.
-    """
-    if num_chunks < 2:
-        return TransferTime(chunk_bytes, one_seconds)
-    chunk_seconds = (seconds - one_seconds) / (num_chunks - 1)
-    latency = max(0.0, one_seconds - chunk_seconds) if chunk_seconds > 0 else seconds / 2
-    return TransferTime(num_chunks * chunk_bytes, seconds, latency)
