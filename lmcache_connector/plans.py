@@ -222,7 +222,7 @@ class LoadJob(_Runs):
 
 @dataclass(frozen=True, slots=True)
 class PrefetchJob(_Runs):
-    """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
+    """Bring chunks from Redis or peers to the CPU tier for a request that waits in vLLM's queue.
 
     No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads for
     ``deadline_seconds``, and may then take as long. What comes is ``tenant``'s, see

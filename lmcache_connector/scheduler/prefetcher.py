@@ -1,4 +1,4 @@
-"""What is fetched from Redis while a request waits in vLLM's queue, so that it finds it in memory.
+"""What is fetched while a request waits in vLLM's queue, so that the request finds it in memory.
 
 A request that vLLM could not schedule in a step waits for others. Chunks of its hit that Redis has
 and memory lacks come into the CPU tier meanwhile, in jobs of a few chunks: a load that wants the

@@ -8,10 +8,10 @@ a slower one it has nothing to do with:
 - the *audit lane* runs audits, which begin as stores do and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
 - *fetch lanes* run loads that may need Redis or a peer;
-- the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and begins
+- the *prefetch lane* fetches chunks into the CPU tier, one job after the other, and begins
   none while a load that may fetch waits or runs.
 
-A load waits for the store it relies on. A load from Redis whose chunks another job is bringing
+A load waits for the store it relies on. A load whose chunks another job is fetching
 waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
 fetched once. A load into blocks that a forward pass still uses waits for that pass: not on a lane,
 where it would hold up others, and not on its deadline's time, as recompute would wait as well.
@@ -269,7 +269,7 @@ class JobQueue:
             self._store_came.notify_all()
 
     def _brings(self, waiting: _Waiting) -> bool:
-        """Whether a lane brings chunks from Redis."""
+        """Whether a lane fetches chunks."""
         return waiting is self._fetching_loads or waiting is self._prefetches
 
     def _end_overdue(self) -> None:

@@ -86,7 +86,7 @@ _MAX_PLANS_AWAITED = 16  # for one value
 
 
 class LMCacheEngineAdapter:
-    """One rank's CPU tier, and Redis behind it.
+    """One rank's CPU tier, and the tiers behind it.
 
     ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory. A job may
     name other caches of the same geometries instead, where KV has no fixed place. ``redis_tier`` is
@@ -216,7 +216,7 @@ class LMCacheEngineAdapter:
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        self._use(job)  # what comes from Redis shall push out other chunks
+        self._use(job)  # what is fetched shall push out other chunks
         for transfer in transfers:
             keys = transfer.run.keys
             num_bytes = self._bytes_missing(keys) if job.may_fetch else 0
@@ -285,7 +285,7 @@ class LMCacheEngineAdapter:
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
-        """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
+        """Bring what the CPU tier lacks of the job's chunks from Redis or peers, if there are any.
         ``deadline`` is a reading of ``time.monotonic``."""
         missing = [key for key in job.keys if self._is_missing(key)]
         if self._plugin is None or not missing:

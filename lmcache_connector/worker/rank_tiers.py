@@ -150,7 +150,7 @@ class RankTiers:
             )
             moved, differences = JobTransfer.of([audit]), audit.differences
         elif isinstance(job, PrefetchJob):
-            # What it has waited behind loads says nothing of Redis, which would look stalled.
+            # What it has waited behind loads says nothing of a tier, which would look stalled.
             moved = self.engine.fetch(job, cancelled, started + job.deadline_seconds)
         elif isinstance(job, StoreJob):
             moved = self.engine.store(job, queued.fence, cancelled, context.gate, context.parts)

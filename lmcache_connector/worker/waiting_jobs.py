@@ -5,7 +5,7 @@
     behind a forward pass -> ready -> begun
                               |  ^
                               v  |
-    behind a store, or behind a chunk that a lane is bringing from Redis
+    behind a store, or behind a chunk that a lane is fetching
 
 A load is looked at when it is the next one, and when what it waits for has ended: what else waits
 costs nothing. Of the loads that wait for one chunk, one is called when the chunk has come: as it
@@ -162,7 +162,7 @@ class WaitingStores(deque[QueuedJob]):
 
 class WaitingLoads:
     """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of those that have not ended.
-    ``brought``: the chunks that lanes are bringing from Redis."""
+    ``brought``: the chunks that lanes are fetching."""
 
     def __init__(self, open_jobs: Collection[int], brought: Collection[bytes]) -> None:
         self._open_jobs = open_jobs
