@@ -209,7 +209,7 @@ class StorePlanner:
         """Of each part what a load that ends with the tail needs of it, unless it is gone from one
         of them, or there already."""
         parts, size, runs = self.settings.parts, self.settings.chunk_size, list[PartRun]()
-        start, num_parts = tail.chunk * size, len(parts)
+        start, num_parts, num_owners = tail.chunk * size, len(parts), self.index.num_owners
         for number, part in enumerate(parts):
             key = part_key(tail.key, number, num_parts)
             first = first_token_to_load(part, start, tail.end)
@@ -223,7 +223,9 @@ class StorePlanner:
                     chunks=(tail.chunk,),
                     block_ids=blocks,
                     skip_blocks=(first - start) // part.block_size,
-                    parents=self._parents(state, number, (tail.chunk,), (key,)),
+                    parents=parents_of_part(
+                        parts, number, state.keys.keys, (tail.chunk,), (key,), num_owners(number)
+                    ),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -246,18 +248,12 @@ class StorePlanner:
         return PartRun(
             part=part,
             keys=tuple(own),
-            parents=self._parents(state, part, chunks, own),
+            parents=parents_of_part(parts, part, keys, chunks, own, self.index.num_owners(part)),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
             ),
         )
-
-    def _parents(
-        self, state: RequestState, part: int, chunks: Sequence[int], keys: Sequence[bytes]
-    ) -> tuple[bytes, ...]:
-        parts, num_owners = self.settings.parts, self.index.num_owners(part)
-        return parents_of_part(parts, part, state.keys.keys, chunks, keys, num_owners)
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:
