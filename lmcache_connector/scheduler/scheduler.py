@@ -214,7 +214,7 @@ class Scheduler:
         if not (self.settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
-        if self.transfers.find(state, self._wait) is PENDING:
+        if self.transfers.find(state, num_computed_tokens, self._wait) is PENDING:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:

@@ -113,11 +113,13 @@ class Transfers:
             return False
         return True
 
-    def find(self, state: RequestState, wait: StepWait) -> Pending | None:
-        """Learn which chunks of the request can be had. ``PENDING``: ask again."""
+    def find(self, state: RequestState, num_computed_tokens: int, wait: StepWait) -> Pending | None:
+        """Learn which chunks of the request can be had behind the computed tokens. ``PENDING``: ask
+        again."""
         name = state.request.request_id
         source = self._sources.pop(name, None)
-        if source is not None and self.watch is not None:
+        num_chunks = num_computed_tokens // self.settings.chunk_size
+        if source is not None and self.watch is not None and state.keys.loadable[num_chunks:]:
             seconds, keys = self.settings.lookup_seconds, self._told(state.keys.loadable)
             self._awaited[name] = self.watch.ask(source, "", seconds, keys)
         awaited = self._awaited.get(name)
