@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1285},
-    {"integrations": 440, "scheduler": 3785, "worker": 4190},
+    {"integrations": 440, "scheduler": 3795, "worker": 4190},
     {"lookup": 815, "vllm_compat": 2555},
-    {"config": 780, "copy_kv_blocks": 1200, "peers": 2940},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2945},
     {
         "audit": 345,
         "cost_model": 1380,

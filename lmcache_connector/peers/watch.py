@@ -128,6 +128,7 @@ class _Guest:
         self._asked: Question | None = None  # one whose answer is waited for
         self._has_more = False  # to say, since what is said now was put together
         self._is_nudged = False
+        self._is_late = False  # somebody had no time left to wait for the answer
         self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -135,7 +136,9 @@ class _Guest:
     def add(self, awaited: Awaited) -> bool:
         """False if the thread has ended."""
         with self._changed:
-            if not self.is_ended:
+            if self._is_late and not awaited.transfer_id:
+                awaited.settle(Offered(cause=Cause.DEADLINE))
+            elif not self.is_ended:
                 self._open.append(awaited)
                 self._nudge()
             return not self.is_ended
@@ -144,6 +147,8 @@ class _Guest:
         with self._changed:
             if awaited in self._open:
                 self._open.remove(awaited)
+                was_late = awaited.answer is not None and awaited.answer.cause is Cause.DEADLINE
+                self._is_late |= was_late and not awaited.transfer_id
             if awaited.transfer_id:
                 self._read.append(awaited.transfer_id)
             self._nudge()
@@ -189,6 +194,7 @@ class _Guest:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
+            self._is_late = False
             if not (self._open or self._read or self.is_ended):
                 self._changed.wait(_IDLE_SECONDS)
             self.is_ended |= not (self._open or self._read)

@@ -148,6 +148,11 @@ class Transfers:
         )
         return None
 
+    def turn_down(self, state: RequestState) -> None:
+        """Others have more of the request than the instance that it names."""
+        state.source, state.lookup.offered_keys = None, frozenset()
+        self.let_go(state.request.request_id)
+
     def let_go(self, request_id: str) -> None:
         """The request needs no more from elsewhere."""
         self._sources.pop(request_id, None)

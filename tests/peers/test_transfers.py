@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from tests.support.clock import Clock
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+from tests.support.waits import within
 
 KEYS = tuple(map(chunk_key, range(6)))
 NUM_HELD = 4
@@ -345,6 +347,18 @@ def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChun
     with serving(chunks) as server:
         assert answer_of(watch.ask(at(server), "", 60.0, KEYS)).holds(KEYS[0])
     assert len(watch._guests) <= watch_module._MAX_GUESTS
+
+
+def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Address("127.0.0.1", silent.getsockname()[1])
+        first = watch.ask(source, "", 60.0, KEYS)
+        with silent.accept()[0]:
+            first.settle(Offered(cause=Cause.DEADLINE))
+            watch.done(first)
+            assert answer_of(watch.ask(source, "", 60.0, KEYS), 0.0).cause is Cause.DEADLINE
+            assert watch.ask(source, "t", 60.0).answer is None
+            assert within(20.0, lambda: watch.ask(source, "", 60.0, KEYS).answer is None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
