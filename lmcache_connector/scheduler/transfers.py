@@ -90,7 +90,7 @@ class Transfers:
             part = self.settings.router.part_in(name, request.kv_transfer_params)
         except ValueError as error:
             self.tally.count("p2p_malformed_requests")
-            logger.warning("Request %s is computed here: %s", name[:256], error)
+            logger.warning("Request %.256r is computed here: %s", name, error)
             return
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
