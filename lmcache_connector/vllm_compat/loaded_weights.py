@@ -329,8 +329,8 @@ class _HiddenWeights:
             setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self, models: dict[str, torch.nn.Module], since: float) -> Iterator[bytes]:
-        """Digests of layers by module name, since a reload makes them in another order; then, in order
-        of creation, of layers made after ``since`` that no module refers to."""
+        """Digests of layers by module name, since a reload changes their order; then, in order of
+        creation, of layers made after ``since`` that no module refers to."""
         shown = set()
         for title, model in models.items():
             for name, module in model.named_modules():
