@@ -32,7 +32,7 @@ _ASK_SECONDS = 0.1
 _CONNECT_SHARE = 0.1
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.05, 1.0
 _AWAY_SECONDS = 60.0
-"""How long no load is assigned to a rank of this engine whose memory could not be read."""
+"""How long this rank stores its own copies of chunks whose owner it could not read."""
 
 
 class PeerTier:

@@ -2,7 +2,7 @@
 
 ::
 
-    announced -> coming: stores in progress -> over: chunks known -> read, or lease expired
+    announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
 A transfer pins its chunks, within a limit that all transfers share. It ends when every instance
 that asked for it has read it, or nobody has asked for ``lease_seconds``. The engine's step and the
@@ -29,8 +29,8 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(slots=True)
 class _Transfer:
-    """``leases`` by key, ``None`` for a chunk that is not pinned. ``open_jobs``: the store jobs the
-    transfer ends after; ``None``: more may follow. ``until``: expiry, on the clock."""
+    """``leases`` by key, ``None`` for a chunk that is not pinned. ``open_jobs``: store jobs that
+    complete the transfer; ``None``: more may follow. ``until``: expiry, on the clock."""
 
     until: float
     leases: dict[bytes, Lease | None] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _Transfer:
 
 class Transfers:
     """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
-    a transfer is over. ``has_news``: `take_finished` would return something; a plain attribute,
+    a transfer is complete. ``has_news``: `take_finished` would return something; a plain attribute,
     polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
@@ -111,8 +111,8 @@ class Transfers:
     # -- readers --------------------------------------------------------------------------------
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
-        """Concatenated key prefixes of the chunks of a transfer that is over. The chunks stay
-        pinned until `done`."""
+        """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
+        until `done`."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:

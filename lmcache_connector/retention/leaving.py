@@ -6,10 +6,10 @@
            ^                                      |                                            |
            '----------------- used again ---------'--------------------------------------------'
 
-A load that the scheduler side planned inside a step must find its chunks. It plans no such loads of
-leaving chunks, and each plan says which reports it knew. Plans arrive in order. So once a plan has
-arrived that knew of a chunk's announcement, all earlier plans have run, and no later one loads the
-chunk inside a step. For loads beside the steps, a leaving chunk is a hit like any other.
+A load inside a step must find its chunks. So the scheduler side plans no such load of a leaving
+chunk, and each plan says which reports it knew. Plans arrive in order: once a plan has arrived that
+knew of a chunk's announcement, all earlier plans have run, and no later one loads the chunk inside
+a step. For loads beside the steps, a leaving chunk is a hit like any other.
 
 If LMCache's controller removes a chunk from the tier before it may go, the chunk is a miss from
 then on, but its memory is kept until it may go.

@@ -39,7 +39,7 @@ _MAX_AWAITED, _MAX_CLAIMS = 1024, 16
 _STORE_SECONDS = 60.0
 """How long a claim waits for its chunk to be stored."""
 _LOOKS = 64
-"""Bypassed chunks (in use at their turn) that an eviction considers first."""
+"""Passed-over chunks that an eviction considers first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
 _MAX_HOLD_SECONDS = 10.0
-"""A failed forward pass is not reported."""
+"""Limit of a hold on writes, since a failed forward pass is not reported."""
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:

@@ -281,8 +281,8 @@ def worker_on_stack() -> WorkerBase | None:
 
 def watch_loading() -> None:
     """Make each worker check the connector's settings, note its creation time, and digest weights
-    that vLLM hands to oneDNN. Called in every process of vLLM before models are loaded; imports
-    nothing new in processes without workers."""
+    that vLLM hands to oneDNN. Called in every process of vLLM before models are loaded; does not
+    import vLLM's workers."""
     workers = sys.modules.get("vllm.v1.worker.worker_base")
     if workers is not None and _MADE_AT not in vars(workers.WorkerBase):
         init = workers.WorkerBase.__init__
