@@ -113,7 +113,6 @@ class WeightNames:
             self._new_label = self._read()
 
     def take_question(self) -> int:
-        """The question for the plan being made."""
         question, self.question = self.question, 0
         return question
 

@@ -127,7 +127,6 @@ class ValueHeader:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes behind the header."""
         return self.compressed_bytes or self.payload_bytes
 
     def pack(self) -> bytes:

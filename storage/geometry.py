@@ -136,5 +136,4 @@ class PartGeometries:
 
     @property
     def largest(self) -> ChunkGeometry:
-        """The geometry with the largest chunk buffer."""
         return max(self.parts, key=lambda part: part.chunk_bytes)

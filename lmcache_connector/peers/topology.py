@@ -92,7 +92,6 @@ class PeerTopology(Topology):
 
     @property
     def num_ranks(self) -> int:
-        """Of this engine."""
         return self._greeting.num_ranks
 
     def prepare(self) -> None:

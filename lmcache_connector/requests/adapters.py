@@ -115,7 +115,6 @@ class LoadedAdapters:
         return self.question
 
     def take_question(self) -> int:
-        """The question for the plan being made."""
         question, self.question = self.question, 0
         return question
 

@@ -95,7 +95,6 @@ class EmbedsDigest:
 
 
 def mask_digest(mask: Any) -> str | None:
-    """Digest of a placeholder's mask; ``None`` without one."""
     if mask is None:
         return None
     hasher = blake3()

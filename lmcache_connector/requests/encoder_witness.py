@@ -29,7 +29,6 @@ class EncoderWitness:
         return len(self._inputs)
 
     def clear(self) -> None:
-        """Forget everything encoded so far."""
         self._inputs.clear()
 
     def next_step(

@@ -154,7 +154,6 @@ class RequestIdentifier:
         return reading.value == name and self.adapters.may_compute(request, name)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         opened = self._open.get(request.request_id)
         if opened is not None and opened.request is request:
             self._leave_queue(opened)

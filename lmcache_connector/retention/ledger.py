@@ -450,7 +450,6 @@ class Ledger:
         return tenant
 
     def _give(self, chunk: _Chunk, name: bytes) -> None:
-        """Assign the chunk to the tenant."""
         self._account(chunk, -chunk.num_bytes, -1)
         chunk.tenant = self._tenant(name)
         self._account(chunk, chunk.num_bytes, 1)

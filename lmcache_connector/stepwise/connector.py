@@ -68,7 +68,6 @@ class LMCacheConnector:
 
     @property
     def counts(self) -> Counts:
-        """Chunks looked up, restored and stored so far."""
         return self._paged.tiers.counts if self._paged is not None else Counts()
 
     def recv_kv_caches_and_hidden_states(

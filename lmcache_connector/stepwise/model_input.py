@@ -84,7 +84,6 @@ class ModelInput:
             start += seq_len
 
     def with_query_lens(self, query_lens: Sequence[int]) -> ModelInput:
-        """The same sequences with fewer tokens to compute."""
         return replace(self, query_lens=tuple(query_lens))
 
     @property

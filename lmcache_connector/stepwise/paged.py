@@ -71,7 +71,6 @@ class PagedSequences:
         return row.wanted_from // size * size > row.context_len
 
     def completes_chunks(self, row: Row) -> bool:
-        """Whether the row's forward pass completes a chunk."""
         size = self._config.chunk_size
         return row.context_len // size < len(row.token_ids) // size
 

@@ -108,7 +108,6 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
 
     @property
     def counts(self) -> Counts:
-        """Chunks looked up, restored and stored so far."""
         return self._paged.tiers.counts
 
     def close(self) -> None:

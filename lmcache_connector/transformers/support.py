@@ -83,7 +83,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """All rope types, at any depth."""
     if isinstance(config, dict):
         for name, value in config.items():
             if name == "rope_type" and isinstance(value, str):

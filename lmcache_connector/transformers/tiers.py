@@ -98,7 +98,6 @@ class KVTiers(AbstractContextManager["KVTiers"]):
 
     @property
     def counts(self) -> Counts:
-        """Chunks looked up, restored and stored so far."""
         return self._tiers.counts
 
     @property

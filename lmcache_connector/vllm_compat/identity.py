@@ -172,7 +172,6 @@ def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:
 
 
 def fingerprint(digests: Mapping[str, str]) -> str:
-    """One hexadecimal digest of all."""
     return _digest(dict(digests))
 
 

@@ -81,7 +81,6 @@ class RedisTierConfig:
 
     @property
     def ttl_options(self) -> tuple[bytes, ...]:
-        """``PX`` and the lifetime, or nothing."""
         if self.ttl_seconds is None:
             return ()
         return (b"PX", b"%d" % round(self.ttl_seconds * 1000))
@@ -102,5 +101,4 @@ class ValuePlan:
         return self._stripes[self.geometries.index_of(key)]
 
     def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
-        """Header of the value that holds ``stripe`` of ``key``."""
         return stripe_header(self.geometries.of(key), stripe, key, keyed=self.sealer.keyed)

@@ -79,7 +79,6 @@ class Servers:
         return self._of(self._pauses, node)
 
     def is_paused(self, node: Node) -> bool:
-        """Whether the node refused a write a moment ago."""
         return (self.pause(node).seconds_until_retry() or 0.0) > 0.0
 
     def any_paused(self) -> bool:

@@ -137,7 +137,6 @@ class RedisLookup:
         return questions
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
-        """The commands that ask for ``keys``."""
         names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
         return b"".join(command(b"EXISTS", *each) for each in names)
 

@@ -121,7 +121,6 @@ class Batch:
         return good
 
     def received(self) -> bytes:
-        """The bytes received for the remaining requests."""
         return b"".join(self.views())[: self._received]
 
 

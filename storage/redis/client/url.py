@@ -71,7 +71,6 @@ class RedisAddress:
         return {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
 
     def sentinel_login(self) -> tuple[str | None, str | None]:
-        """User and password for the sentinels."""
         return self.options.get("sentinel_username"), self.options.get("sentinel_password")
 
     def redact(self, error: object) -> str:
