@@ -412,7 +412,7 @@ class RankStart:
     model, sorted by name. ``layer_widths``: bytes per token and head, for each layer of each part;
     the scheduler's process sees only one of the layers that share a KV cache group. ``measured``:
     the CPU tier by the self-test, Redis by a probe. ``formats``: storage formats of the first
-    part's layers. ``changes_at``: address of the rank's :class:`ChangeCount`; empty if it makes no
+    part's layers. ``changes_at``: path of the rank's :class:`ChangeCount`; empty if it makes no
     loads inside a step. ``reads``: ranks whose memory this rank reads, and whose chunks it
     therefore does not store.
     """
@@ -434,8 +434,8 @@ class RankReport:
     without one. ``measured``: by a probe. ``written``: chunks whose values this rank has put into
     or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters were
     loaded or asked for. ``weights``: set if the weights may have changed or were read.
-    ``num_changes``: the rank's :class:`ChangeCount`; the reports up to this one tell of every
-    change counted.
+    ``num_changes``: the rank's :class:`ChangeCount`; every change counted is in this report or
+    an earlier one.
     """
 
     rank: int

@@ -80,8 +80,8 @@ LoadDeadline = Annotated[float, Field(gt=0, le=3600)]
 
 
 class ConnectorConfig(StrictSettings):
-    """All settings of the connector. What is written below each is docs/settings.md, which
-    ``python -m tests.support.settings_page`` writes."""
+    """All settings of the connector. Their docstrings become docs/settings.md by
+    ``python -m tests.support.settings_page``."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """The unit of look-up, storage and eviction. A multiple of vLLM's block sizes; by default

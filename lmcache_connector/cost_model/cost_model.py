@@ -6,9 +6,9 @@ see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in
 last tokens attend to the most, and load time is linear in bytes. So the minimum lies at the end of
 a run of chunks from one tier: only these prefixes are compared, and the longest one that the
 deadline cap allows. A load counts as 1.3 times its prediction, plus the deadline times the share of
-failed loads, and must cost 5 % less than the compute that it saves. Compute delays every request
-that waits for its first token. So the more requests wait, the less the steps lost by a load and the
-loads ahead of it count, down to the load alone.
+failed loads, and must cost 5 % less than the compute that it saves. Lost steps and queueing delay
+one request, but compute delays every request that waits for its first token: so these two costs are
+divided by the number of requests that wait, this one included.
 
 The deadline, counted from the decision. Let ``C`` be the time to compute everything, ``R`` the
 compute left after the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that delivers

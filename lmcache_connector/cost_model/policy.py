@@ -46,7 +46,7 @@ from lmcache_connector.plans import (
 )
 
 _FRESH_SECONDS = 60.0
-"""Requests that could use Redis have it probed if nothing was heard from it for so long."""
+"""Redis is probed for requests that could use it if its last measurement is older."""
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 60.0
 """Pause between two probes; doubles while probes change nothing."""
 
@@ -75,7 +75,7 @@ class ProbePace:
         self.is_wanted = True
 
     def restart(self) -> None:
-        """A probe has changed the picture: the next ones may come soon."""
+        """A probe has ended a stall: the next probes may come soon."""
         self._pause = _MIN_PAUSE_SECONDS
 
     def take(self) -> bool:
@@ -98,7 +98,7 @@ _MIN_LOOKUP_SECONDS = 0.002
 _IN_STEP_SHARE = 0.2
 """Longest delay of a step by copies for requests that begin with it, as a share of the step."""
 _MAX_IN_STEP_SECONDS = 0.05
-"""Longest copy inside an empty step: a request that arrives meanwhile waits for the copy."""
+"""Longest copy inside a step, even an empty one: a request that arrives meanwhile waits."""
 _LATE_WEIGHT = 0.3
 """Weight of the last load from memory in how late loads begin, compared with the prediction."""
 _FORGET_LATE_SECONDS = 60.0

@@ -39,7 +39,7 @@ class TierSpeed:
 
     ``known`` is false until a load was measured. ``stalled`` is true from a load that hung or broke
     until the next one that arrived. If a tier is not ``probed``, only a request's load can show the
-    end of a stall, so the stall expires as other knowledge does.
+    end of a stall, so the stall expires like any outdated measurement.
     """
 
     def __init__(self, probed: bool = True) -> None:

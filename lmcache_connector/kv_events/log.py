@@ -7,7 +7,7 @@ is reported as removed when a lookup or load misses it. It also is when its life
 credit is lost.
 
 Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
-is in a tier or that an open job may put there.
+is in a tier, or that an open job may put there.
 """
 
 from __future__ import annotations

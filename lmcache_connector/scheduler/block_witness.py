@@ -117,8 +117,8 @@ class BlockWitness:
             state.witness.due_at = 0
 
     def disown(self) -> None:
-        """The KV in these blocks may be wrong: let no request hit it, neither here nor in vLLM's
-        prefix cache."""
+        """The KV in all vouched blocks may be wrong: no request may hit it any more, neither here
+        nor in vLLM's prefix cache."""
         if self._manager is not None:
             self._manager.block_pool.evict_blocks(set(self._lineages))
         self.forget()

@@ -46,7 +46,7 @@ class EngineStart:
         return self.hasher
 
     def is_awaited(self) -> bool:
-        """Whether a request waits for the hasher. If not, the request bypasses the connector."""
+        """Whether a request must wait for the hasher; if not, it bypasses the connector."""
         if self._is_given_up:
             return False
         if self._deadline is None:

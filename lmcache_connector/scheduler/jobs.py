@@ -112,8 +112,8 @@ class PlannedJobs:
         idle: bool,
         **news: Any,
     ) -> StepPlan | None:
-        """The plan of a step: everything added since the last plan, and ``news``, other fields of
-        the plan. ``None``, as for most decode steps: nothing. ``heard``: per rank, the adapters and
+        """The plan of a step: everything added since the last plan, and ``news``, further fields;
+        ``None`` if both are empty, as for most decode steps. ``heard``: per rank, the adapters and
         weights that are known."""
         added = self._loads or self._stores or self._prefetches
         if not (

@@ -67,8 +67,8 @@ class LoadPlanner:
             return 0
         load.offered_from = num_computed_tokens
         if load.is_second:
-            # Offer one retry only: vLLM reserves the blocks of a request whose load failed while
-            # it admits loads, and might never admit a third load of that request.
+            # One retry only: whenever vLLM admits a load, it reserves blocks for requests whose
+            # load has failed, and might never admit another load of such a request.
             load.is_allowed = False
         return num_tokens
 

@@ -103,7 +103,7 @@ class WitnessState:
     ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
-    the request was computed on from tokens not witnessed.
+    compute continued from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
@@ -142,7 +142,7 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class AuditSubject:
-    """What a first audit is due for. ``kinds``: has images, has embeddings. ``is_own``: this
+    """Each subject gets a first audit. ``kinds``: has images, has embeddings. ``is_own``: this
     instance computed the chunk."""
 
     root: bytes

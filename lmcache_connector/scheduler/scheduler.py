@@ -272,8 +272,8 @@ class Scheduler:
         self.policy.request_admitted(request.request_id, num_tokens)
 
     def compute(self, request: Request) -> None:
-        """Offer the request no load until it runs: its load failed, and a further load may need
-        more blocks than vLLM can reserve while it admits loads."""
+        """Offer the request no load until it runs: its load failed, and the blocks that vLLM
+        reserves for such requests may leave too few to admit a further load."""
         self._to_compute[request.request_id] = request
 
     def fetched_hit_tokens(self, request: Request) -> int:

@@ -227,7 +227,7 @@ class LMCacheEngineAdapter:
                 self._use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
-                # The other chunks were not asked for elsewhere.
+                # Other ranks were not asked for these chunks, which may still be there.
                 self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
                 if not cancelled.is_set():
                     self._changed.tell((first,))

@@ -73,7 +73,7 @@ class RankTiers:
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
         self.hold_writes: Callable[[float], None] = lambda until: None
-        """Delay writes to Redis until then (clock), where they would use the model's cores."""
+        """``hold_writes(until)`` delays writes to Redis that would use the model's cores."""
         if redis is not None and self.copier.shares_cores:
             self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)

@@ -99,7 +99,7 @@ class RedisProbe:
         return (Fetched(Tier.REDIS, 0, seconds, True),) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:
-        """Bounded: a read ends at its deadline, or here."""
+        """Bounded: a read ends at its deadline, or when the probe closes."""
         self._closed.set()
         self._background.close(seconds)
 

@@ -8,8 +8,8 @@
     behind a store, or behind a chunk that a lane is fetching from Redis
 
 A load is examined when it is first in line, and when its blocker has ended; otherwise waiting costs
-nothing. When a chunk has arrived, one of the loads that wait for it is made ready. That load may
-fetch the chunk itself, and the others would then wait for it again.
+nothing. When a chunk has arrived, one of the loads that wait for it is made ready. That load
+occupies the chunk while it runs, so the others would have to wait again.
 """
 
 from __future__ import annotations
