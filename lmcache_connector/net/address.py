@@ -1,4 +1,4 @@
-"""Addresses of peers: where one listens, where others are."""
+"""Addresses of peers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where rank 0 of an instance serves its chunks; rank r does r ports higher. ``is_dns``: the
-    name stands for as many instances as it has addresses."""
+    """Where rank 0 of an instance serves chunks; rank r listens r ports higher. ``is_dns``: one
+    instance per address that the name resolves to."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Address:
             raise ValueError(f"must be HOST:PORT: {error} comes first") from None
 
     def check(self) -> Address:
-        """Itself. Raises ``ValueError`` for what is no host."""
+        """Returns itself. Raises ``ValueError`` if ``host`` is no host."""
         is_host = _is_address(self.host) or _NAME.fullmatch(self.host)
         if not is_host or len(self.host) > 253 or not self.host.isprintable():  # a scope may be any
             raise ValueError("neither a host name nor an address")
