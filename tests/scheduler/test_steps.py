@@ -13,13 +13,13 @@ import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import (
-    Calibration,
+    Fetched,
     ForwardTime,
     PrefillWork,
     RankReport,
     RankStart,
     StepPlan,
-    TransferTime,
+    Tier,
 )
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
@@ -31,7 +31,7 @@ from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
 from tests.support.frames import product_frames
 
-CALIBRATIONS = tuple(Calibration(cpu=TransferTime(rank + 1, 1.0)) for rank in range(3))
+MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 
 
 def make(world_size: int, clock: Clock | None = None) -> EngineStart:
@@ -42,7 +42,7 @@ def make(world_size: int, clock: Clock | None = None) -> EngineStart:
 
 
 def report(rank: int, **configuration: str) -> RankReport:
-    start = RankStart(tuple(sorted(configuration.items())), CALIBRATIONS[rank])
+    start = RankStart(tuple(sorted(configuration.items())), MEASURED[rank])
     return RankReport(rank, (), (), start=start)
 
 
@@ -53,7 +53,7 @@ def test_requests_wait_for_the_last_rank() -> None:
     assert start.update([RankReport(1, (), ())]) == ()
     assert start.is_awaited()
     assert start.hasher is None
-    assert start.update([report(1, a="1")]) == CALIBRATIONS
+    assert start.update([report(1, a="1")]) == MEASURED
     assert start.hasher is not None
 
 
