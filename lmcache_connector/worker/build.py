@@ -1,4 +1,4 @@
-"""Builds the worker side of one rank from vLLM's configuration, our own, and the model."""
+"""Builds the worker side of one rank from the configuration, the model and vLLM's settings."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEASED_SHARE = 1 / 8
-"""Of the CPU tier, what answers to slow peers may keep from being evicted."""
+"""Share of the CPU tier that answers to slow peers may protect from eviction."""
 _IN_ORDER = ("uni", "mp", "external_launcher")
-"""Executors that call every rank in the order of the steps."""
+"""Executors that call every rank in step order."""
 
 
 def build_worker(
@@ -70,11 +70,10 @@ def build_worker(
     *,
     kv_events: bool,
 ) -> WorkerAdapter:
-    """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs what it finds.
+    """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs the result.
 
-    ``kv_caches``: the tensors vLLM registered, by layer name. ``kv_events``: report which chunks
-    have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
-    ``SelfTestError`` for what cannot be served.
+    ``kv_caches``: vLLM's registered tensors by layer name. ``kv_events``: report chunks written to
+    Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     ranks_on_host = vllm_config.parallel_config.local_world_size
@@ -140,7 +139,7 @@ def banner(
     self_test: SelfTestResult | None,
     redis_is_away: bool = False,
 ) -> str:
-    """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
+    """One line with the tiers, sizes, identity and self-test speeds; no secrets."""
     redis = config.redis_tier_config()
     away = " (not reachable yet)" if redis_is_away else ""
     sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
@@ -174,7 +173,7 @@ def _redis_tier_maker(
     tier_config = config.redis_tier_config()
     if tier_config is None:
         return None
-    # Imported here: without a Redis tier the client library is not needed.
+    # Imported here, because only a Redis tier needs the client library.
     from lmcache_connector.storage.redis.tier import RedisTier
 
     is_writer = Share(model.rank, model.owners).is_owner
@@ -254,7 +253,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
-    """Where other engines of this host are found; ``None`` without sharing. Raises
+    """The folder in which engines of this host find each other; ``None`` without sharing. Raises
     :class:`ConfigError`."""
     if not config.host_sharing:
         return None
@@ -265,7 +264,7 @@ def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
 
 
 def _prefix_bytes(model: ModelDescription) -> int:
-    """What this rank keeps of every chunk of a prompt; of windows and states it is the last few."""
+    """Bytes per chunk for every chunk of a prompt; windows and states need the last few only."""
     return sum(
         part.geometries[model.rank].chunk_bytes
         for part in model.parts
@@ -276,7 +275,7 @@ def _prefix_bytes(model: ModelDescription) -> int:
 def _log_warnings(
     config: ConnectorConfig, vllm_config: VllmConfig, model: ModelDescription
 ) -> None:
-    """Once per engine, before the CPU tier takes its memory."""
+    """Called once per engine, before the CPU tier takes its memory."""
     assert vllm_config.kv_transfer_config is not None
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,
