@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1280},
-    {"integrations": 440, "scheduler": 3690, "worker": 4140},
-    {"lookup": 785, "vllm_compat": 2545},
-    {"config": 780, "copy_kv_blocks": 1200, "peers": 2910},
+    {"integrations": 440, "scheduler": 3690, "worker": 4145},
+    {"lookup": 785, "vllm_compat": 2560},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2920},
     {
         "audit": 345,
         "cost_model": 1350,
