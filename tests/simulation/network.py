@@ -446,21 +446,6 @@ class _Poll:
         return found
 
 
-def _select(
-    readers: Sequence[Any],
-    writers: Sequence[Any],
-    errors: Sequence[Any],
-    timeout: float | None = None,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    kernel = RUNTIME.kernel
-    end = None if timeout is None else kernel.now + timeout
-    while True:
-        found = [s for s in readers if s.is_readable], [s for s in writers if s.is_writable]
-        if any(found) or (end is not None and kernel.now >= end):
-            return *found, []
-        kernel.sleep(0.001 if end is None else min(0.001, end - kernel.now))
-
-
 def _resolve(
     host: str,
     port: int,
@@ -475,27 +460,13 @@ def _resolve(
     return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 6, "", (host, int(port)))]
 
 
-def _create_connection(
-    address: Address, timeout: float | None = None, source_address: Any = None
-) -> SimSocket:
-    sock = SimSocket()
-    sock.settimeout(timeout)
-    try:
-        sock.connect(_resolve(*address)[0][4])
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 socket = Stand(
     real_socket,
     {
         "socket": SimSocket,
         "getaddrinfo": _resolve,
-        "create_connection": _create_connection,
         "gethostname": lambda: RUNTIME.process.name,
     },
 )
 fcntl = Stand(real_fcntl, {"ioctl": lambda sock, request, argument: bytes(len(argument))})
-select = Stand(real_select, {"poll": _Poll, "select": _select})
+select = Stand(real_select, {"poll": _Poll})

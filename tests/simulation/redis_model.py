@@ -240,29 +240,13 @@ class RedisModel:
 
     def _set(self, session: Session, args: Sequence[bytes]) -> bytes:
         name, value, *options = args
-        only_absent, only_present, seconds, wants_old = False, False, None, False
-        while options:
-            option = options.pop(0).upper()
-            if option in (b"PX", b"EX") and options:
-                seconds = int(options.pop(0)) / (1000 if option == b"PX" else 1)
-            elif option == b"NX":
-                only_absent = True
-            elif option == b"XX":
-                only_present = True
-            elif option == b"GET":
-                wants_old = True
-            else:
-                return _SYNTAX
-        old = self._get(session, [name]) if wants_old else b"$-1\r\n"
-        if wants_old and old == _WRONG_TYPE:
-            return old
-        if (only_absent and name in self.entries) or (only_present and name not in self.entries):
-            return old
+        if options and (len(options) != 2 or options[0] != b"PX"):
+            return _SYNTAX
         if not self._make_room(len(name) + len(value) + 64):
             return _OOM
-        expires_at = None if seconds is None else self.kernel.now + seconds
+        expires_at = self.kernel.now + int(options[1]) / 1000 if options else None
         self.entries[name] = Entry(value, expires_at=expires_at)
-        return old if wants_old else b"+OK\r\n"
+        return b"+OK\r\n"
 
     def _strlen(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
