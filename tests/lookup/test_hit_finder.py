@@ -331,16 +331,6 @@ def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
     assert windowed.find(asked) == 3, "the last token is left to compute"
 
 
-def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) -> None:
-    windowed.tier.seconds = [0.0]
-    asked = windowed.new_request(1)
-    windowed.finder.ask(asked, 0)
-    assert num_found(pending(asked)) == 6
-    assert windowed.find(asked) == 3
-    asked.lose(part_key(asked.keys.keys[2], 1, 2))
-    assert windowed.find(asked) == 2
-
-
 def storing(scene: Scene) -> tuple[RequestLookup, Sequence[bytes]]:
     """A request of whose four chunks another rank has two, and stores the third."""
     asked = scene.new_request(1)
