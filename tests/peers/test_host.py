@@ -21,7 +21,6 @@ from lmcache_connector.peers.host import (
     HostFolder,
     HostFolderError,
     SocketName,
-    default_folder,
     digest,
     open_folder,
 )
@@ -311,12 +310,6 @@ def test_without_the_default_folder_nothing_is_shared(
         open_folder(str(path))
 
 
-def test_the_folder_is_the_users_own(path: Path) -> None:
-    assert str(os.geteuid()) in str(default_folder(os.geteuid()))
-    folder = HostFolder(path)
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-
-
 def test_paths_may_be_long(tmp_path: Path) -> None:
     """Those of sockets are 107 bytes at most."""
     deep = tmp_path / ("d" * 100) / ("e" * 100)
@@ -333,15 +326,3 @@ def test_another_user_is_not_served(path: Path, monkeypatch: pytest.MonkeyPatch)
         sock.connect(HostFolder(path).address(name_of("one")))
         with sock:
             assert sock.recv(1) == b""
-
-
-def test_a_stopped_engine_delays_nobody(path: Path) -> None:
-    """It accepts connections, as the kernel does for it, and answers nothing."""
-    silent = HostFolder(path).listen(name_of("silent"))
-    with silent, engine(path, HeldChunks([0])), looking(path) as lookup:
-        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
-        started = time.monotonic()
-        assert lookup.find([chunk_key(0)], started + 60.0) == [Tier.PEER]
-        assert time.monotonic() - started < 30.0
-        assert (path / str(name_of("silent"))).exists(), "it may go on"
-    assert threading.active_count() < 50

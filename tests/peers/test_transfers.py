@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -282,38 +281,6 @@ def test_who_asks_while_another_waits_waits_for_nobody(
     assert chunks.await_leased(lambda count: count == 0)
     assert time.monotonic() - started < 5.0
     assert coming.answer is None
-
-
-def test_answers_stay_in_step_whoever_comes_when(
-    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
-) -> None:
-    transfers, server = served
-    chance = random.Random(7)
-    waiting, over = list[tuple[int, Awaited]](), list[tuple[int, Awaited]]()
-
-    def settle() -> None:
-        while over:
-            number, awaited = over.pop()
-            answer = answer_of(awaited)
-            assert [answer.holds(key) for key in KEYS] == [i == number % NUM_HELD for i in range(6)]
-            watch.done(awaited)
-        assert chunks.await_leased(lambda count: count == 0)
-
-    for number in range(150):
-        transfers.apply([TransferUpdate(f"t{number}")])
-        waiting.append((number, watch.ask(at(server), f"t{number}", 60.0)))
-        if chance.random() < 0.5:
-            transfers.await_reader(f"t{number}")
-        if chance.random() < 0.6:
-            ended, awaited = waiting.pop(chance.randrange(len(waiting)))
-            send(transfers, f"t{ended}", (ended % NUM_HELD,))
-            over.append((ended, awaited))
-        if len(over) == 8:
-            settle()
-    for number, awaited in waiting:
-        send(transfers, f"t{number}", (number % NUM_HELD,))
-        over.append((number, awaited))
-        settle()
 
 
 def test_nobody_knows_it(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:

