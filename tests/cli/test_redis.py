@@ -197,19 +197,3 @@ def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> Non
         assert not client.exists(name)
         assert cli(*purge).document["removed_values"] == 2 * VALUES_PER_CHUNK - 1
     assert cli(*purge, "--idle", "soon").code == 2
-
-
-@pytest.mark.parametrize(
-    ("scheme", "rest", "hint"),
-    [
-        ("redis+cluster", "", "use redis:// without +cluster"),
-        ("redis+sentinel", "/mymaster", "no Sentinel: use redis://"),
-        ("redis", "/99", "a smaller number"),
-    ],
-)
-def test_a_url_of_another_kind_of_server_is_told_so(
-    cli: Cli, valkey: Server, scheme: str, rest: str, hint: str
-) -> None:
-    outcome = cli("ls", "--redis-url", f"{scheme}://127.0.0.1:{valkey.port}{rest}")
-    assert outcome.code == 3
-    assert hint in outcome.err
