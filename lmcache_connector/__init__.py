@@ -1,7 +1,7 @@
 """A KV-cache offload and sharing connector for vLLM, backed by LMCache.
 
-Switched on with ``--kv-transfer-config '{"kv_connector": "LMCacheTieredConnector", ...}'``; for
-disaggregated prefill there is ``LMCacheP2PConnector``.
+Enabled with ``--kv-transfer-config '{"kv_connector": "LMCacheTieredConnector", ...}'``, or
+``LMCacheP2PConnector`` for disaggregated prefill.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: makes the connectors known by name, and watches what
-    weights are loaded. Workers read the settings before that."""
+    """Entry point of ``vllm.general_plugins``: registers the connectors, and watches which weights
+    are loaded. vLLM calls it before workers read the settings."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from lmcache_connector.vllm_compat.loaded_weights import watch_loading
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """For ``kv_connector_module_path: lmcache_connector``; vLLM is imported only when asked."""
+    """Supports ``kv_connector_module_path: lmcache_connector``; imports vLLM on use only."""
     if name in _CONNECTORS:
         return getattr(importlib.import_module(_CONNECTORS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

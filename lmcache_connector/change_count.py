@@ -1,12 +1,12 @@
-"""A number that a worker counts up, and the scheduler side reads without a message.
+"""A counter that a worker increments, and the scheduler side reads without a message.
 
-A plan is made before the worker is heard of again. What must not happen unseen in between, such as
-new weights in memory, is counted here first: a plan that was made with another count than the last
-report named was made too late to rely on that report. Calls that change weights come through the
-scheduler's process, in the order of the steps, so a plan made after such a call sees its count.
+A plan is made before the worker's next report. Changes that the plan must not miss, such as new
+weights in memory, are counted here first. If the count differs from the one in the last report, the
+plan must not rely on that report. Calls that change weights go through the scheduler's process in
+step order, so a plan made after such a call sees its count.
 
-The number lies in memory that both processes map. That needs Linux, and one host: elsewhere the
-same path may lead to other memory, so counts begin with a number that nothing else holds.
+The counter lies in memory that both processes map, on one Linux host. On another host the same path
+may lead to other memory, so counts start with a random number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTES = 8
 
 
 class ChangeCount:
-    """``place``: where another process of this user finds it; empty if none can."""
+    """``place``: path by which other processes of this user open the counter; empty if none can."""
 
     def __init__(self) -> None:
         self._number, self.place = memoryview(bytearray(_BYTES)).cast("Q"), ""
@@ -31,7 +31,7 @@ class ChangeCount:
             self._descriptor = os.memfd_create("lmcache_connector_changes", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, _BYTES)
             self._number = memoryview(mmap.mmap(self._descriptor, _BYTES)).cast("Q")
-        except (AttributeError, OSError) as error:  # not Linux, or a host that does not permit it
+        except (AttributeError, OSError) as error:  # not Linux, or not permitted
             logger.info("lmcache-connector: no hit is loaded inside a step: %s", error)
             return
         self._number[0] = secrets.randbits(62)
@@ -42,18 +42,18 @@ class ChangeCount:
         return self._number[0]
 
     def add(self) -> None:
-        """Something changes from here on."""
+        """Count a change before it happens."""
         self._number[0] += 1
 
     def close(self) -> None:
-        """Whoever has opened it still reads the last number."""
+        """Processes that have opened the counter still read its last value."""
         if self.place:
             self.place = ""
             os.close(self._descriptor)
 
 
 class ReadCount:
-    """The count at ``place``. ``is_there``: whether it can be read."""
+    """The counter at ``place``. ``is_there``: whether it can be read."""
 
     def __init__(self, place: str) -> None:
         self._number = memoryview(bytearray(_BYTES)).cast("Q")
@@ -63,7 +63,7 @@ class ReadCount:
         try:
             with Path(place).open("rb") as file:
                 found = mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:  # of another host, or another user
+        except (OSError, ValueError) as error:  # another host or user
             logger.info("lmcache-connector: no hit is loaded inside a step: %s: %s", place, error)
             return
         self._number, self.is_there = memoryview(found).cast("Q"), True

@@ -1,4 +1,4 @@
-"""``LMCacheTieredConnector``: what vLLM calls. It builds a side by role, and passes calls on.
+"""``LMCacheTieredConnector``, the class that vLLM calls: builds a side by role, and delegates.
 
 vLLM builds every connector once per process, with the role of the scheduler or of a worker. The
 scheduler side turns each engine step into a plan, vLLM carries the plan to the workers, and their
@@ -69,8 +69,7 @@ _TWO_ENGINES = (
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers; ``None``: the step runs the
-    model, no more."""
+    """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs."""
 
     plan: StepPlan | None
 
@@ -91,7 +90,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Step:
-    """The plan of the step under way, and which parts of it the worker side has been told."""
+    """The plan of the step under way, and the calls made to the worker side for it."""
 
     plan: StepPlan
     loads_started: bool = False
@@ -100,33 +99,32 @@ class _Step:
 
 @cache
 def _warn_once(text: str) -> None:
-    """However many connectors this engine has, under ``MultiConnector``."""
+    """Log once, however many connectors this engine has under ``MultiConnector``."""
     logger.warning("%s", text)
 
 
 class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings.
 
-    A call for a side that is not there raises ``RuntimeError``. A side that raises costs hits, and
-    not the engine.
+    A call for a side that is not there raises ``RuntimeError``. Exceptions of a side cost hits, not
+    the engine.
 
-    Nearly every step only decodes, and has no plan. Its calls return at once: after a forward pass
-    nothing of this lies in the processor's caches, and every further call costs a microsecond, that
-    of a property too.
+    Most steps only decode, and have no plan. Their calls return at once: after a forward pass this
+    code is not in the processor's caches, and every call, even of a property, costs a microsecond.
     """
 
-    _does_both: ClassVar[bool] = False  # load and store, whatever its role is
-    # A worker has no guard, and the scheduler no worker but in an engine of one process.
+    _does_both: ClassVar[bool] = False  # load and store, whatever the role
+    # A worker has no guard, and the scheduler no worker, except in an engine of one process.
     _guard: SchedulerGuard | None = None
     _scheduler: Scheduler | None = None
     _worker: WorkerAdapter | None = None
-    _offers_in_step = False  # the last hit it was asked for
+    _offers_in_step = False  # for the last hit that vLLM asked for
     _step: _Step | None = None
-    _due: StepPlan | None = None  # with loads that this step's forward pass needs
+    _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
-    _runs_drafter = False  # one with KV: its pass comes between the last calls of a step
-    _handled: BaseException | None = None  # by who runs the step
+    _runs_drafter = False  # with KV: its forward pass comes between the last calls of a step
+    _handled: BaseException | None = None  # in the caller of the step, from before the step
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -152,8 +150,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks while it builds its configuration, long before it loads the model, so
-        settings that cannot be used end the start here."""
+        """Always false. vLLM calls this while it builds its configuration, long before it loads the
+        model, so unusable settings end the start here."""
         cls._check_settings(extra_config)
         return False
 
@@ -166,7 +164,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a future miss, nothing more, unless another instance waits for it."""
+        """A dropped store is only a future miss, unless another instance waits for it."""
         return self._kv_transfer_config.is_kv_producer and self._config.peer_listen is not None
 
     # -- scheduler side ------------------------------------------------------------------------
@@ -188,7 +186,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         is_in_step, self._offers_in_step = self._offers_in_step, False
         if num_external_tokens > 0 and is_in_step:
-            # What raises here ends the engine: vLLM computes on from these tokens in this step.
+            # Not guarded: an error must end the engine, as vLLM computes on from these tokens.
             job = self._scheduler_side.update_state_after_alloc(
                 request, blocks.get_block_ids(), num_external_tokens
             )
@@ -251,7 +249,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """vLLM asks since 0.32."""
+        """Called since vLLM 0.32."""
         from_redis = min(self._scheduler_side.fetched_hit_tokens(request), num_external_tokens)
         return hit_sources(num_external_tokens - from_redis, from_redis)
 
@@ -275,33 +273,33 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @costs_hits()
     def _before_reset(self) -> None:
-        """A user who steps the engine may have made its last step, and starts no other before the
-        reset hands out the blocks that its stores read."""
+        """Complete the copies of the last step. If the user steps the engine, no further step may
+        come before the reset hands out the blocks that stores read."""
         for worker in self._workers_here():
             worker.finish_stores()
         self._scheduler_side.before_reset()
 
     @costs_hits(answer=False)
     def reset_cache(self) -> bool:
-        """After a reset vLLM may take the memory of its paged cache away, to sleep. Engines in
-        other processes first make steps until nothing is open. One that its user steps, and all of
-        whose ranks are in this process, has made its last step, so copies are stopped here."""
+        """Reset the names of the weights, and stop all copies. After a reset vLLM may free the
+        paged cache's memory, to sleep. Engines in other processes first step until no job is open.
+        An engine stepped by its user, with all ranks in this process, has made its last step."""
         self._scheduler_side.reset_cache()
         return all(worker.let_go() for worker in self._workers_here())
 
     @costs_hits(answer=False)
     def has_pending_block_frees(self) -> bool:
-        """A request that needs blocks which a store reads waits for these, for one step, and
-        preempts nobody."""
+        """A request that needs blocks which a store reads waits one step for them, instead of
+        preempting another request."""
         return self._scheduler_side.will_free_blocks()
 
     @costs_hits(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on while a store or a prefetch runs: its end is reported with one."""
+        """Steps go on while a store or a prefetch runs, so that its end is reported."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The last call of every update from a step's output."""
+        """vLLM's last call in each update from a step's output."""
         guard = self._guard or self._scheduler_guard
         try:
             events = (
@@ -315,22 +313,21 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Under ``MultiConnector`` another connector's. vLLM's own would refuse it beyond the first
-        pipeline stage."""
+        """Metadata of another connector under ``MultiConnector``; ignored. vLLM's own method would
+        refuse it beyond the first pipeline stage."""
 
     # -- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ``UnsupportedError`` for the caches of another engine. vLLM knows one connector
-        per process, so both engines' plans would come here: what one of them has planned must not
-        be copied to or from the blocks of the other."""
+        """Raises ``UnsupportedError`` for the caches of a second engine. vLLM has one connector per
+        process, so both engines' plans would arrive here, and copies would mix up their blocks."""
         if self._worker is not None:
             raise UnsupportedError(_TWO_ENGINES)
         self._worker = self._make_worker(kv_caches)
         self._runs_drafter = find_drafter(self._vllm_config) is not None
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
-        # Imported here: lmcache and what it brings along must not be imported before vLLM has
+        # Imported here: lmcache and its dependencies must not be imported before vLLM has
         # initialised the worker.
         with STANDING.blamed():
             from lmcache_connector.worker.build import build_worker
@@ -344,7 +341,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def unregister_kv_caches(self) -> None:
-        """Since vLLM 0.33 the last call before the paged cache's memory is taken away, to sleep. It
+        """Called since vLLM 0.33 before the paged cache's memory is freed, to sleep. The memory
         comes back at the same addresses."""
         if self._worker is not None:
             self._worker.let_go()
@@ -360,7 +357,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("handle_preemptions", kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The last call before the forward pass."""
+        """vLLM's last call before the forward pass."""
         if self._is_in_step:
             self._step_failed()
         if self._step is not None:
@@ -392,7 +389,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._step = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """What a forward pass reads has arrived before it starts."""
+        """Nothing to do: the KV that a forward pass reads arrives before the pass starts."""
 
     def save_kv_layer(
         self,
@@ -401,10 +398,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing: chunks are stored whole, after the pass."""
+        """Nothing to do: whole chunks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Before ``get_finished``, or after it where a speculator runs in between."""
+        """Called before ``get_finished``, or after it if a speculator runs in between."""
         if self._step is not None and self._has_raised():
             self._step_failed()
         if self._step is not None and not self._step.forward_ended:
@@ -412,7 +409,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("end_forward", self._step.plan)
 
     def clear_connector_metadata(self) -> None:
-        """The last call of a step."""
+        """vLLM's last call of a step."""
         self._is_in_step = False
         if self._due is not None:
             raise RuntimeError("vLLM has run a step without the KV that was to be loaded for it")
@@ -421,14 +418,14 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             super().clear_connector_metadata()
 
     def has_connector_metadata(self) -> bool:
-        """``False`` spares every layer of every forward pass two calls that would do nothing."""
+        """``False`` saves two calls per layer and forward pass, which would do nothing."""
         return False
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if sys.exc_info()[1] is not self._handled:  # as `_has_raised`: a call would cost more
+        if sys.exc_info()[1] is not self._handled:  # `_has_raised` inlined, to save a call
             if self._is_in_step:
                 self._step_failed()
-            return set(), set()  # nobody will hear it
+            return set(), set()  # vLLM discards the answer
         self._is_in_step = self._runs_drafter
         try:
             self._step_output = output = (self._worker or self._worker_side).finish_step()
@@ -444,8 +441,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportMetadata((output.report,))
 
     def _has_raised(self) -> bool:
-        """Whether the step's forward pass has: vLLM's first model runner calls what comes after it
-        all the same, its second nothing more."""
+        """Whether the step's forward pass has raised. vLLM's first model runner still makes the
+        later calls of the step, its second one none."""
         return self._is_in_step and sys.exc_info()[1] is not self._handled
 
     def _step_failed(self) -> None:
@@ -459,8 +456,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             logger.exception("LMCacheTieredConnector could not start over")
 
     def _end_step(self) -> None:
-        """What the step under way planned is done, whatever vLLM has called: it may have nothing to
-        compute and leave calls out, as vLLM 0.30 did."""
+        """Complete the plan of the step under way, even if vLLM left calls out, as vLLM 0.30 did
+        for steps without compute."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -470,8 +467,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("end_forward", step.plan)
 
     def _tell(self, call: str, plan: StepPlan) -> bool:
-        """Call the worker side with a plan. ``False``: it has raised, and what is left of the plan
-        is not called."""
+        """Call the worker side with a plan. ``False``: the call has raised, and the rest of the
+        plan is dropped."""
         worker = self._worker_side
         try:
             getattr(worker, call)(plan)
@@ -481,7 +478,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
-        """It costs the jobs under way, and those of the plan."""
+        """The failure costs the open jobs and those of the plan."""
         self._failures.note(call, error)
         try:
             self._worker_side.start_over(call, plan)
@@ -501,7 +498,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
 
     def get_kv_connector_stats(self) -> TieredStats | None:
-        """vLLM asks both sides after every step, and adds up their answers."""
+        """vLLM calls this on both sides after every step, and adds the results."""
         guard, side = self._guard, self._scheduler or self._worker
         if side is None or (guard is not None and guard.is_down):
             return None
@@ -532,7 +529,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _workers_here(self) -> list[WorkerAdapter]:
-        """The worker sides of this connector in the scheduler's process, if they are there."""
+        """This connector's worker sides in the scheduler's process, if any."""
         if not has_kv_transfer_group():
             return []
         found = get_kv_transfer_group()

@@ -1,5 +1,5 @@
-"""What a user can get wrong, each one clear sentence without a stack trace of ours; failures of our
-own code, which vLLM never sees; and where our lines go in a log."""
+"""Errors of users, each in one clear sentence; the log of our own failures, which vLLM never sees;
+and the set-up of our log lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable
 class ConfigError(Exception):
     """The configuration cannot be used. The message names every problem found.
 
-    No ``ValueError``: vLLM reads its configuration through pydantic, which would wrap one.
+    Not a ``ValueError``: pydantic, through which vLLM reads its configuration, would wrap one.
     """
 
 
 class UnsupportedError(ValueError):
-    """This set-up of vLLM, its version or its model is not supported. Says what, and what to do."""
+    """This set-up of vLLM, its version or its model is not supported. The message has a remedy."""
 
 
 logger = logging.getLogger(__name__)
 
 _EPISODE_SECONDS = 60.0
-"""Failures that follow each other sooner are one episode, and logged once."""
+"""Failures closer together than this are one episode, logged once."""
 
 
 class FailureLog:
@@ -33,7 +33,6 @@ class FailureLog:
         self._failed_at = float("-inf")
 
     def note(self, call: str, error: Exception) -> None:
-        """A call has raised."""
         now = self._clock()
         if now - self._failed_at > _EPISODE_SECONDS:
             logger.error(
@@ -44,10 +43,8 @@ class FailureLog:
 
 
 def log_through(parent_name: str) -> None:
-    """Send our log lines through the handlers of another logger (vLLM's), at its level.
-
-    vLLM sets up its own loggers only; without this, everything below a warning would be lost.
-    """
+    """Send our log lines through the handlers of another logger (vLLM's), at its level. vLLM
+    configures only its own loggers, so everything below a warning would be lost."""
     ours, parent = logging.getLogger("lmcache_connector"), logging.getLogger(parent_name)
     if not ours.handlers and parent.handlers:
         ours.handlers = list(parent.handlers)

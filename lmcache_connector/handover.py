@@ -1,4 +1,4 @@
-"""``LMCacheP2PConnector``: the tiered connector as prefill and decode instances want it."""
+"""``LMCacheP2PConnector``: the tiered connector with the roles of a KV transfer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LMCacheP2PConnector(LMCacheTieredConnector):
-    """Hands the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
+    """Transfers the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
 
     _does_both = True
     _heartbeat: Heartbeat | None = None
@@ -35,7 +35,7 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
 
     @classmethod
     def _check_settings(cls, extra_config: dict[str, Any]) -> None:
-        """Neither the role nor the port is known here."""
+        """Role and port are unknown here."""
         parse_p2p_config(extra_config, kv_port=1, loads=False)
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:

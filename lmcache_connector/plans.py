@@ -1,8 +1,8 @@
-"""What the two sides of the connector tell each other: plain frozen data, once per engine step.
+"""Messages between the scheduler side and the workers: plain frozen data, once per engine step.
 
-The scheduler side plans jobs (:class:`StepPlan`), the worker side of every rank runs them and
-reports (:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow in the order in
-which jobs were planned, over loads and stores together. All durations are in seconds.
+The scheduler side plans jobs (:class:`StepPlan`). Every rank runs all jobs and reports
+(:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow in planning order,
+across all kinds of jobs. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lmcache_connector.kv_parts.part import BlockIds
 
 
 class Tier(Enum):
-    """A place below the paged cache that holds chunks, in the order in which a load asks them. The
-    values are labels of metrics."""
+    """A place below the paged cache that holds chunks. A load tries the tiers in this order. The
+    values are metric labels."""
 
     CPU = "cpu"
     PEER = "peer"
@@ -25,13 +25,13 @@ class Tier(Enum):
 
     @classmethod
     def last_of(cls, tiers: Iterable[Tier]) -> Tier:
-        """The one of ``tiers`` that is asked last; the CPU tier if there are none."""
+        """The tier of ``tiers`` that loads try last; the CPU tier if ``tiers`` is empty."""
         return max(tiers, key=tuple(cls).index, default=cls.CPU)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A LoRA adapter: the number vLLM knows it by, and the digest of its files."""
+    """A LoRA adapter: vLLM's number for it, and the digest of its files."""
 
     number: int
     digest: str
@@ -39,11 +39,11 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapterList:
-    """The LoRA adapters one rank has in memory, as pairs of number and digest.
+    """The LoRA adapters in one rank's memory, as pairs of number and digest.
 
-    ``None`` as a digest: what was loaded is not known. ``question``: the last one this answers.
-    ``number``: lists of a rank count from 1. ``replaced``: what was in memory under these numbers
-    at the last list or since, and is no more, in this order.
+    A digest of ``None`` means that the loaded content is unknown. ``question``: the last question
+    answered by this list. ``number`` counts the rank's lists from 1. ``replaced``: adapters that
+    were in memory at or after the last list and are gone, in the order in which they left.
     """
 
     question: int
@@ -52,19 +52,19 @@ class LoadedAdapterList:
     replaced: tuple[tuple[int, str | None], ...] = ()
 
     def digest_of(self, number: int, default: str | None = None) -> str | None:
-        """``default`` for an adapter that is not loaded."""
+        """The digest of adapter ``number``; ``default`` if the adapter is not loaded."""
         return next((digest for each, digest in self.digests if each == number), default)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsInMemory:
-    """The weights one rank has in memory, its drafter's included.
+    """The weights in one rank's memory, its drafter's included.
 
-    ``version`` counts the calls that may have changed them. ``digest`` is ``None`` while they are
-    being read; it says nothing about their content unless ``is_visible``. ``first_digest``: of
-    those that were loaded at start; ``None`` if they were changed before they were read.
-    ``question``: the last one this answers. ``form``: how vLLM keeps them, and on what machine.
-    ``loaded_after``: they were read from the disk after this time, in seconds since 1970.
+    ``version`` counts the calls that may have changed the weights. ``digest`` is ``None`` while the
+    rank reads them, and describes their content only if ``is_visible``. ``first_digest``: digest of
+    the weights loaded at start; ``None`` if they changed before they were read. ``question``: the
+    last question answered. ``form``: how vLLM stores the weights, and on which hardware.
+    ``loaded_after``: the weights were read from disk after this Unix time.
     """
 
     version: int = 0
@@ -78,11 +78,11 @@ class WeightsInMemory:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """For whom the CPU tier keeps chunks, and how: see :mod:`lmcache_connector.retention`.
+    """How the CPU tier retains a request's chunks: see :mod:`lmcache_connector.retention`.
 
-    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them while
-    pins are within their limits. ``ttl_seconds``: how long this request needs them; ``None``: that
-    is not known. ``priority``: each step doubles how long they may stay unused.
+    ``tenant``: digest of the request's salt, empty without a salt. ``pin``: keep the chunks while
+    pins are within their limits. ``ttl_seconds``: how long the request needs the chunks; ``None``
+    if unknown. ``priority``: each step doubles how long the chunks may stay unused.
     """
 
     tenant: bytes = b""
@@ -93,7 +93,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """A request has these chunks in its prompt, and all those they build on."""
+    """The prompt of a request contains the chunks ``keys``, and every chunk before them."""
 
     claim: Claim
     keys: tuple[bytes, ...]
@@ -101,15 +101,15 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """Chunks of one part of the model, in order, and the blocks they are copied from or to.
+    """Consecutive chunks of one part of the model, and the blocks to copy them from or to.
 
-    ``keys[i]`` names what is stored of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
-    ``chunks[i]`` is the place of chunk i in its request. ``block_ids[g]`` lists the blocks of all
-    chunks in the part's g-th KV cache group one after the other, equally many per chunk. A load
-    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none. With
-    ``tail_tokens`` the last chunk is a tail, and has blocks for so many tokens.
-    ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first; there are
-    none in parts whose chunks are of use without those before.
+    ``keys[i]`` names the stored data of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
+    ``chunks[i]`` is the index of chunk i in its request. ``block_ids[g]`` lists the blocks of all
+    chunks in the part's g-th KV cache group, equally many per chunk. A load leaves out the first
+    ``skip_blocks`` blocks of the first chunk: vLLM has them or does not need them. If
+    ``tail_tokens`` is set, the last chunk is a tail of so many tokens, with blocks for just these.
+    ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first chunk;
+    ``parents`` is empty for parts whose chunks are usable without the chunks before them.
     """
 
     part: int
@@ -122,21 +122,21 @@ class PartRun:
 
 
 class _Runs:
-    """What a job has with its runs."""
+    """Properties of a job with runs."""
 
     __slots__ = ()
     runs: tuple[PartRun, ...]
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Of all runs, one after the other."""
+        """Keys of all runs, concatenated."""
         if len(self.runs) == 1:
             return self.runs[0].keys
         return tuple(key for run in self.runs for key in run.keys)
 
     @property
     def blocks(self) -> frozenset[int]:
-        """All blocks that are read or written."""
+        """Every block that the job reads or writes."""
         return frozenset(i for run in self.runs for ids in run.block_ids for i in ids)
 
 
@@ -144,9 +144,9 @@ class _Runs:
 class StoreJob(_Runs):
     """Copy full chunks out of the paged cache.
 
-    ``redis_keys`` names the chunks that shall go on to Redis, copied by this job or not; ``None``
-    means those it copies. A rank that has not loaded ``adapter`` copies nothing. ``is_awaited``:
-    another instance waits for what it stores.
+    ``redis_keys``: chunks to write on to Redis, whether or not this job copies them; ``None``: the
+    chunks that it copies. A rank that has not loaded ``adapter`` copies nothing. ``is_awaited``:
+    another instance waits for the stored chunks.
     """
 
     job_id: int
@@ -160,8 +160,8 @@ class StoreJob(_Runs):
 
 @dataclass(frozen=True, slots=True)
 class AuditJob(StoreJob):
-    """Read one chunk out of the paged cache as a store does, and compare it with what a tier holds
-    under that key; keep nothing. ``needs_redis``: the CPU tier may not have it. The tier may take
+    """Read one chunk out of the paged cache and compare it with the chunk that a tier holds under
+    the same key; store nothing. ``needs_redis``: the CPU tier may lack the chunk. The tier may take
     ``deadline_seconds``.
     """
 
@@ -171,9 +171,9 @@ class AuditJob(StoreJob):
 
 @dataclass(frozen=True, slots=True)
 class PeerSource:
-    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``,
-    and vLLM calls it ``engine_id``. ``is_trusted``: what it sends was computed for its key, and may
-    be kept and passed on."""
+    """The instance that a request names as its KV source: its rank 0 serves at ``host`` and
+    ``port``, and vLLM calls it ``engine_id``. ``is_trusted``: chunks from it were computed for
+    their keys, and may be kept and passed on."""
 
     host: str
     port: int
@@ -184,11 +184,11 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True)
 class TransferUpdate:
-    """News of a KV transfer from here to whoever asks for ``transfer_id``.
+    """Progress of KV transfer ``transfer_id`` from this instance to the one that asks for it.
 
-    It is of the chunks under ``keys``, and of those in earlier and later updates. ``ends_after``:
-    these stores bring the last of it; ``None``: more may come. ``held_request``: the blocks of this
-    request are vLLM's again once these stores have ended on all ranks.
+    ``keys`` adds chunks to those of earlier updates. ``ends_after``: stores that complete the
+    transfer; ``None``: more updates may come. ``held_request``: vLLM gets the blocks of this
+    request back once these stores have ended on all ranks.
     """
 
     transfer_id: str
@@ -202,10 +202,10 @@ class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
     ``needs_redis``: some chunk may have to come from Redis or a peer. ``after_job``: the last
-    planned store that this load relies on (0: none). ``after_passes``: forward passes of earlier
-    steps may still use the blocks, or the step zeroes them before its own. ``source``: the only
-    instance to fetch from. ``in_step``: all chunks are in memory, and the forward pass of the step
-    reads them.
+    planned store that this load depends on (0: none). ``after_passes``: wait for the forward passes
+    of earlier steps, which may use the blocks, or for the step's zeroing of the blocks. ``source``:
+    the only instance to fetch from. ``in_step``: all chunks are in memory, and the step's forward
+    pass reads them.
     """
 
     job_id: int
@@ -224,9 +224,8 @@ class LoadJob(_Runs):
 class PrefetchJob(_Runs):
     """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
 
-    No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads for
-    ``deadline_seconds``, and may then take as long. What comes is ``tenant``'s, see
-    :class:`Claim`.
+    ``block_ids`` of the runs are empty. The job yields to all loads for ``deadline_seconds``, and
+    may then run as long. The chunks count as ``tenant``'s: see :class:`Claim`.
     """
 
     job_id: int
@@ -238,10 +237,10 @@ class PrefetchJob(_Runs):
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """What one forward pass computes of prompts: ``num_tokens`` tokens after ``context_tokens``.
+    """Prompt tokens of one forward pass: ``num_tokens`` tokens after ``context_tokens``.
 
-    Several prompts count as one that reads as much KV. ``running_requests`` others decode in the
-    same pass.
+    Several prompts count as one that reads as much KV. ``running_requests`` other requests decode
+    in the same pass.
     """
 
     num_tokens: int
@@ -253,20 +252,19 @@ class PrefillWork:
 class StepPlan:
     """All jobs of one engine step.
 
-    ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset, and
-    prefetches that nobody waits for any more. ``unwanted``: chunks that prefetches have brought,
-    or shall have, for requests that did not use them.
-    ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
-    before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
-    timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
-    Redis should have as well. ``uses``: of chunks in memory by requests that are new.
-    ``adapter_question``: list the LoRA adapters in memory (0: no need). ``heard_adapters``: of
-    each rank, the number of the last such list that was known when this was planned.
-    ``weights_question``: read the weights in memory again (0: no need). ``heard_weights``: of each
-    rank, the version of its weights that was known when this was planned.
-    ``heard_leaving``: of each rank, the reports of leaving chunks that were known when this was
-    planned; empty: as many as before. ``transfers``: in the order they happened. ``starts_over``:
-    all jobs of earlier plans are cancelled, and nobody wants to hear of them.
+    ``cancelled_loads``: loads whose requests were aborted or whose cache was reset, and prefetches
+    that no request waits for any more. ``vacated_stores``: stores of earlier steps whose blocks
+    this step, and none before it, may overwrite. ``idle``: the step runs no forward pass.
+    ``prefill``: the work of the forward pass, if worth timing. ``probe``: measure Redis again.
+    ``wanted``: chunks in memory to copy to Redis as well. ``uses``: chunks in memory that new
+    requests use. ``unwanted``: prefetched chunks that their requests did not use.
+
+    ``adapter_question``: list the LoRA adapters in memory (0: no question).
+    ``weights_question``: read the weights in memory again (0: no question). ``heard_adapters``,
+    ``heard_weights``, ``heard_leaving``: per rank, the number of the last adapter list, the weights
+    version and the number of reports of leaving chunks known at planning time; an empty
+    ``heard_leaving`` repeats the previous one. ``transfers``: in the order they happened.
+    ``starts_over``: cancel all jobs of earlier plans and report none of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -290,16 +288,14 @@ class StepPlan:
 
     @property
     def has_earlier_work(self) -> bool:
-        """Whether a job must wait for the forward passes of earlier steps, and for those alone."""
+        """Whether a job waits for the forward passes of earlier steps, but not of this one."""
         return any(
             isinstance(job, StoreJob) or job.after_passes for job in self.loads_and_earlier_stores()
         )
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
-        """In the order they were planned. A load may rely on a store planned before it.
-
-        Such a store is of a finished request: its forward passes ran in earlier steps.
-        """
+        """Jobs in planning order. A load may depend on a store planned before it: that store's
+        request has finished, so its forward passes ran in earlier steps."""
         if not self.loads:
             return []
         jobs: list[LoadJob | StoreJob] = [job for job in self.loads if not job.in_step]
@@ -307,11 +303,11 @@ class StepPlan:
         return sorted(jobs, key=lambda job: job.job_id)
 
     def loads_in_step(self) -> list[LoadJob]:
-        """What must be there before the forward pass."""
+        """Loads that must end before the forward pass."""
         return [job for job in self.loads if job.in_step]
 
     def later_stores(self) -> list[StoreJob]:
-        """Stores that may need this step's forward pass."""
+        """Stores that may copy KV of this step's forward pass."""
         return [job for job in self.stores if job.job_id > self._last_load]
 
     @property
@@ -320,11 +316,9 @@ class StepPlan:
 
 
 class Outcome(Enum):
-    """How a job ended."""
-
     DONE = "done"
     MISSING = "missing"
-    """Loads: a chunk was not there, or not sound. Stores: no memory for all chunks."""
+    """Load: a chunk was absent or corrupt. Store: too little memory for all chunks."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -332,9 +326,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """How far one half (0: K, 1: V) of a layer of a chunk is from another's, over a rank's heads.
+    """Difference between a computed and a stored chunk in one half (0: K, 1: V) of a layer.
 
-    Sums of squares: of the difference, and of the elements that were computed and that are stored.
+    Sums of squares over a rank's heads: of the differences, and of the elements on either side.
     """
 
     layer: int
@@ -346,8 +340,8 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What one tier behind the CPU tier brought for a job, and in what time. ``has_failed``: it was
-    too slow, or broke; that a chunk was missing is no failure."""
+    """Bytes that one tier delivered for a job or a probe, and the time it took. ``has_failed``: the
+    tier was too slow or broke; a missing chunk is not a failure."""
 
     tier: Tier
     num_bytes: int
@@ -356,7 +350,7 @@ class Fetched:
 
 
 class _Fetches:
-    """What a job has with what was ``fetched`` for it."""
+    """Sums over the ``fetched`` of a job."""
 
     __slots__ = ()
     fetched: tuple[Fetched, ...]
@@ -377,9 +371,9 @@ class _Fetches:
 @dataclass(frozen=True, slots=True)
 class JobResult(_Fetches):
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
-    within ``seconds`` of running, after ``waited_seconds`` of waiting for others.
+    in ``seconds`` of running, after ``waited_seconds`` behind other jobs.
 
-    What was ``fetched`` is part of both. ``differences`` are what an audit found.
+    Both totals include ``fetched``. ``differences``: the findings of an audit.
     """
 
     job_id: int
@@ -394,8 +388,8 @@ class JobResult(_Fetches):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A chunk entered or left the CPU tier of a rank. ``is_leaving``: it will be evicted before
-    long, unless it is used again."""
+    """A chunk entered or left the CPU tier of a rank. ``is_leaving``: the chunk will be evicted
+    soon unless it is used again."""
 
     key: bytes
     admitted: bool
@@ -404,50 +398,27 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """How long a forward pass with that work took."""
+    """How long the forward pass of ``work`` took."""
 
     work: PrefillWork
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTime:
-    """A tier took ``seconds`` to bring ``num_bytes``, ``latency_seconds`` of them before the first
-    byte. With 0 bytes, nothing came in all that time, or there was nothing to read: then
-    ``latency_seconds`` is what an answer took.
-    """
-
-    num_bytes: int
-    seconds: float
-    latency_seconds: float = 0.0
-
-    @property
-    def has_answered(self) -> bool:
-        return self.num_bytes > 0 or self.latency_seconds > 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What one rank measured at start: loads from the CPU tier, and from Redis if there is one."""
-
-    cpu: TransferTime | None = None
-    redis: TransferTime | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RankStart:
     """What one rank found out when it started.
 
-    ``configuration``: digests of the model's configuration, part by part and sorted by name, as
-    this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
-    KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
-    that share a KV cache group the scheduler's process sees one. ``changes_at``: where its
-    :class:`ChangeCount` is; empty if it makes no loads inside a step. ``reads``: the ranks whose
-    memory it reads; what they store it does not.
+    ``configuration``: digests of the model's configuration as this rank sees it after building the
+    model, sorted by name. ``layer_widths``: bytes per token and head, for each layer of each part;
+    the scheduler's process sees only one of the layers that share a KV cache group. ``measured``:
+    the CPU tier by the self-test, Redis by a probe. ``formats``: storage formats of the first
+    part's layers. ``changes_at``: path of the rank's :class:`ChangeCount`; empty if it makes no
+    loads inside a step. ``reads``: ranks whose memory this rank reads, and whose chunks it
+    therefore does not store.
     """
 
     configuration: tuple[tuple[str, str], ...]
-    calibration: Calibration
+    measured: tuple[Fetched, ...] = ()
     layer_widths: tuple[tuple[int, ...], ...] = ()
     formats: tuple[str, ...] = ()
     changes_at: str = ""
@@ -458,21 +429,20 @@ class RankStart:
 class RankReport:
     """What one rank did since its last report.
 
-    ``start`` comes once, with the first report or soon after. ``events`` are in the order they
-    happened; some tell of chunks that are leaving in the ``num_leaving``-th such report of the
-    rank, in none if that is 0.
-    ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
-    has put into Redis, or found there; it is filled only if KV cache events are wanted.
-    ``adapters``: since the last report some were loaded, or asked for. ``weights``: likewise, those
-    in memory may have changed, or are known now. ``num_changes``: the rank's :class:`ChangeCount`,
-    with all that it has counted told here or before.
+    ``start`` comes once, with or soon after the first report. ``events`` are in order of
+    occurrence; ``num_leaving`` is the number of the rank's report of leaving chunks among them, 0
+    without one. ``measured``: by a probe. ``written``: chunks whose values this rank has put into
+    or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters were
+    loaded or asked for. ``weights``: set if the weights may have changed or were read.
+    ``num_changes``: the rank's :class:`ChangeCount`; every change counted is in this report or
+    an earlier one.
     """
 
     rank: int
     events: tuple[CacheEvent, ...]
     results: tuple[JobResult, ...]
     forwards: tuple[ForwardTime, ...] = ()
-    redis: TransferTime | None = None
+    measured: tuple[Fetched, ...] = ()
     written: tuple[bytes, ...] = ()
     adapters: LoadedAdapterList | None = None
     weights: WeightsInMemory | None = None
@@ -486,11 +456,11 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput(Generic[ReportT_co]):
-    """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
+    """What one rank returns after a step: request ids to vLLM, a report to the scheduler side.
 
-    ``finished_sending``: nothing reads the blocks that were kept for them any more.
-    ``finished_recving``: their loads have ended, well or not. ``report`` is ``None`` if there is no
-    news.
+    ``finished_sending``: nothing reads the kept blocks of these requests any more.
+    ``finished_recving``: the loads of these requests have ended, well or not. ``report`` is
+    ``None`` if there is nothing to tell.
     """
 
     finished_sending: frozenset[str] = frozenset()

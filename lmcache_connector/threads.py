@@ -1,4 +1,4 @@
-"""How every thread of the product is started, work in the background, and how long a step waits."""
+"""Threads of the product: their start, background work, and how long a step may wait for them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ AnswerT = TypeVar("AnswerT")
 ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
-"""While nothing runs an idle step would take no less."""
+"""While nothing runs, an idle step takes as long anyway."""
 
 
 def start_thread(
     name: str, work: Callable[[*Arguments], object], *arguments: *Arguments
 ) -> threading.Thread:
-    """Run ``work(*arguments)`` on a thread that holds up nobody's exit, and whose torch has no
-    threads of its own. ``name`` says whose it is.
+    """Run ``work(*arguments)`` on a daemon thread whose torch calls use no further threads.
 
-    Raises ``RuntimeError`` if the system has no thread to spare.
+    Raises ``RuntimeError`` if the system cannot start a thread.
     """
 
     @computing_alone()
@@ -42,17 +41,17 @@ def start_thread(
 
 @contextmanager
 def computing_alone() -> Iterator[None]:
-    """What the calling thread computes in here gives it no OpenMP threads.
+    """Compute on the calling thread alone, without OpenMP threads.
 
-    Otherwise torch gives each thread that computes a team of them, for good. Where a process has
-    more of those than cores, GNU's OpenMP lets all of them sleep between two loops instead of spin,
-    the engine's own too: its decode steps took 1.4 to 1.8 times as long.
+    Otherwise torch gives each computing thread a permanent team of them. If a process has more
+    OpenMP threads than cores, GNU's OpenMP lets all of them sleep between loops instead of spin,
+    the engine's too: decode steps took 1.4 to 1.8 times as long.
     """
     torch, openmp = sys.modules.get("torch"), ctypes.CDLL(None)
     if torch is None or not hasattr(openmp, "omp_set_num_threads"):
         yield
         return
-    torch.get_num_threads()  # sets the number of the process, once per thread
+    torch.get_num_threads()  # applies the process's setting, once per thread
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(1)
     try:
@@ -62,8 +61,8 @@ def computing_alone() -> Iterator[None]:
 
 
 class Task(Generic[ValueT]):
-    """What becomes of work in the background. ``value`` is ``None`` until it is done, and if it
-    failed: then ``error`` says why."""
+    """The result of background work. ``value`` is ``None`` until the work is done, and if it
+    failed: then ``error`` is set."""
 
     def __init__(self) -> None:
         self.value: ValueT | None = None
@@ -76,11 +75,11 @@ class Task(Generic[ValueT]):
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it was done within so many seconds."""
+        """Whether the task was done within ``seconds``."""
         return self._done.wait(seconds)
 
     def cancel(self) -> None:
-        """It need not be begun any more. Work under way goes on."""
+        """Skip the work unless it has begun."""
         self.is_cancelled = True
 
     def settle(self, value: ValueT | None) -> None:
@@ -89,8 +88,8 @@ class Task(Generic[ValueT]):
 
 
 class Background:
-    """Does what takes too long for the thread that needs it, in the order it was asked for, on
-    ``num_threads`` threads of that name. They start with the first task."""
+    """Runs slow work in order of submission on ``num_threads`` threads named ``name``, which start
+    with the first task."""
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
@@ -101,8 +100,8 @@ class Background:
     def submit(
         self, work: Callable[[], ValueT | None], then: Callable[[], None] = lambda: None
     ) -> Task[ValueT]:
-        """``work()`` may raise anything: it is logged, and the value is ``None``. ``then()`` is
-        called on the thread once the task is done. One thread calls this."""
+        """If ``work()`` raises, the error is logged and the value is ``None``. ``then()`` is called
+        on the thread once the task is done. Call from one thread only."""
         while len(self._threads) < self._num_threads:
             self._threads.append(start_thread(self._name, self._run))
         task: Task[ValueT] = Task()
@@ -112,7 +111,7 @@ class Background:
             try:
                 if not task.is_cancelled:
                     value = work()
-            except Exception as error:  # whoever asked goes without, and the next may fare better
+            except Exception as error:  # only this task fails
                 task.error = error
                 logger.exception("Work in the background failed")
             task.settle(value)
@@ -122,7 +121,7 @@ class Background:
         return task
 
     def close(self, seconds: float = 1.0) -> None:
-        """Bounded: a thread that hangs, in a file system for one, is left behind, a daemon."""
+        """Bounded: a thread that hangs, e.g. in a file system, is left behind as a daemon."""
         until = time.monotonic() + seconds
         for _ in self._threads:
             self._tasks.put(None)
@@ -135,8 +134,8 @@ class Background:
 
 
 class StepWait:
-    """What one engine step may wait for other threads, for all requests together: ``seconds``, or
-    more while ``is_idle``, when no request runs."""
+    """How long one engine step may wait for other threads, for all requests together: ``seconds``,
+    or more while ``is_idle``, when no request runs."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_idle = True
@@ -148,7 +147,7 @@ class StepWait:
         self._spent = 0.0
 
     def on(self, wait: Callable[[float], AnswerT]) -> AnswerT:
-        """``wait(seconds)``, with as many seconds as are left."""
+        """Call ``wait(seconds)`` with the remaining seconds."""
         most = self._seconds
         if self.is_idle and most:
             most = max(most, _IDLE_WAIT_SECONDS)
@@ -158,5 +157,5 @@ class StepWait:
         return answer
 
     def end(self) -> None:
-        """One has waited in vain: the others of this step wait no more."""
+        """A wait was in vain: no further one in this step."""
         self._spent = float("inf")

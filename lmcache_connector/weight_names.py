@@ -1,16 +1,16 @@
-"""The name of the weights that an engine computes with, by what its ranks have in memory.
+"""The name of an engine's weights, determined by what its ranks have in memory.
 
 ::
 
              start, reset, a call that may change weights        all ranks have read them
     (known) ------------------------------------------> unknown ------------------------> known
 
-At start the files name the weights, so that engines of every parallel size share. Later the same
-bytes keep their name, and other bytes are named by their digests: engines that were updated alike
-share by themselves. While the name is unknown nothing is stored, and nothing loaded.
+At start the files name the weights, so that engines of all parallel sizes share KV. Later, the same
+bytes keep their name, and other bytes are named by their digests, so that engines updated alike
+share KV. While the name is unknown, nothing is stored or loaded.
 
-The files may have changed while they were loaded. So the bytes that files gave are kept on this
-host, and bytes that do not fit them are named by themselves.
+Files may change while they are loaded. So this host remembers which digest in memory belongs to
+the files; weights with another digest are named by that digest.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _MAX_NAMES = 64
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What an engine's weights are loaded from. ``name``: a digest of ``files``, or what stands for
-    them; "" if nothing does."""
+    """An engine's weight files. ``name``: a digest of ``files``, or a substitute; "" without
+    either."""
 
     name: str
     files: tuple[Path, ...] = ()
 
     def changed_since(self, seconds: float) -> Path | None:
-        """A file, or a link or folder on the way to one, that was written, replaced or renamed
-        after that time, since 1970. What a Hugging Face cache names by its content arrives only. A
-        folder passes for renamed if something has come or gone both in it and in the one above."""
+        """A file, or a link or folder on its path, that was written, replaced or renamed after
+        ``seconds`` since 1970. Of files that a Hugging Face cache names by content, the folder is
+        checked. A folder also counts as renamed if entries of it and of its parent have changed."""
         named = (file.parent if _is_named_by_content(file) else file for file in self.files)
         places = sorted({place for file in named for place in _on_the_way_to(file)})
         return next((place for place in places if _has_changed(place, seconds)), None)
 
 
 class WeightNames:
-    """``name``: of the weights, "" while it is unknown. ``question``: goes with the next plan; 0:
-    none. ``heard``: of each rank, the version of its weights that is known here. ``kept``: what
-    earlier starts on this host had in memory, by a digest of where it came from; ``keep`` is told
-    more of it, and does not wait for a disk.
+    """``name``: of the weights, "" while unknown. ``question``: goes with the next plan; 0: none.
+    ``heard``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
+    starts on this host, by a digest of how they were loaded; ``keep`` adds to them without waiting
+    for the disk.
 
-    ``read_label()`` is the user's name for weights after an update; it raises ``ConfigError`` if
-    there is none to be read. A label stands for what digests cannot tell: that engines of other
-    parallel sizes have the same weights.
+    ``read_label()``: the user's name for the weights after an update; raises ``ConfigError`` if it
+    is unreadable. Unlike digests, a label tells that engines of different parallel sizes have the
+    same weights.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class WeightNames:
         self._num_questions = 0
         self._asked_until = 0.0
         self._give_up_at: float | None = None
-        self._is_external = False  # there was an external reset since the weights had a name
-        self._names: dict[str, str] = {}  # of all weights that this engine has had, by digest
-        self._digest_before = ""  # of those at the last external reset
+        self._is_external = False  # an external reset happened since the weights were named
+        self._names: dict[str, str] = {}  # by digest, of all weights so far
+        self._digest_before = ""  # at the last external reset
         self._label = ""
-        self._label = self._new_label = self._read()  # what it says at start is of other weights
+        self._label = self._new_label = self._read()  # a label at start names no update
 
     def is_awaited(self) -> bool:
-        """Whether a request shall wait for the name: for a moment only, then it is computed."""
+        """Whether a request should wait for the name; after a moment it is computed instead."""
         now = self._clock()
         if self._give_up_at is None:
             self._give_up_at = now + _WAIT_SECONDS
@@ -99,12 +99,12 @@ class WeightNames:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether ranks were asked a moment ago, and have not answered: steps carry that."""
+        """Whether ranks were asked recently and have not answered; steps carry the answers."""
         return not self.name and self._clock() < self._asked_until
 
     def reset(self, *, is_external: bool) -> None:
-        """vLLM's prefix cache was reset: the weights may be others. ``is_external``: this connector
-        was reset too. Only then is the label read."""
+        """vLLM's prefix cache was reset: the weights may have changed. ``is_external``: the reset
+        included this connector; only then the label is read."""
         self._num_questions += 1
         self.question, self.name = self._num_questions, ""
         self._asked_until = self._clock() + _ASKED_SECONDS
@@ -113,13 +113,12 @@ class WeightNames:
             self._new_label = self._read()
 
     def take_question(self) -> int:
-        """The question, which goes with the plan being made."""
         question, self.question = self.question, 0
         return question
 
     def learn(self, rank: int, weights: WeightsInMemory) -> bool:
-        """What one rank says. Whether it raises a doubt: what was computed since the last word of
-        that rank may be of other weights than the name says."""
+        """Process a rank's report. Returns whether KV computed since its previous report may belong
+        to other weights than the name says."""
         version = self.heard[rank]
         self._ranks[rank] = weights
         self.heard = (*self.heard[:rank], weights.version, *self.heard[rank + 1 :])
@@ -129,8 +128,8 @@ class WeightNames:
         return is_doubtful
 
     def settle(self, configuration: object) -> bool:
-        """Name the weights, if all ranks have read them. ``configuration``: what else decides how
-        files come to memory. Whether there is a name."""
+        """Name the weights if all ranks have read them. ``configuration``: further settings that
+        affect how files are loaded. Returns whether there is a name."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         have_answered = len(ranks) == len(self.heard) and all(
             each.digest is not None and each.question >= self._num_questions for each in ranks
@@ -164,7 +163,7 @@ class WeightNames:
         logger.info("lmcache-connector: weights %s", self.name)
 
     def _relabel(self, digest: str) -> None:
-        """A new label names weights that are not those of the last external reset."""
+        """Apply a new label if the weights have changed since the last external reset."""
         self._is_external = False
         before, self._digest_before = self._digest_before, digest
         if digest == before or self._new_label == self._label:
@@ -177,7 +176,7 @@ class WeightNames:
     def _first_name(
         self, digest: str, ranks: list[WeightsInMemory], configuration: object
     ) -> tuple[str, str]:
-        """The name of the weights an engine starts with, and why it is not that of their files."""
+        """The name at start, and why it is not that of the files."""
         own, files = f"memory:{digest}", self._files.name
         if not files:
             return own, ""
@@ -207,7 +206,7 @@ def _hex(value: object) -> str:
 
 
 def _on_the_way_to(file: Path) -> Iterator[Path]:
-    """The file, the folders above it, and whatever its links lead through."""
+    """The file, the folders above it, and everything its links pass through."""
     for place in (file.absolute(), *file.absolute().parents):
         yield place
         if place.is_symlink():
@@ -223,8 +222,8 @@ def _is_named_by_content(file: Path) -> bool:
 
 
 def _has_changed(place: Path, seconds: float) -> bool:
-    """What comes and goes in a folder changes its mtime and ctime alike, renaming it changes its
-    ctime and the mtime of the one above."""
+    """A folder's mtime and ctime both change when entries do. Renaming it changes its ctime and its
+    parent's mtime."""
     try:
         found = place.lstat()
         if found.st_ctime <= seconds or not S_ISDIR(found.st_mode):

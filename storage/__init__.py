@@ -1,1 +1,1 @@
-"""The Redis tier and the form of what it stores, installed as ``lmcache_connector.storage``."""
+"""The Redis tier and the format of stored values, installed as ``lmcache_connector.storage``."""

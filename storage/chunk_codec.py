@@ -1,4 +1,4 @@
-"""The bytes of one stored value: a fixed header that describes the payload, then the payload.
+"""The format of one stored value: a fixed header that describes the payload, then the payload.
 
 Format v1, all integers little-endian::
 
@@ -19,11 +19,11 @@ Format v1, all integers little-endian::
         44    32  full chunk key
         76     8  length of the blosc2 chunk in bytes, less than the payload's; 0 without one
         84    12  reserved, zero
-        96    32  seal over bytes 0..95 and what follows: xxh3-64 (little-endian, zero-padded),
+        96    32  seal over bytes 0..95 and the stored payload: xxh3-64 (little-endian, zero-padded)
                   or the 32-byte BLAKE3 tag keyed from ``hash_key``
        128        payload [layers][tokens][content], the KV cache's own bytes, or the blosc2 chunk
 
-Nothing here allocates what a header claims: a reader knows which header to expect, and compares.
+Readers compare with the header they expect, and never allocate a size that a header claims.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 MAGIC = b"LMCV"
 VERSION = 1
 HEADER_BYTES = 128
-# No payload is ever larger. A header that claims more is refused.
+# Larger payloads are neither written nor accepted.
 MAX_PAYLOAD_BYTES = 64 << 20
 DTYPE_CODES = {
     "bfloat16": 1,
@@ -65,16 +65,16 @@ _FIELDS = struct.Struct(f"<4sHHHHIIIIIIQ{CHUNK_KEY_BYTES}sQ12s")
 _SEALED_BYTES = _FIELDS.size
 _SEAL_BYTES = HEADER_BYTES - _SEALED_BYTES
 _RESERVED = bytes(12)
-# No blosc2 chunk is shorter.
+# Every blosc2 chunk is longer.
 _MIN_COMPRESSED_BYTES = 32
 
 Buffer = bytes | bytearray | memoryview
 Codec = Literal["none", "blosc2"]
-"""Whether values are written compressed: never, where that pays, always. Readers read all."""
+"""How values are written; readers accept both."""
 
 
 class ValueFault(Enum):
-    """One way for a stored value to be invalid. The values are labels of a metric."""
+    """Ways for a stored value to be invalid. The values are labels of a metric."""
 
     TRUNCATED_HEADER = "truncated_header"
     BAD_MAGIC = "bad_magic"
@@ -91,16 +91,16 @@ class ValueFault(Enum):
     FOREIGN_WIDTH = "foreign_width"
     FOREIGN_LENGTH = "foreign_length"
     FOREIGN_KEY = "foreign_key"
-    # Keyed where an unkeyed value is expected, or the other way round.
+    # Keyed where unkeyed is expected, or vice versa.
     FOREIGN_SEAL = "foreign_seal"
     BAD_CHECKSUM = "bad_checksum"
     FORGED_TAG = "forged_tag"
-    # It is what was sealed, and no blosc2 chunk of the kind and size that is expected.
+    # Correctly sealed, but not a blosc2 chunk of the expected kind and size.
     BAD_COMPRESSION = "bad_compression"
 
 
 class InvalidValueError(ValueError):
-    """A stored value is not what its reader expects; ``fault`` says in what way."""
+    """A stored value is not the expected one; ``fault`` says how it differs."""
 
     def __init__(self, fault: ValueFault, detail: str) -> None:
         super().__init__(detail)
@@ -110,8 +110,7 @@ class InvalidValueError(ValueError):
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
     """The header of a value, without its seal. Sizes in bytes, layers in global order.
-
-    ``compressed_bytes``: what is stored instead of the payload; 0 if the payload itself is.
+    ``compressed_bytes``: size of the blosc2 chunk; 0 if the payload is stored as is.
     """
 
     dtype: str
@@ -128,7 +127,6 @@ class ValueHeader:
 
     @property
     def stored_bytes(self) -> int:
-        """What lies behind the header."""
         return self.compressed_bytes or self.payload_bytes
 
     def pack(self) -> bytes:
@@ -177,11 +175,11 @@ def stripe_header(
 
 
 class Sealer:
-    """Computes seals. Both hashes release the GIL on payloads of more than a few KiB."""
+    """Computes seals. Both hashes release the GIL for payloads above a few KiB."""
 
     def __init__(self, hash_key: bytes | None = None) -> None:
-        """``hash_key``: any secret of at least 16 bytes; ``ValueError`` if it is shorter. The
-        BLAKE3 key is derived from it, so that one secret serves chunk keys and values alike."""
+        """``hash_key``: a secret of at least 16 bytes, else ``ValueError``. The BLAKE3 key is
+        derived from it, so that one secret serves chunk keys and values alike."""
         self._key: bytes | None = None
         if hash_key is not None:
             if len(hash_key) < 16:
@@ -194,7 +192,7 @@ class Sealer:
         return self._key is not None
 
     def seal(self, sealed: Buffer, stored: Buffer) -> bytes:
-        """The 32-byte seal of ``sealed`` (the 96 header bytes before the seal) and ``stored``."""
+        """The 32-byte seal of ``sealed`` (the header's first 96 bytes) and ``stored``."""
         if self._key is not None:
             tag = blake3(sealed, key=self._key)
             tag.update(stored)
@@ -205,7 +203,7 @@ class Sealer:
 
 
 def encode_header(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
-    """The 128 bytes that go before ``stored``. Raises ``ValueError`` if they do not match."""
+    """The 128 bytes that precede ``stored``. Raises ``ValueError`` if they do not match."""
     if len(stored) != header.stored_bytes:
         raise ValueError(f"payload has {len(stored)} bytes, not {header.stored_bytes}")
     if header.keyed != sealer.keyed:
@@ -215,14 +213,14 @@ def encode_header(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
 
 
 def may_be_value(num_bytes: int, payload_bytes: int) -> bool:
-    """Whether a value with a payload of ``payload_bytes`` can have ``num_bytes``, header included:
-    as it is, or compressed."""
+    """Whether a stored value of ``num_bytes``, header included, can hold ``payload_bytes``,
+    compressed or not."""
     stored = num_bytes - HEADER_BYTES
     return stored == payload_bytes or _MIN_COMPRESSED_BYTES < stored < payload_bytes
 
 
 def decode_header(raw: Buffer) -> ValueHeader:
-    """Read a header from any bytes. Raises `InvalidValueError` with the first fault."""
+    """Parse a header. Raises `InvalidValueError` with the first fault."""
     if len(raw) < HEADER_BYTES:
         raise InvalidValueError(
             ValueFault.TRUNCATED_HEADER, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
@@ -279,15 +277,13 @@ _FOREIGN = {
     "content_width": ValueFault.FOREIGN_WIDTH,
     "payload_bytes": ValueFault.FOREIGN_LENGTH,
 }
-# Compressed or not is for the writer to choose.
+# The writer chooses whether to compress.
 assert {*_FOREIGN, "compressed_bytes"} == {field.name for field in fields(ValueHeader)}
 
 
 def check_header(raw: Buffer, expected: ValueHeader) -> int:
-    """The number of bytes that should lie behind the header ``raw``, compressed or not.
-
-    Raises `InvalidValueError` with the fault in which ``raw`` differs from ``expected``.
-    """
+    """Compare the header ``raw`` with ``expected``; returns how many bytes should follow it. Raises
+    `InvalidValueError` with the fault in which they differ."""
     if bytes(raw[:_SEALED_BYTES]) == expected.pack() and len(raw) == HEADER_BYTES:
         return expected.stored_bytes
     found = decode_header(raw)
@@ -302,11 +298,9 @@ def check_header(raw: Buffer, expected: ValueHeader) -> int:
 
 
 def check_value(raw: Buffer, stored: Buffer, expected: ValueHeader, sealer: Sealer) -> bool:
-    """Raise `InvalidValueError` unless header ``raw`` and ``stored`` are, byte for byte, what was
-    sealed as ``expected``. Runs at memory speed, and almost all of it without the GIL.
-
-    Returns whether ``stored`` is compressed: then it must still prove to hold the payload.
-    """
+    """Raise `InvalidValueError` unless header ``raw`` and ``stored`` are what was sealed as
+    ``expected``. Runs at memory speed, almost entirely without the GIL. Returns whether ``stored``
+    is compressed: `decompress` must then still succeed."""
     stored_bytes = check_header(raw, expected)
     if len(stored) != stored_bytes:
         raise InvalidValueError(ValueFault.FOREIGN_LENGTH, f"payload has {len(stored)} bytes")

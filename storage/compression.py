@@ -1,14 +1,14 @@
-"""Payloads made smaller without loss: blosc2 chunks, byte shuffle and zstd, one per value.
+"""Lossless compression of payloads: one blosc2 chunk per value, byte shuffle and zstd.
 
-The exponents of a trained model's KV hold three or four bits of information, its mantissas are
-noise: put side by side, the exponent bytes shrink to half. Everything but the choice to compress is
-fixed, so that one chunk has one form.
+The exponents of a trained model's KV carry three or four bits of information, its mantissas are
+noise: the shuffle puts exponent bytes side by side, which then shrink to half. All parameters are
+fixed, so that a payload has one compressed form.
 
-blosc2 would decode much more than that: codecs and filters of every kind, plugins which it looks
-for on the machine, sizes that a chunk claims. So a chunk is handed to it only if its header says,
-byte for byte, what ours say, and sizes that are known beforehand.
+blosc2 would decode much more: any codec and filter, plugins found on the machine, sizes that a
+chunk claims. So a chunk is decoded only if its header is byte for byte the one written here, with
+the expected sizes.
 
-Both directions run without the GIL, on the calling thread alone.
+Both directions run on the calling thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lmcache_connector.storage.chunk_codec import (
     check_value,
 )
 
-# Bytes of one number, which are shuffled. Dtypes of one byte are not listed.
+# Bytes per number, the unit of the shuffle. One-byte dtypes are not listed.
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _LEVEL = 1
-# The header of a chunk, of blosc2's format 5: format, format of the codec, flags, item size; sizes
-# of payload, block and chunk; then filters, codec and their options.
+# blosc2 chunk header, format 5: format, codec format, flags, item size; sizes of payload, block and
+# chunk; then filters, codec and their options.
 _HEADER = struct.Struct("<4BIII16s")
 _FORMAT, _CODEC_FORMAT = 5, 1
 _FLAGS = 0x85  # zstd, one stream for each byte of an item
@@ -39,7 +39,7 @@ _SHUFFLE_AND_ZSTD = bytes((1, 0, 0, 0, 0, 0, 5)) + bytes(9)
 
 
 def compress(payload: Buffer, dtype: str) -> bytes | None:
-    """A chunk that holds ``payload``, or None if it would not be smaller."""
+    """``payload`` as a blosc2 chunk, or None if that is not smaller or of another kind."""
     blosc2.set_releasegil(True)
     item_bytes = _ITEM_BYTES.get(dtype, 1)
     chunk: bytes = blosc2.compress2(
@@ -51,14 +51,14 @@ def compress(payload: Buffer, dtype: str) -> bytes | None:
         splitmode=blosc2.SplitMode.ALWAYS_SPLIT,
         nthreads=1,
     )
-    # A payload of zeros, or of noise, becomes a chunk of another kind.
+    # Constant or incompressible payloads become chunks of another kind.
     is_smaller = len(chunk) < len(payload)
     return chunk if is_smaller and _is_ours(chunk, len(payload), item_bytes) else None
 
 
 def decompress(chunk: memoryview, payload: memoryview, dtype: str) -> None:
-    """Fill ``payload`` from ``chunk``. Raises `InvalidValueError` for what is no chunk of that size
-    and kind; the payload may hold anything then."""
+    """Fill ``payload`` from ``chunk``. Raises `InvalidValueError` unless it is a chunk of that size
+    and kind; ``payload`` then holds garbage."""
     if not _is_ours(chunk, len(payload), _ITEM_BYTES.get(dtype, 1)):
         raise InvalidValueError(ValueFault.BAD_COMPRESSION, "not a chunk as they are written")
     blosc2.set_releasegil(True)
@@ -69,8 +69,8 @@ def decompress(chunk: memoryview, payload: memoryview, dtype: str) -> None:
 
 
 def check_whole_value(value: Buffer, expected: ValueHeader, sealer: Sealer) -> None:
-    """Raise `InvalidValueError` unless ``value`` holds, byte for byte, what was sealed as
-    ``expected``. Decompressing it takes as much memory as ``expected`` says."""
+    """Raise `InvalidValueError` unless ``value`` is what was sealed as ``expected``. Decompression
+    allocates the size that ``expected`` gives."""
     stored = memoryview(value)[HEADER_BYTES:]
     if check_value(value[:HEADER_BYTES], stored, expected, sealer):
         decompress(stored, memoryview(bytearray(expected.payload_bytes)), expected.dtype)

@@ -1,4 +1,4 @@
-"""Where the KV bytes of a chunk lie: in the canonical chunk form, and in stored values.
+"""Layout of a chunk's KV bytes: in the canonical chunk form, and in stored values.
 
 A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
 
@@ -7,13 +7,13 @@ A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
     | t0 c | t1 c |..| t0 c | t1 c |..
 
 A *shard* is one KV head over this rank's layers. A *stripe* is a run of consecutive layers of one
-shard. Each stripe is stored as one value, so that no value grows past ``max_value_bytes``. Stripes
-start at multiples of one stripe width, counted from global layer 0, so ranks of different pipeline
-splits share stripes wherever their borders allow it.
+shard, stored as one value, so that no value exceeds ``max_value_bytes``. Stripes start at multiples
+of one stripe width, counted from global layer 0, so ranks of different pipeline splits share
+stripes wherever their borders allow it.
 
-A model whose layers follow several rules has several *parts*, and one such buffer for each part of
-a chunk: see :mod:`lmcache_connector.kv_parts.part`. "Layer" counts a part's layers in model order,
-whatever KV cache groups they are in.
+A model whose layers follow several rules has several *parts*; a chunk has one such buffer per part
+(:mod:`lmcache_connector.kv_parts.part`). "Layer" counts a part's layers in model order, in
+whichever KV cache groups they are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lmcache_connector.kv_parts.part import part_of
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """What one stored value holds of a chunk: layers ``[layer_start, layer_end)`` of one KV head.
+    """The part of a chunk in one stored value: layers ``[layer_start, layer_end)`` of one KV head.
 
-    Its payload ``[layers][tokens][content]`` has ``num_bytes`` bytes and lies at ``offset`` in the
-    chunk buffer of the rank that holds it.
+    The payload ``[layers][tokens][content]`` takes ``num_bytes`` bytes at ``offset`` in the chunk
+    buffer of the rank that holds it.
     """
 
     layer_start: int
@@ -42,7 +42,7 @@ class Stripe:
 
 @dataclass(frozen=True)
 class ChunkGeometry:
-    """One rank's part of a chunk. All sizes are in bytes. Raises ``ValueError`` if impossible.
+    """One rank's part of a chunk. Sizes are in bytes. Raises ``ValueError`` if impossible.
 
     ``layer_widths[i]`` is the content width (K and V of one token and one KV head) of global layer
     ``layer_start + i``. ``shards`` are the global KV head indices in buffer order.
@@ -71,7 +71,7 @@ class ChunkGeometry:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """The byte offset of each layer inside a shard, and at the end the shard's size."""
+        """Byte offset of each layer inside a shard, then the shard's size."""
         return tuple(accumulate((w * self.num_tokens for w in self.layer_widths), initial=0))
 
     @property
@@ -87,11 +87,11 @@ class ChunkGeometry:
         return self.chunk_bytes // self.num_tokens
 
     def stripe_width(self, max_value_bytes: int) -> int:
-        """The layers per stripe: as many as fit into ``max_value_bytes``, but at least one."""
+        """Layers per stripe: as many as fit into ``max_value_bytes``, at least one."""
         return max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
 
     def stripe(self, layer_start: int, layer_end: int, shard: int) -> Stripe:
-        """Any run of these layers of one of these shards. Raises ``ValueError`` for others."""
+        """A run of layers of one shard. Raises ``ValueError`` if they are not in this geometry."""
         first, end = layer_start - self.layer_start, layer_end - self.layer_start
         if not 0 <= first < end <= len(self.layer_widths) or shard not in self.shards:
             raise ValueError(f"layers {layer_start} to {layer_end} of head {shard} are not here")
@@ -100,7 +100,7 @@ class ChunkGeometry:
         return Stripe(layer_start, layer_end, shard, offset, num_bytes)
 
     def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:
-        """All stripes of this chunk, shard by shard, in buffer order."""
+        """All stripes of this chunk, in buffer order."""
         width = self.stripe_width(max_value_bytes)
         cuts = [self.layer_start]
         cuts += range((self.layer_start // width + 1) * width, self.layer_end, width)
@@ -112,7 +112,7 @@ class ChunkGeometry:
 
 @dataclass(frozen=True)
 class PartGeometries:
-    """What one rank holds of a chunk: one value per part of the model, each with its geometry."""
+    """One rank's share of a chunk: one geometry per part of the model."""
 
     parts: tuple[ChunkGeometry, ...]
 
@@ -124,17 +124,16 @@ class PartGeometries:
         return len(self.parts)
 
     def index_of(self, key: bytes) -> int:
-        """The part that ``key`` names. Raises ``ValueError`` if there is no such part."""
+        """The part that ``key`` names. Raises ``ValueError`` if there is none."""
         index = part_of(key, len(self.parts))
         if index >= len(self.parts):
             raise ValueError(f"key {key.hex()} names part {index} of {len(self.parts)}")
         return index
 
     def of(self, key: bytes) -> ChunkGeometry:
-        """The geometry of the value ``key``. Raises ``ValueError`` if it names no part."""
+        """The geometry of ``key``'s part. Raises ``ValueError`` if there is none."""
         return self.parts[self.index_of(key)]
 
     @property
     def largest(self) -> ChunkGeometry:
-        """Of the part whose values are the largest."""
         return max(self.parts, key=lambda part: part.chunk_bytes)

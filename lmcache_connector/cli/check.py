@@ -36,8 +36,7 @@ from lmcache_connector.vllm_compat.api import versions
 
 TIERED = "LMCacheTieredConnector"
 P2P = "LMCacheP2PConnector"
-"""Tokens; vLLM's block sizes are multiples of it, but for few back ends."""
-# Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
+# The keys of vLLM's KVTransferConfig, which refuses others; a test compares the two.
 TRANSFER_KEYS = (
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
     *("kv_buffer_device", "kv_connector_module_path", "enable_permute_local_kv"),
@@ -51,8 +50,8 @@ _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 class Finding:
     """One line of ``check``.
 
-    ``verdict`` is ``ok``, ``warning`` or ``error``; ``hint`` says how to mend it; ``seconds`` is
-    how long it took, where that matters. An error makes ``code`` the exit code.
+    ``verdict`` is ``ok``, ``warning`` or ``error``; ``hint`` is the remedy; ``seconds`` is the
+    duration, if it matters. An error makes ``code`` the exit code.
     """
 
     name: str
@@ -77,11 +76,11 @@ class Finding:
 
 
 def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
-    """``engines``: addresses of running ones, whose audits count as well."""
+    """``engines``: addresses of running engines, whose audits are checked too."""
     from lmcache_connector.cli import check_peers, check_redis
 
     for address in engines:
-        engine_url(address)  # a slip of the pen is not the configuration's
+        engine_url(address)  # fail on a typing error before the configuration is checked
     document = read_transfer_config(text_or_path)
     findings = [_transfer(document)]
     try:
@@ -109,12 +108,12 @@ def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
 
 
 def _connector_meant(document: Mapping[str, Any]) -> str:
-    """Whose settings these are, also where the name is not quite right."""
+    """The connector that the settings are for, even if its name is misspelt."""
     return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
 
 
 def _transfer(document: Mapping[str, Any]) -> Finding:
-    """Connector, role and keys, as vLLM itself would take them."""
+    """Check connector, role and keys as vLLM does."""
     meant = _connector_meant(document)
     problems, hints = [], []
     if document.get("kv_connector") not in (TIERED, P2P):
@@ -164,7 +163,7 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
 
 
 def _overrides(overrides: Mapping[str, Any]) -> Finding:
-    """What LMCache itself says of the ``lmcache.*`` settings."""
+    """LMCache's own check of the ``lmcache.*`` settings."""
     name = "lmcache settings"
     try:
         from lmcache_connector.worker.lmcache_start import check_overrides  # takes seconds
@@ -202,7 +201,7 @@ def _version(package: str) -> str | None:
 def check_memory(
     name: str, setting: str, wanted: int, unit: int, whose: str = " per rank"
 ) -> Finding:
-    """``wanted`` bytes, as ``setting`` says in units of ``unit`` bytes."""
+    """``wanted`` bytes, set by ``setting`` in units of ``unit`` bytes."""
     available = available_memory()
     if available is None:
         return Finding(name, "ok", f"{size(wanted)}{whose}")
@@ -219,7 +218,7 @@ def check_memory(
 
 
 def _audits(engine: str) -> Finding:
-    """What a running engine has found out about the KV it shares."""
+    """What a running engine's audits have found."""
     name = f"audits of {engine}"
     try:
         summary = summarize(fetch(engine))

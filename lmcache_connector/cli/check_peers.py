@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 _ANSWER_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 1024
-_MAX_ASKED = 16  # of the instances behind one name
+_MAX_ASKED = 16  # instances behind one name
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-# No instance has this address, so that its farewell removes none.
+# No instance has this address, so deregistering it removes none.
 _NOBODY = "lmcache-connector-check.invalid:1"
 
 
@@ -63,7 +63,7 @@ def _check_reach(told: Address) -> Finding:
 
 
 def _check_port(listens: Address) -> Finding:
-    """Whether this host lets us listen there."""
+    """Whether this process can listen there."""
     try:
         family = socket.AF_INET6 if ":" in listens.host else socket.AF_INET
         socket.create_server((listens.host, listens.port), family=family).close()
@@ -90,7 +90,7 @@ def _check_folder(config: ConnectorConfig) -> Finding:
 
 
 def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) -> Finding:
-    """Rank 0 of an instance, or of all behind a name."""
+    """Check rank 0 of an instance, or of all instances behind a name."""
     started, hint = time.monotonic(), "start it, or look at peers, its peer_listen, and firewalls"
     if peer == told:
         return Finding("peers", "ok", f"{peer} is this instance itself, which is not asked")
@@ -117,7 +117,7 @@ def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) ->
 
 
 def _greet(config: ConnectorConfig, address: Address, found: list[Greeting]) -> str | None:
-    """What is wrong with it, if anything is; else it is ``found``."""
+    """Add the peer's greeting to ``found``, or return the problem."""
     tier = config.peer_tier_config()
     assert tier is not None
     seconds = tier.connect_timeout_seconds, tier.read_timeout_seconds
@@ -133,7 +133,7 @@ def _greet(config: ConnectorConfig, address: Address, found: list[Greeting]) -> 
 
 
 def _check_host(host: str) -> Finding:
-    """Only its name: requests tell which port."""
+    """Check the name only: requests name the port."""
     started = time.monotonic()
     if host.startswith("*.") or _is_network(host):
         return Finding("peer", "ok", f"{host} stands for many")
@@ -167,8 +167,8 @@ def _check_http_address(http_address: str) -> Finding:
 
 
 def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
-    """Sends it a farewell, signed as a registration is: that registers nothing. vLLM's router has
-    no word for it, and does not answer: that it listens is all there is to know."""
+    """Send the router a signed deregistration, which registers nothing. vLLM's router has no such
+    message and does not answer: only its port can be checked."""
     registration = Registration(role, _NOBODY, own, "lmcache-connector check")
     router, started = str(config.router), time.monotonic()
 
@@ -201,7 +201,7 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Raises what ``call`` does, or ``TimeoutError``: a resolver may wait for long."""
+    """The result of ``call``, or its exception, or ``TimeoutError``: resolvers may hang."""
     task = Background("lmc-check").submit(lambda: [call()])
     if not task.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")

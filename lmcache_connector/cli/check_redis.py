@@ -1,4 +1,4 @@
-"""``check`` of a Redis: its limits, and chunks of random bytes through the engine's own code."""
+"""``check`` of a Redis: its limits, and a round trip of random chunks through the engine's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAIT_SECONDS = 10.0
 
 
 def findings(tier: RedisTierConfig | None) -> list[Finding]:
-    """Raises ``CliError`` if the server is away."""
+    """Raises ``CliError`` if the server is unreachable."""
     if tier is None:
         return [Finding("redis", "ok", "none is configured")]
     started = time.monotonic()
@@ -53,8 +53,7 @@ def _judge_server(facts: ServerFacts, tier: RedisTierConfig) -> Finding:
 
 
 def _round_trip(admin: RedisAdmin, config: RedisTierConfig) -> Iterator[Finding]:
-    """Write chunks, ask for them, read and compare, remove them. Their keys are random, so nobody
-    else's are touched."""
+    """Write, look up, read, compare and remove chunks. Their random keys touch no other chunks."""
     geometry = ChunkGeometry(_TOKENS, 0, (256,) * _LAYERS, (0,), 1, "uint8")
     keys = [os.urandom(CHUNK_KEY_BYTES) for _ in range(_CHUNKS)]
     data = [os.urandom(geometry.chunk_bytes) for _ in range(_CHUNKS)]

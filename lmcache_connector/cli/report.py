@@ -1,7 +1,7 @@
-"""How commands speak: tables for people, one JSON document for programs, and errors in words.
+"""Output of commands: tables for people, one JSON document for programs, and errors in words.
 
-Exit codes: 0 all well, 1 something was found to be wrong, 2 the command line or a file cannot be
-used, 3 a server cannot be reached.
+Exit codes: 0 success, 1 a check has failed, 2 invalid command line or file, 3 a server cannot be
+reached.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rich.text import Text
 FOUND_WRONG = 1
 BAD_INPUT = 2
 UNREACHABLE = 3
-# Wider than any table: what is wider than the terminal is wrapped by it, and nothing is cut.
+# Wider than any table: the terminal wraps wider lines, and nothing is cut.
 _WIDTH = 4096
 
 
 class CliError(Exception):
-    """A message for the user, what to do about it, and the exit code."""
+    """A message for the user, a hint and the exit code."""
 
     def __init__(self, message: str, hint: str = "", code: int = BAD_INPUT) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class CliError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a command's findings go: stdout; progress and questions go to stderr."""
+    """The output of a command: findings on stdout, progress and questions on stderr."""
 
     as_json: bool
     out: Console
@@ -49,7 +49,7 @@ class Report:
         return cls(as_json, out, Console(stderr=True, highlight=False, markup=False))
 
     def emit(self, document: dict[str, Any], *for_people: str | Text | Table) -> None:
-        """``document`` as one line of JSON; without ``--json``, lines and tables instead."""
+        """Print ``document`` as one line of JSON or, without ``--json``, ``for_people``."""
         if self.as_json:
             self.out.file.write(json.dumps(document) + "\n")
             self.out.file.flush()
@@ -58,7 +58,7 @@ class Report:
             self.out.print(harmless(item) if isinstance(item, str) else item)
 
     def fail(self, error: CliError) -> int:
-        """The error, and what to do about it, on stderr or as JSON. Its exit code."""
+        """Report the error and its hint on stderr or as JSON. Returns its exit code."""
         if self.as_json:
             self.emit(error.as_json())
         else:
@@ -66,7 +66,7 @@ class Report:
         return error.code
 
     def complain(self, error: CliError) -> None:
-        """For people alone."""
+        """Report an error to people only."""
         self.err.print(harmless(f"Error: {error}"), style="red", soft_wrap=True)
         if error.hint:
             self.err.print(harmless(f"Try: {error.hint}"), soft_wrap=True)
@@ -79,12 +79,12 @@ class Report:
 
 
 def harmless(text: str) -> str:
-    """``text`` without control characters: names that a server sends could command a terminal."""
+    """``text`` without control characters, with which a server's names could control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table without lines. Columns whose title ends in a space are numbers, set right."""
+    """A table without lines. Columns whose title ends in a space are right-aligned numbers."""
     made = Table(box=None, pad_edge=False)
     for column in columns:
         justify = "right" if column.endswith(" ") else "left"
@@ -118,6 +118,6 @@ def duration(seconds: float | None) -> str:
 
 
 def span(bounds: Sequence[float | None]) -> str:
-    """``2 s to 3 h``, of the least and the most; a dash where neither is known."""
+    """``2 s to 3 h``, from the least and the most; a dash if unknown."""
     low, high = map(duration, bounds)
     return low if low == high else f"{low} to {high}"

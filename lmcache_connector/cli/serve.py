@@ -1,4 +1,4 @@
-"""``serve``: an API server of vLLM with the connector, on any build of vLLM."""
+"""``serve``: starts vLLM's API server with the connector, on any build of vLLM."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from lmcache_connector.errors import ConfigError
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "peer_secret", "router_secret")
-# By connector: exactly what an engine would make of its settings.
+# By connector, the engine's own parser.
 _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
-# Options of this command, and settings of the connector that are none.
+# Options of this command, and settings of the connector that are not options.
 _OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
 _SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
 _NEAR = 0.8
-# What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
+# Options that vLLM would interpret itself, also if abbreviated, with what to use here.
 _OURS = {
     r"--kv-t.*": "give it with --kv-config",
     r"--kv-o.*": "leave it out: vLLM would put a connector of its own in this one's place",
@@ -46,7 +46,7 @@ _OURS = {
 }
 _EAGER = "--enforce-eager"
 _KV_BYTES = "--kv-cache-memory-bytes"
-# Whoever names one of these has chosen how much memory vLLM's own KV cache takes.
+# A user who gives one of these has chosen the size of vLLM's KV cache.
 _KV_MEMORY = (_KV_BYTES, "--gpu-memory-utilization")
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -54,16 +54,16 @@ _BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 _BLOCK_SIZE = ("--block-size",)
-# With one of these vLLM listens elsewhere than at `--port` of all addresses.
+# With one of these vLLM does not listen at `--port` of all addresses.
 _ELSEWHERE = ("--host", "--uds", "--headless", "--config")
 _PORT = 8000
-# Whoever names one of these has chosen whether to compile.
+# A user who gives one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``vllm_options`` go to vLLM as they are. ``None``: not given."""
+    """``vllm_options`` are passed to vLLM unchanged. ``None``: not given."""
 
     model: str
     cpu_gib: float | None
@@ -74,8 +74,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How to start one. ``secrets``: environment variables that its configuration refers to;
-    ``environment``: others that are set for it."""
+    """How to start a server. ``secrets``: environment variables that its configuration refers to;
+    ``environment``: further variables to set."""
 
     command: tuple[str, ...]
     secrets: dict[str, str]
@@ -84,7 +84,7 @@ class Server:
 
 
 def run(report: Report, options: Options, *, dry_run: bool) -> int:
-    """Becomes the server. With ``dry_run`` it only says the line."""
+    """Replace this process by the server. With ``dry_run``, only print the command line."""
     server = plan(options)
     if not dry_run:
         _check_port(options.vllm_options)
@@ -106,7 +106,7 @@ def run(report: Report, options: Options, *, dry_run: bool) -> int:
 
 
 def plan(options: Options) -> Server:
-    """Raises :class:`CliError` for settings that the engine would refuse, or without a vLLM."""
+    """Raises :class:`CliError` for settings that the engine would refuse, or without vLLM."""
     _check_options(options)
     document = _transfer(options)
     config = _PARSERS[document["kv_connector"]](document)
@@ -130,7 +130,7 @@ def plan(options: Options) -> Server:
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:
         tier_bytes = int(config.cpu_gib * 2**30) if isinstance(config, ConnectorConfig) else 0
-        # The tier takes its memory as it fills: one that is too large must not end the start.
+        # The tier takes its memory as it fills: an oversized tier must not end the start.
         kv_bytes = max(available - tier_bytes, available // 2) // 4
         command += [_KV_BYTES, str(kv_bytes)]
         notes.append(
@@ -144,7 +144,7 @@ def plan(options: Options) -> Server:
 
 
 def _become(server: Server) -> None:
-    """Returns only by raising :class:`CliError`."""
+    """Does not return, unless it raises :class:`CliError`."""
     try:
         environment = {**os.environ, **server.secrets, **server.environment}
         os.execve(server.command[0], server.command, environment)
@@ -154,7 +154,7 @@ def _become(server: Server) -> None:
 
 
 def _check_port(vllm_options: Sequence[str]) -> None:
-    """vLLM would load the model first, and then share the port with another vLLM, or raise."""
+    """Check now: vLLM would first load the model, then share the port or raise."""
     line = " ".join(vllm_options).replace("=", " ").split()
     port = ([value for name, value in pairwise(line) if name == "--port"] or [str(_PORT)])[-1]
     if _names(vllm_options, _ELSEWHERE) or not port.isdecimal():
@@ -169,7 +169,7 @@ def _check_port(vllm_options: Sequence[str]) -> None:
 
 
 def _check_options(options: Options) -> None:
-    """vLLM would take the last of two, without a word, or an option for the name of a model."""
+    """vLLM would silently take the last of two options, or an option for the model's name."""
     if not options.model or options.model.startswith("-"):
         raise CliError("the model comes first", "lmcache-connector serve MODEL --port 8000")
     for option in options.vllm_options:
@@ -180,7 +180,7 @@ def _check_options(options: Options) -> None:
         if name in _SETTINGS:
             hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
             raise CliError(f"{name} is a setting of the connector", hint)
-        # No option of vLLM's is as near to one of ours.
+        # No option of vLLM's is that close to one of ours.
         for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
             raise CliError(f"{option.partition('=')[0]} is not an option", f"did you mean {near}?")
     for option, value in pairwise(options.vllm_options):
@@ -189,7 +189,7 @@ def _check_options(options: Options) -> None:
 
 
 def _transfer(options: Options) -> dict[str, Any]:
-    """The object of ``--kv-transfer-config``, of a connector that has a parser."""
+    """The object of ``--kv-transfer-config``, for a connector with a parser."""
     if options.kv_config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
@@ -213,8 +213,8 @@ def _transfer(options: Options) -> dict[str, Any]:
 
 
 def _hidden(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The document without its secrets, and those by the environment variables it refers to now:
-    vLLM logs its own command line, and anyone on the machine can read it."""
+    """The document with its secrets moved to environment variables, and these variables: vLLM logs
+    its command line, and every user of the machine can read it."""
     settings, secrets = dict(document.get("kv_connector_extra_config", {})), dict[str, str]()
     for name in _SECRETS:
         value = settings.get(name)
@@ -227,7 +227,7 @@ def _hidden(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _installed_vllm() -> tuple[list[str], bool]:
-    """The start of the command line, for the vLLM beside this Python; whether it is for CPUs."""
+    """The start of the command line for the vLLM beside this Python; whether it is a CPU build."""
     try:
         is_for_cpu = version("vllm").endswith("+cpu")
     except PackageNotFoundError:
@@ -236,8 +236,8 @@ def _installed_vllm() -> tuple[list[str], bool]:
 
 
 def _installed_vllm_cpu() -> list[str]:
-    """The ``vllm`` command of that package asks for the version of a package called "vllm", finds
-    none and ends. The server behind it does not ask."""
+    """Start the server module: the package's ``vllm`` command ends because it asks for the version
+    of a package called "vllm"."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:

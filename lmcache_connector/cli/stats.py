@@ -1,4 +1,4 @@
-"""``stats``: engines as their ``/metrics`` show them, since their start or with ``--watch`` now."""
+"""``stats``: summaries of engines' ``/metrics``, since their start or with ``--watch`` live."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-# -- /metrics, parsed and made into one summary of each engine -------------------------------------
+# -- /metrics, parsed and summarised per engine ----------------------------------------------------
 
 TIERS = ("cpu", "peer", "redis")
 _CIRCUITS = {float(state.value): state.name.lower() for state in CircuitState}
-# Counters that a summary has by one label, zeros left out.
+# Counters summarised by one label, without zeros.
 _BY_LABEL = {
     "bypassed_requests": "reason",
     "decisions": "reason",
@@ -60,18 +60,18 @@ class Snapshot:
         return [s for s in self._samples if s.name == name and wanted <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over everything but ``labels``, engines and ranks too."""
+        """Sum over all labels but ``labels``, also over engines and ranks."""
         return sum(sample.value for sample in self.select(name, **labels))
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Sums per value of one label, zeros left out."""
+        """Sums per value of one label, without zeros."""
         sums: dict[str, float] = defaultdict(float)
         for sample in self.select(name):
             sums[sample.labels.get(label, "")] += sample.value
         return {key: value for key, value in sums.items() if value}
 
     def since(self, before: Snapshot) -> Snapshot:
-        """What grew since ``before``, and gauges as they are now. What fell belongs to an engine
+        """Increments since ``before``, and current gauges. A counter that fell belongs to an engine
         that has restarted."""
         base = {_series(sample): sample.value for sample in before._samples}
         grown: list[Sample] = []
@@ -82,7 +82,7 @@ class Snapshot:
         return Snapshot(self.url, grown)
 
     def quantile(self, name: str, q: float, **labels: str) -> float | None:
-        """Of a histogram, by linear interpolation inside the bucket, as Prometheus does it."""
+        """Quantile of a histogram, interpolated linearly within the bucket, as Prometheus does."""
         buckets: dict[float, float] = defaultdict(float)
         for sample in self.select(f"{name}_bucket", **labels):
             buckets[float(sample.labels["le"])] += sample.value
@@ -108,7 +108,7 @@ def interpolate(buckets: Sequence[tuple[float, float]], q: float) -> float | Non
 
 
 def fetch(text: str) -> Snapshot:
-    """Raises :class:`CliError` for no answer, and for one of no engine with this connector."""
+    """Raises :class:`CliError` without an answer, or if the engine lacks this connector."""
     snapshot = Snapshot(text, _parse(metrics_text(text)))
     if not snapshot.select(f"{PREFIX}queried_tokens_total"):
         raise CliError(
@@ -130,7 +130,7 @@ def _parse(body: str) -> Iterator[Sample]:
 
 
 def summarize(snapshot: Snapshot) -> dict[str, Any]:
-    """One engine since its start, ready for JSON. Sums over ranks and data-parallel engines."""
+    """One engine's summary for JSON, summed over ranks and data-parallel engines."""
 
     def per_tier(name: str) -> dict[str, float]:
         return {tier: snapshot.total(f"{PREFIX}{name}_total", tier=tier) for tier in TIERS}
@@ -157,7 +157,7 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _circuits(snapshot: Snapshot) -> dict[str, str]:
-    """Per server the worst state any rank sees."""
+    """Per server, the worst state that any rank sees."""
     worst: dict[str, float] = defaultdict(float)
     for sample in snapshot.select(f"{PREFIX}circuit_state"):
         worst[sample.labels["node"]] = max(worst[sample.labels["node"]], sample.value)
@@ -193,7 +193,7 @@ _TITLES = {
 
 
 def run(report: Report, engines: Sequence[str]) -> int:
-    """Engines that answer are shown even if others do not."""
+    """Show the engines that answer, even if others do not."""
     found: list[dict[str, Any]] = []
     problems: list[CliError] = []
     for engine in engines:
@@ -280,7 +280,7 @@ _COLUMNS = (
 
 
 def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> None:
-    """A terminal shows the last look; a pipe gets each of ``count`` (0: until Ctrl-C)."""
+    """A terminal shows the latest of ``count`` readings (0: until Ctrl-C), a pipe each one."""
     looks = {url: _look(url) for url in urls}
     problems = [str(found) for found in looks.values() if isinstance(found, CliError)]
     if len(problems) == len(looks):
@@ -303,7 +303,7 @@ def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> N
 
 
 def _look(url: str) -> Snapshot | CliError:
-    """An engine that is away may come back."""
+    """Keep the error: an unreachable engine may come back."""
     try:
         return fetch(url)
     except CliError as error:
@@ -313,7 +313,7 @@ def _look(url: str) -> Snapshot | CliError:
 def _since(
     url: str, before: Snapshot | CliError, now: Snapshot | CliError, seconds: float
 ) -> dict[str, Any]:
-    """What :func:`summarize` says of the time between two looks, ``seconds`` apart."""
+    """:func:`summarize` of the ``seconds`` between two readings."""
     if isinstance(now, CliError):
         return {"url": url, "problem": str(now)}
     base = now if isinstance(before, CliError) else before

@@ -1,4 +1,4 @@
-"""What a command is about: an engine's address, a connector's configuration, a Redis."""
+"""The target of a command: an engine's address, a connector's configuration, or a Redis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EXAMPLE = (
 
 
 def engine_url(text: str) -> SplitResult:
-    """``localhost:8000`` and the like, completed. Raises :class:`CliError`."""
+    """Complete an address such as ``localhost:8000``. Raises :class:`CliError`."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         _ = parts.port
@@ -54,7 +54,7 @@ def engine_url(text: str) -> SplitResult:
 
 
 def metrics_text(text: str) -> str:
-    """What the engine's ``/metrics`` answers. Raises :class:`CliError` without an answer."""
+    """The engine's ``/metrics``. Raises :class:`CliError` without an answer."""
     parts = engine_url(text)
     url = parts._replace(path=parts.path if parts.path.strip("/") else "/metrics").geturl()
     try:
@@ -70,7 +70,7 @@ def metrics_text(text: str) -> str:
 
 
 def read_transfer_config(text_or_path: str) -> dict[str, Any]:
-    """The object of ``--kv-transfer-config``. Raises :class:`CliError`, never repeating values."""
+    """The object of ``--kv-transfer-config``. Raises :class:`CliError`; never repeats values."""
     text = text_or_path.strip()
     if not text.startswith("{"):
         text = _read(text)
@@ -93,7 +93,7 @@ def _read(name: str) -> str:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        # A name that is none of a file may be a URL with a password.
+        # A text that names no file may be a URL with a password.
         shown = Path(name).name if name.isprintable() and "@" not in name else "that"
         raise CliError(
             f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
@@ -101,12 +101,12 @@ def _read(name: str) -> str:
 
 
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
-    """Exactly what the engine would make of it."""
+    """The configuration that the engine would read."""
     return _parsed(document, parse_config, "docs/settings.md lists all settings")
 
 
 def kv_port(document: Mapping[str, Any]) -> int | None:
-    """As vLLM understands it; ``None`` if it is not a port."""
+    """``kv_port`` as vLLM reads it; ``None`` if it is not a port."""
     try:
         port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
     except ValidationError:
@@ -115,7 +115,7 @@ def kv_port(document: Mapping[str, Any]) -> int | None:
 
 
 def p2p_config(document: Mapping[str, Any]) -> ConnectorConfig:
-    """Exactly what the engine would make of it."""
+    """The configuration that the engine would read."""
     loads = document.get("kv_role") != "kv_producer"
     parse = partial(parse_p2p_config, kv_port=kv_port(document) or DEFAULT_KV_PORT, loads=loads)
     return _parsed(document, parse, "see the settings in docs/disaggregated.md")
@@ -134,7 +134,7 @@ def _parsed(
 
 
 def secret(option: str, reference: str | None) -> str | None:
-    """Of ``env:NAME`` and ``file:PATH``, what they refer to. Raises :class:`CliError`."""
+    """The secret that ``env:NAME`` or ``file:PATH`` refers to. Raises :class:`CliError`."""
     try:
         return resolve_secret(reference, os.environ) if reference is not None else None
     except ValueError as error:
@@ -145,8 +145,8 @@ def secret(option: str, reference: str | None) -> str | None:
 
 
 def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfig:
-    """Of ``--redis-url``, ``--kv-config``, or both, whose URL then is the first's. Raises
-    :class:`CliError` if they name no Redis, or one that cannot be used."""
+    """The Redis of ``--redis-url``, or else of ``--kv-config``; the other settings come from the
+    latter. Raises :class:`CliError` if they name no usable Redis."""
     found = None
     if kv_config is not None:
         found = connector_config(read_transfer_config(kv_config)).redis_tier_config()
@@ -168,7 +168,7 @@ def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfi
 
 @contextmanager
 def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:
-    """Connected. What goes wrong inside leaves as a :class:`CliError`."""
+    """A connected client. Errors inside the ``with`` become :class:`CliError`."""
     try:
         with RedisAdmin(config) as admin:
             admin.nodes()

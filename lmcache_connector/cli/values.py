@@ -1,6 +1,6 @@
 """Values in Redis: ``ls`` counts them, ``verify`` checks every byte, ``purge`` removes them.
 
-A value does not name its model, only its shape; two models of one shape are one line of ``ls``.
+A value does not name its model, only its shape: ``ls`` lists models of one shape together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(slots=True)
 class _Group:
-    """The values of one namespace and shape. ``idle``, ``ttl``: minimum, maximum; seconds."""
+    """The values of one namespace and shape. ``idle``, ``ttl``: minimum and maximum, in seconds."""
 
     layers: int = 0
     chunks: set[bytes] = field(default_factory=set)
@@ -58,8 +58,8 @@ class _Group:
 
 
 def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
-    """Namespaces and shapes of models: chunks, bytes, ages."""
-    # By namespace and shape; the shape of invalid headers is None.
+    """List namespaces and model shapes: chunks, bytes, ages."""
+    # By namespace and shape; shape None: invalid header.
     groups: dict[tuple[str, tuple[Any, ...] | None], _Group] = defaultdict(_Group)
     with open_admin(tier) as admin:
         servers = [admin.facts(node) for node in admin.nodes()]
@@ -120,7 +120,7 @@ def describe_server(facts: ServerFacts) -> str:
 
 
 def _each_once(values: Iterator[StoredValue]) -> Iterator[StoredValue]:
-    """SCAN may repeat itself."""
+    """Drop duplicates, which SCAN may return."""
     seen: set[bytes] = set()
     for value in values:
         if value.raw_name not in seen:
@@ -134,7 +134,7 @@ def _shape(header: ValueHeader) -> tuple[Any, ...]:
 
 
 def _judge_header(value: StoredValue) -> tuple[ValueHeader | None, str]:
-    """The header, or None and what is wrong with it."""
+    """The header, or ``None`` and the problem."""
     try:
         return decode_header(value.header), ""
     except InvalidValueError as error:
@@ -142,7 +142,7 @@ def _judge_header(value: StoredValue) -> tuple[ValueHeader | None, str]:
 
 
 def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digits: str) -> None:
-    """Lists the values of chunks whose keys begin with ``digits``."""
+    """List the values of chunks whose keys begin with ``digits``."""
     prefix = digits.lower()
     if not re.fullmatch("[0-9a-f]{1,64}", prefix):
         raise CliError(
@@ -195,7 +195,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
 
 
 def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: int) -> int:
-    """Reads values as an engine would, and checks every byte of them."""
+    """Read values as an engine would, and check every byte. Returns the exit code."""
     sealer, plain = Sealer(tier.hash_key), Sealer()
     counts: Counter[str] = Counter()
     bad: list[tuple[str, str]] = []
@@ -232,7 +232,7 @@ def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: 
 
 
 def _judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, plain: Sealer) -> str:
-    """``sound``, ``gone``, ``needs_hash_key``, or what is wrong, in the words of the metrics."""
+    """``sound``, ``gone``, ``needs_hash_key``, or the problem's name as in the metrics."""
     if value is None:
         return "gone"
     if isinstance(value, Unreadable):
@@ -256,7 +256,7 @@ def _judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, pl
 
 @dataclass(frozen=True, slots=True)
 class PurgeOptions:
-    """Which values to remove, as typed; ``idle``: ``12h``, for example."""
+    """Which values to remove, as typed; ``idle`` is for example ``12h``."""
 
     namespace: str | None
     everything: bool
@@ -266,7 +266,7 @@ class PurgeOptions:
 
 
 def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
-    """Removes values, a small batch at a time."""
+    """Remove values in small batches."""
     idle_seconds = _seconds(options.idle)
     if (options.namespace is None) != options.everything:
         raise CliError("which values?", "give --namespace NAME, or --all for every namespace")

@@ -1,7 +1,6 @@
-"""Limits that the system sets itself, settings that are gone, and the folder for caches.
+"""Fixed limits, removed settings, and the folder for caches.
 
-They are read where they are used, not imported by name, so that a test can be more patient on a
-slow machine than the product is.
+Use limits as ``limits.NAME``, not imported by name, so that tests on slow machines can raise them.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOOKUP_WAIT_SECONDS = 0.001
-"""One scheduling step waits for look-ups, of all requests together; 5 ms while no request runs."""
+"""Wait for lookups per scheduling step, for all requests together; 5 ms while none runs."""
 LOOKUP_DEADLINE_SECONDS = 0.1
-"""A request waits for its look-up in Redis; after it, Redis counts as a miss."""
+"""How long a request may wait for its lookup; then Redis counts as a miss."""
 SHUTDOWN_SECONDS = 5.0
-"""A shutdown waits for jobs in progress, and again for writes in progress."""
+"""How long a shutdown waits for jobs, and again for writes."""
 MAX_QUEUED_BYTES = 1 << 30
-"""Wait to be written to Redis, and stay in the CPU tier meanwhile: at most a quarter of it."""
+"""Limit of bytes waiting for Redis, which stay in the CPU tier; also a quarter of that tier."""
 MAX_PREFETCH_BYTES = 512 << 20
-"""Fetched ahead for requests that wait, per rank: at most this, a quarter of the CPU tier, and half
-of a tenant's share, or what comes for one request would push out what came for another."""
+"""Limit of prefetched bytes per rank. Further limits: a quarter of the CPU tier, and half of a
+tenant's share, so that chunks for one request do not evict those for another."""
 
 GONE = {
     "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
@@ -36,7 +35,7 @@ GONE = {
     "shutdown_seconds": "no setting any more: a shutdown waits 5 s for writes, so leave it out",
     "self_test": "no setting any more: every start tests itself, so leave it out",
 }
-"""Settings that are refused, by what replaces them: see docs/upgrading.md."""
+"""Refused settings, with what replaces them: see docs/upgrading.md."""
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:

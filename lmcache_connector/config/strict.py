@@ -1,7 +1,7 @@
-"""Strict settings, for every connector: nothing unknown, nothing converted, all problems at once.
+"""Strict settings for every connector: no unknown keys, no conversions, all problems at once.
 
-A model derives from :class:`StrictSettings`; :func:`parse` makes one of what a user wrote. Nothing
-here repeats a value: it may be a secret.
+A model derives from :class:`StrictSettings`; :func:`parse` builds it from a user's settings. No
+message repeats a value, since it may be a secret.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
 
 class StrictSettings(BaseModel):
-    """Frozen, without conversions; an unknown key or an infinite number is an error."""
+    """Frozen, without conversions; unknown keys and infinite numbers are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False
     )
 
     def problems(self) -> Iterator[str]:
-        """Settings that are sound one by one and do not go together, one line each."""
+        """One line per combination of settings that is invalid although each setting is valid."""
         yield from ()
 
 
@@ -44,10 +44,10 @@ def parse(
     hints: Mapping[str, str] = _NO_HINTS,
     **given: Any,
 ) -> SettingsT:
-    """``raw``, called ``what`` in messages, as settings.
+    """Build ``model`` from ``raw``, called ``what`` in messages.
 
-    ``given`` sets fields that are no keys of ``raw``; ``hints`` says of unknown keys what they are
-    instead. Raises :class:`ConfigError` with one line per problem.
+    ``given`` sets fields that are not keys of ``raw``; ``hints`` explains keys that are not valid.
+    Raises :class:`ConfigError` with one line per problem.
     """
     valid = [name for name in model.model_fields if name not in given]
     unknown = [key for key in raw if key not in valid]
@@ -65,7 +65,7 @@ def parse(
 
 
 def gone_value(value: str, instead: str) -> BeforeValidator:
-    """Refuses a value that was allowed once, and says what to do instead."""
+    """Refuses a removed value, and names the replacement."""
 
     def check(given: object) -> object:
         if given == value:
@@ -78,8 +78,8 @@ def gone_value(value: str, instead: str) -> BeforeValidator:
 def unknown_keys(
     keys: Sequence[str], valid: Sequence[str], valid_are: str = "valid keys are"
 ) -> Iterator[str]:
-    """A line for each that is near a valid key; one for the rest, which lists all valid keys
-    behind the words ``valid_are``."""
+    """A line for each key that is close to a valid key, and one line for the others, which lists
+    all valid keys after the words ``valid_are``."""
     far = []
     for key in keys:
         if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
@@ -96,14 +96,14 @@ def _explain(detail: Any) -> str:
     message = str(detail["msg"]).removeprefix("Value error, ")
     if detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
         message = "must be 1 to 64 letters, digits, dots, hyphens or underscores"
-    message = message.removeprefix(f"{name}: ").removeprefix(f"{name} ")  # it is named already
+    message = message.removeprefix(f"{name}: ").removeprefix(f"{name} ")  # the name comes first
     return f"{name!r}: {message[0].lower()}{message[1:]}"
 
 
 def resolve_secret(reference: str, environ: Mapping[str, str]) -> str:
-    """The secret that ``env:NAME`` or ``file:PATH`` refers to; anything else is the secret itself.
+    """The secret that ``env:NAME`` or ``file:PATH`` refers to; other texts are the secret itself.
 
-    Raises ``ValueError`` naming the reference, never a secret.
+    Raises ``ValueError`` with the reference, never with a secret.
     """
     kind, separator, name = reference.partition(":")
     if kind == "env" and separator:
@@ -130,7 +130,7 @@ def _resolved(value: object) -> object:
 
 
 Secret = Annotated[SecretStr, BeforeValidator(_resolved)]
-"""A setting that may be given as ``env:NAME`` or ``file:PATH``, and is never shown."""
+"""A setting that may be given as ``env:NAME`` or ``file:PATH``, and is never logged."""
 
 
 ModelDigest = Annotated[
@@ -141,17 +141,17 @@ ModelDigest = Annotated[
         "leave model_digest out, which reads every byte once and remembers the digest",
     ),
 ]
-"""``full``, or a name of the user's for the weights."""
+"""``full``, or the user's name for the weights."""
 
 
 _MAX_BYTES = 4096
 
 
 def read_weights_label(setting: str | None) -> str:
-    """The label now: ``setting`` itself, or what the file of ``file:PATH`` holds; "" without one.
+    """The current label: ``setting``, or the content of the file of ``file:PATH``; "" without one.
 
-    White space around it does not count. Raises :class:`ConfigError` for what is no regular file,
-    cannot be read, is empty or holds more than 4,096 bytes.
+    Surrounding white space is stripped. Raises :class:`ConfigError` if the file is not regular,
+    unreadable, empty or longer than 4,096 bytes.
     """
     kind, separator, name = (setting or "").partition(":")
     if kind != "file" or not separator:
@@ -159,7 +159,7 @@ def read_weights_label(setting: str | None) -> str:
     try:
         content = _read(name)
         text = content.decode().strip()
-    except (OSError, ValueError) as error:  # ValueError: no text, or a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a valid path
         raise ConfigError(
             f"the label of the weights cannot be read from {name!r}: {error}"
         ) from error
@@ -171,8 +171,8 @@ def read_weights_label(setting: str | None) -> str:
 
 
 def _read(name: str) -> bytes:
-    """Without waiting: this runs in the engine's step, and a FIFO has no content until somebody
-    writes to it."""
+    """Read without waiting, because this runs in the engine's step: a FIFO would block until some
+    process writes to it."""
     with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is no regular file")

@@ -31,11 +31,11 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 CONNECTOR = "LMCacheTieredConnector"
 _LMCACHE_PREFIX = "lmcache."
 _FOUND_AGAIN_SECONDS = 2.0
-"""A peer is back, or new, for so long at most before it is asked."""
+"""Longest time until a new peer, or one that is back, is asked."""
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
-    """Refuses what ``check`` raises ``ValueError`` for."""
+    """Refuses values for which ``check`` raises ``ValueError``."""
 
     def checked(value: Any) -> Any:
         check(value)
@@ -52,12 +52,12 @@ def _check_proxy(text: str) -> None:
 
 
 def _tuple(value: object) -> object:
-    """JSON has no tuples."""
+    """Convert a list, as JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _are_addresses(texts: object) -> object:
-    """JSON has no tuples."""
+    """Check each address, and convert the list to a tuple."""
     if isinstance(texts, list):
         for text in texts:
             Address.parse(str(text), may_be_dns=True)
@@ -71,17 +71,17 @@ HashKey = Annotated[
         lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
     ),
 ]
-"""Keys names and values, in Redis and without it."""
+"""Keys names and values, with or without Redis."""
 RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
-"""Of one server, Sentinels or a cluster."""
+"""URL of one server, of Sentinels or of a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
 Timeout = Annotated[float, Field(gt=0, le=600)]
 LoadDeadline = Annotated[float, Field(gt=0, le=3600)]
 
 
 class ConnectorConfig(StrictSettings):
-    """All settings of the connector. What is written below each is docs/settings.md, which
-    ``python -m tests.support.settings_page`` writes."""
+    """All settings of the connector. Their docstrings become docs/settings.md by
+    ``python -m tests.support.settings_page``."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """The unit of look-up, storage and eviction. A multiple of vLLM's block sizes; by default
@@ -184,18 +184,18 @@ class ConnectorConfig(StrictSettings):
 
     @property
     def wanted_chunk_size(self) -> int | None:
-        """``None`` if the user leaves it to the model."""
+        """The user's chunk size; ``None`` if the model decides."""
         return self.chunk_size if "chunk_size" in self.model_fields_set else None
 
     def fitted(self, chunk_size: int, ranks_on_host: int) -> ConnectorConfig:
-        """With the chunk size that the model was found to need, for one of so many ranks."""
+        """These settings with the model's chunk size, for one of ``ranks_on_host`` ranks."""
         fitted = self.model_copy(update={"chunk_size": chunk_size})
         fitted._ranks_on_host = ranks_on_host
         return fitted
 
     @property
     def rank_gib(self) -> float:
-        """What each rank has of ``cpu_gib``."""
+        """Each rank's share of ``cpu_gib``."""
         return self.cpu_gib / self._ranks_on_host
 
     @property
@@ -242,19 +242,19 @@ class ConnectorConfig(StrictSettings):
         return listens.is_loopback and Address(self.peer_host or listens.host, 1).is_loopback
 
     def told_address(self, first_rank: int) -> Address | None:
-        """Where others reach rank 0 of the engine with that first rank among all engines."""
+        """Where others reach rank 0 of the engine whose first rank is ``first_rank``."""
         if self.peer_listen is None:
             return None
         listens = Address.parse(self.peer_listen)
         return Address(self.peer_host or listens.host, listens.port + first_rank)
 
     def trusts(self, peer: Address) -> bool:
-        """Whether what comes from there, because a request says so, may be kept and passed on."""
+        """Whether chunks loaded from ``peer`` at a request's wish may be kept and passed on."""
         is_ours = self.hash_key is not None or peer.is_loopback
         return is_ours or any(peer == each for each in self.peer_addresses)
 
     def peer_tier_config(self) -> RedisTierConfig | None:
-        """How values are read from peers, ``None`` without any: as from Redis."""
+        """Settings for reading values from peers, as from Redis; ``None`` without peers."""
         if not (self.peers or self.peer_hosts or self.host_sharing):
             return None
         return RedisTierConfig(
@@ -268,14 +268,14 @@ class ConnectorConfig(StrictSettings):
 
     @property
     def remote_tiers(self) -> tuple[Tier, ...]:
-        """Those behind the CPU tier that there are, in the order in which a load asks them."""
+        """The configured tiers below the CPU tier, in the order in which loads try them."""
         has_peers = bool(self.peers) or self.host_sharing
         there = {Tier.PEER: has_peers, Tier.REDIS: self.redis_url is not None}
         return tuple(tier for tier, is_there in there.items() if is_there)
 
     @property
     def prefetch_bytes(self) -> int:
-        """Fetched ahead and not yet used, per rank."""
+        """Limit of prefetched and unused bytes per rank."""
         share = min(0.25, self.tenant_share / 2)
         return min(limits.MAX_PREFETCH_BYTES, int(self._tier_bytes * share)) if self.prefetch else 0
 
@@ -311,8 +311,8 @@ class ConnectorConfig(StrictSettings):
 def check_settings(
     connector: str | None, extra_config: Mapping[str, Any], block_size: int | None
 ) -> None:
-    """Those of every ``LMCacheTieredConnector`` that vLLM's ``kv_connector_extra_config`` names,
-    inside a ``MultiConnector`` too. Raises :class:`ConfigError`."""
+    """Check the settings of every ``LMCacheTieredConnector`` in vLLM's
+    ``kv_connector_extra_config``, also inside a ``MultiConnector``. Raises :class:`ConfigError`."""
     if connector == CONNECTOR:
         config = parse_config(extra_config)
         if "chunk_size" in extra_config and block_size:
@@ -379,7 +379,7 @@ _GONE = {
 def parse_p2p_config(
     extra_config: Mapping[str, Any], kv_port: int, *, loads: bool = True
 ) -> ConnectorConfig:
-    """``loads``: ``kv_role`` has it fetch. Raises :class:`ConfigError`, one line per problem."""
+    """``loads``: the role loads. Raises :class:`ConfigError` with one line per problem."""
     known = {key: value for key, value in extra_config.items() if key not in _GONE}
     problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
     host = known.pop("host", "127.0.0.1")

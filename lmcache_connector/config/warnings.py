@@ -1,8 +1,8 @@
-"""Settings that are valid and yet not what anybody wants: one sentence each, and what to do.
+"""Warnings about valid settings that no user wants: a sentence each, with a remedy.
 
-Some show in the settings alone, some only beside the model and this host's memory. What stops a
-start is an error of :mod:`lmcache_connector.config.tiered` instead, and what only a server knows is
-told when it is connected to.
+Some depend on the settings alone, some on the model and this host's memory. Settings that stop a
+start are errors in :mod:`lmcache_connector.config.tiered`; problems of a server are reported on
+connection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from lmcache_connector.config.tiered import ConnectorConfig
 
 _GIB = 2**30
-# A container's memory, cgroup v2 and v1: folder, limit, use, and what of the use can be taken back.
+# Memory of a container, cgroup v2 and v1: folder, limit, use, reclaimable part of the use.
 _CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
@@ -26,11 +26,11 @@ _CGROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the settings meet: the model and this host.
+    """The model and host that the settings are for.
 
-    ``chunk_bytes`` is one rank's part of a chunk. ``available_bytes`` is this host's free memory
-    before the CPU tiers take theirs; ``None`` where it is unknown. ``narrowest_window``: of the
-    model's layers, in tokens; ``None`` without windows.
+    ``chunk_bytes``: one rank's part of a chunk. ``available_bytes``: free memory of this host
+    before the CPU tiers are allocated; ``None`` if unknown. ``narrowest_window``: of the model's
+    layers, in tokens; ``None`` without windows.
     """
 
     max_model_len: int
@@ -41,7 +41,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class StartupWarning:
-    """What is wrong, and how to mend it: two sentences without a full stop."""
+    """A problem and its remedy: two clauses without a full stop."""
 
     problem: str
     remedy: str
@@ -51,22 +51,22 @@ class StartupWarning:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory programs can still get, on this host or in this container, whichever is
-    less; ``None`` where the system does not say."""
+    """Bytes of memory that programs can still get on this host or in this container, whichever is
+    less; ``None`` if unknown."""
     host = _number(root / "proc/meminfo", "MemAvailable:")
     rooms = [] if host is None else [host * 1024]
     for folder, limit, used, reclaimable in _CGROUPS:
         try:
             room = int((root / folder / limit).read_text())
             room -= int((root / folder / used).read_text())
-        except (OSError, ValueError):  # none of this kind; or "max", which is no limit
+        except (OSError, ValueError):  # no such cgroup; or "max", which is no limit
             continue
         rooms.append(max(0, room + (_number(root / folder / "memory.stat", reclaimable) or 0)))
     return min(rooms, default=None)
 
 
 def _number(path: Path, name: str) -> int | None:
-    """Of the line of a file that begins with ``name``."""
+    """The number in the line that begins with ``name``."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -75,7 +75,7 @@ def _number(path: Path, name: str) -> int | None:
 
 
 def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
-    """Settings that have no effect, or leave the connector without one."""
+    """Settings that have no effect, or that leave the connector without effect."""
     if config.audit_share == 0:
         yield StartupWarning(
             "audit_share 0 audits no hit, so wrong KV would go unnoticed", "leave it out"

@@ -1,7 +1,7 @@
-"""The copy engine: moves KV blocks between a paged cache and chunks, or another paged cache.
+"""The copy engine: copies KV blocks between a paged cache and chunks, or another paged cache.
 
-``Copier`` is the interface of a transfer worker, with one implementation per kind of device.
-``copy_kv_blocks`` is the plain function, in the shape of vLLM's ``CopyBlocksOp``.
+``Copier`` is the interface, with one implementation per kind of device. ``copy_kv_blocks`` is a
+plain function in the shape of vLLM's ``CopyBlocksOp``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ KVCaches = Mapping[str, torch.Tensor] | BlockSpace
 
 
 class Fence(Protocol):
-    """A point in the work of a device that a copy can wait for: a CUDA event."""
+    """A point in a device's work that a copy can wait for: a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the work before it is done."""
+        """Whether the device has reached this point."""
 
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds of device time from this fence to a later one. Both must be reached."""
@@ -42,8 +42,8 @@ class Fence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueuedCopy:
-    """A copy of ``num_bytes`` that the device makes between two fences; without them it is done.
-    ``kept``: what the device uses until then."""
+    """A copy of ``num_bytes`` that the device makes between two fences; done if there are none.
+    ``kept``: keeps the device's memory alive until then."""
 
     num_bytes: int
     before: Fence | None = None
@@ -56,12 +56,12 @@ class QueuedCopy:
 
     @property
     def seconds(self) -> float:
-        """That the device took, once the copy is done."""
+        """Device time of the copy, once done; 0 without fences."""
         return self.before.elapsed_time(self.after) / 1000 if self.before is not None else 0.0
 
 
 class Copier(Protocol):
-    """Copies blocks for one device. Making one compiles what copies need, which takes seconds.
+    """Copies blocks for one device. Construction compiles kernels, which takes seconds.
 
     ``shares_cores``: copies run on the cores that compute the model.
     """
@@ -74,18 +74,18 @@ class Copier(Protocol):
     def copy(
         self, copies: Sequence[BlockCopy], direction: Direction, after: Fence | None = None
     ) -> int:
-        """Make copies between one list of chunks, or one cache, and others; returns bytes moved.
+        """Make copies between one set of chunks, or one cache, and others; returns bytes copied.
 
-        They start when ``after`` is reached, and block the calling thread, not the GIL, until the
-        bytes have arrived. Raises :class:`CopyError` before anything has moved.
+        They start when ``after`` is reached, and block the calling thread, but not the GIL, until
+        the bytes have arrived. Raises :class:`CopyError` before any copy.
         """
 
     def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
-        """Copy to the device, behind all work that it has been given and before all that it will
-        be. Does not wait for the device: chunks must stay as they are until that is done."""
+        """Copy to the device, after all work submitted so far and before all later work. Does not
+        wait: the chunks must stay unchanged until the copy is done."""
 
     def close(self) -> None:
-        """Release what the copier holds. No copy may be running or follow."""
+        """Release all resources. No copy may be running or follow."""
 
 
 def make_copier(device: torch.device) -> Copier:
@@ -110,13 +110,13 @@ def copy_kv_blocks(
     copier: Copier | None = None,
     after: Fence | None = None,
 ) -> int:
-    """Copy blocks between two KV caches; returns the bytes moved, when they have arrived.
+    """Copy blocks between two KV caches; returns the bytes copied, once they have arrived.
 
-    A KV cache is a mapping from layer name to tensor, logical (blocks, KV heads, tokens, content)
-    with any strides, or a :class:`BlockSpace`. ``h2d`` copies from host to device, ``d2h`` back.
-    Without a ``copier`` one is made for the call, which takes about a second.
+    A KV cache is a :class:`BlockSpace`, or a mapping from layer name to tensor, logical (blocks, KV
+    heads, tokens, content) with any strides. ``h2d`` copies from host to device, ``d2h`` back.
+    Without ``copier`` one is made for this call, which takes about a second.
 
-    Raises :class:`CopyError` or :class:`LayoutError`, both ``ValueError``, before any byte moves.
+    Raises :class:`CopyError` or :class:`LayoutError`, both ``ValueError``, before any copy.
     """
     if direction not in ("h2d", "d2h"):
         raise CopyError(f"direction must be 'h2d' or 'd2h', not {direction!r}")

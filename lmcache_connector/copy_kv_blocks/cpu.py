@@ -1,7 +1,7 @@
-"""Copies between blocks in host memory: one pass without the GIL per job.
+"""Copies between blocks in host memory: one kernel call without the GIL per plan.
 
-One thread copies. It reaches the speed of one long memcpy, and a second one would take the core
-from a thread of vLLM.
+One thread copies. It reaches the speed of one long memcpy; a second thread would take a core from
+vLLM.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lmcache_connector.copy_kv_blocks.plan import BlockCopy, Move, check_devices
 
 HOST = torch.device("cpu")
 STREAM_MIN_JOB_BYTES = 4 << 20
-"""Jobs below this are copied through the caches, where the forward pass soon looks for them.
+"""Smaller jobs are copied through the caches, since the forward pass soon reads them there.
 
-Measured on an AMD EPYC (family 26) with cold memory: even at 2 MiB, streaming ahead from 4 MiB.
+Measured on an AMD EPYC (family 26) with cold memory: equal at 2 MiB, streaming faster from 4 MiB.
 """
 
 
 class CpuCopier:
-    """Copies on the calling thread. Safe to use from several threads at once.
+    """Copies on the calling thread. Thread-safe.
 
-    Making one compiles the kernel, in one to two seconds. numba must not be loaded earlier than
-    that: vLLM's CPU worker does not start once it is.
+    Construction compiles the kernel, in one to two seconds. numba must not be imported earlier:
+    vLLM's CPU worker does not start after that.
     """
 
     shares_cores = True
@@ -37,7 +37,7 @@ class CpuCopier:
         self._kernel: Callable[..., None] = _compile()
 
     def fence(self) -> None:
-        """Nothing to wait for: on CPU the forward pass is over when this is called."""
+        """``None``: on CPU the forward pass has ended when this is called."""
 
     def copy(
         self,
@@ -45,7 +45,7 @@ class CpuCopier:
         direction: Literal["h2d", "d2h"],
         after: object = None,
     ) -> int:
-        """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
+        """See :meth:`Copier.copy`."""
         for copy in copies:
             check_devices(copy.src, copy.dst, HOST, HOST)
         plans = [copy.plan() for copy in copies]
@@ -57,16 +57,16 @@ class CpuCopier:
         return num_bytes
 
     def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
-        """At once: there is no device that runs behind."""
+        """Copies at once, as there is no device to queue on."""
         return QueuedCopy(self.copy(copies, "h2d"))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _compile() -> Callable[..., None]:
-    """The kernel that runs a whole plan. Addresses are integers; the plan has checked them."""
-    import numba  # here, not above: see CpuCopier
+    """The kernel that runs a whole plan. Addresses are integers that the plan has checked."""
+    import numba  # not at import: see CpuCopier
 
     copy_run, finish = compile_copy_run()
 
@@ -122,19 +122,19 @@ def _compile() -> Callable[..., None]:
 
 LINE_BYTES = 64
 STREAM_BYTES = 4 * LINE_BYTES
-"""Streaming stores are issued for this many bytes at a time."""
+"""Bytes per group of streaming stores."""
+
+
+# -- one run of bytes, copied by a kernel that runs without the GIL --------------------------------
+#
+# Large jobs use streaming stores, as a long memcpy does: an ordinary store first reads the line
+# that it overwrites, which costs short runs a third of the memory bandwidth.
 
 
 @functools.cache
-# -- one run of bytes, copied by a kernel that runs without the GIL --------------------------------
-#
-# Large jobs are written with streaming stores, as a long memcpy is: an ordinary store first reads
-# the line it overwrites, which costs short runs a third of the memory bandwidth.
-
-
 def compile_copy_run() -> tuple[Any, Any]:
     """``copy_run(dst, src, num_bytes, stream)``, and ``finish()`` to call after the last run."""
-    import numba  # here, not above: see CpuCopier
+    import numba  # not at import: see CpuCopier
     from numba import types
 
     memcpy: Any = types.ExternalFunction(
@@ -158,10 +158,10 @@ def compile_copy_run() -> tuple[Any, Any]:
 
 
 def _intrinsics() -> tuple[Any, Any]:
-    """Two pieces of LLVM IR that numba cannot express.
+    """LLVM IR that numba cannot express.
 
     ``stream_lines(dst, src)`` copies STREAM_BYTES with non-temporal stores; ``dst`` is aligned to
-    LINE_BYTES. ``finish()`` orders them before whatever tells other threads of the copy.
+    LINE_BYTES. ``finish()`` orders these stores before any signal that the copy is done.
     """
     from llvmlite import ir
     from numba import types

@@ -1,18 +1,17 @@
 """Copies between host memory and a KV cache on a CUDA device.
 
-Each direction has a *pipeline* of two side streams with a staging slot on each, so one slot's
+Each direction has a *pipeline* of two side streams with a staging slot each, so that one slot's
 gather or scatter overlaps the other's transfer, and both overlap the forward pass on the compute
-stream. Streams order everything inside a slot. The side streams wait for the caller's fence and the
-calling thread for the end; nothing else waits. Copies of long runs go without staging.
+stream. Each slot's stream orders its operations. The side streams wait for the caller's fence, the
+calling thread waits for the end. Copies of long runs bypass the slots.
 
-Memory: ``2 pipelines * 2 slots * slot bytes`` on the device, taken at the first copy of each
-direction (the self-test at start), never per copy. Copies from and to host memory that is not
-pinned are right too, but slower.
+Memory: ``2 pipelines * 2 slots * slot bytes`` on the device, allocated at the first copy of each
+direction (the self-test at start). Host memory may be unpinned, but copies are slower then.
 
-Threads: one copy per direction at a time; further ones wait their turn.
+Threads: one copy per direction at a time; further ones wait.
 
 A copy that the next forward pass reads is enqueued on the compute stream itself, with a slot of its
-own, and nobody waits for it.
+own, and no thread waits for it.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import BlockSpace
 
 DIRECT_MIN_RUN_BYTES = 256 << 10
-"""Runs of this size and longer need no staging: each keeps the bus busy long enough.
+"""Longer runs need no staging: each keeps the bus busy long enough.
 
-Not yet measured; ``python -m benchmarks copy --device cuda --direct-min-bytes`` is for that.
+Not measured yet: see ``python -m benchmarks copy --device cuda --direct-min-bytes``.
 """
 SLOT_BYTES = 32 << 20
-"""A staging slot: long enough for the bus, and at least one chunk."""
+"""Size of a staging slot: long enough for the bus, and at least one chunk."""
 SLOTS_PER_PIPELINE = 2
 TABLE_WORDS = 1 << 16
-"""64-bit words of a pipeline's first tables: enough for about 16,000 blocks in one copy."""
+"""64-bit words of a pipeline's first tables: enough for about 16,000 blocks per copy."""
 
 _HOST = torch.device("cpu")
 
@@ -59,8 +58,8 @@ _HOST = torch.device("cpu")
 class CudaFence:
     """An event in a stream of ``device``, for any thread.
 
-    A new thread is on the first GPU of the machine. Asked there about an event of another one, CUDA
-    would first start a context: half a GiB of a GPU that is somebody else's, for good.
+    A new thread's current device is the first GPU. Querying an event of another GPU from there
+    would create a context on the first: half a GiB of a GPU that may belong to another process.
     """
 
     event: torch.cuda.Event
@@ -104,8 +103,8 @@ class _Pipeline:
         self._waits = True
 
     def on_stream(self, stream: torch.cuda.Stream) -> _Pipeline:
-        """A pipeline of the first slot, with tables of its own, that waits for nothing but what
-        ``stream`` has been given. Whoever has it keeps what the device uses."""
+        """A pipeline with the first slot and tables of its own, which waits only for the work of
+        ``stream`` so far. The caller keeps it until the device has finished."""
         (slot, *_), inline = self._slots, copy.copy(self)
         if slot.stream != stream:
             stream.wait_stream(slot.stream)
@@ -114,7 +113,7 @@ class _Pipeline:
         return inline
 
     def run_direct(self, plans: Sequence[CopyPlan], after: CudaFence | None) -> None:
-        """Every run is a transfer of its own."""
+        """Transfer each run separately."""
         stream = self._slots[0].stream
         if after is not None:
             stream.wait_event(after.event)
@@ -131,7 +130,7 @@ class _Pipeline:
         to_host: bool,
         after: CudaFence | None,
     ) -> None:
-        """Whole chunks cross the bus; a kernel moves their rows between slot and cache."""
+        """Transfer whole chunks; a kernel copies their rows between slot and cache."""
         self._reserve_slots(host.geometry.chunk_bytes)
         slot_bytes = self._slots[0].memory.nbytes
         slots = [slot.memory.data_ptr() for slot in self._slots]
@@ -174,7 +173,7 @@ class _Pipeline:
     def _upload(
         self, plans: Sequence[CopyPlan], staged: StagedCopy, stream: torch.cuda.Stream
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Moves and rows of each plan on the device, once ``stream`` comes to it."""
+        """Moves and rows of each plan on the device, ordered by ``stream``."""
         pairs = [(plan.moves, rows) for plan, rows in zip(plans, staged.rows, strict=True)]
         tables = [table.ravel() for pair in pairs for table in pair]
         words = sum(table.size for table in tables)
@@ -197,7 +196,7 @@ class _Pipeline:
                 slot.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _wait(self) -> None:
-        """Until all streams are idle, also after an error: then nothing touches memory any more."""
+        """Wait until all streams are idle, also after an error, so that no memory is in use."""
         if not self._waits:
             return
         for slot, done in zip(self._slots, self._done, strict=True):
@@ -213,7 +212,7 @@ def _launch(kernels: Sequence[Callable[[int, int], None]], tile: Tile) -> None:
 
 
 def _the_chunks(spaces: Sequence[BlockSpace]) -> ChunkBuffers | None:
-    """The chunks that all copies are from or to; ``None`` if they are not that."""
+    """The chunks on the host side of all copies; ``None`` for other block spaces."""
     first = spaces[0]
     if not isinstance(first, ChunkBuffers):
         return None
@@ -245,7 +244,7 @@ class CudaCopier:
         self._locks = {way: threading.Lock() for way in self._pipelines}
 
     def fence(self) -> CudaFence:
-        """Mark the end of what the compute stream has been given; no synchronisation."""
+        """Mark the end of the compute stream's work so far; no synchronisation."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return CudaFence(event, self._device)
@@ -256,12 +255,12 @@ class CudaCopier:
         direction: Literal["h2d", "d2h"],
         after: Any = None,
     ) -> int:
-        """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
+        """See :meth:`Copier.copy`."""
         with self._locks[direction], torch.cuda.device(self._device):
             return self._run(self._pipelines[direction], copies, direction == "d2h", after)
 
     def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:
-        """See :meth:`Copier.enqueue`. Called by one thread, that of the compute stream."""
+        """See :meth:`Copier.enqueue`. Call from the compute stream's thread only."""
         before = self.fence()
         with torch.cuda.device(self._device):
             pipeline = self._in_step.on_stream(torch.cuda.current_stream(self._device))

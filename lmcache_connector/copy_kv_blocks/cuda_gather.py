@@ -1,7 +1,7 @@
 """The gather and scatter kernel: runs a copy plan on the device.
 
-One program copies some runs of one row of one layer. Under ``TRITON_INTERPRET=1`` it runs on host
-memory, which is how it is tested where there is no GPU.
+One program copies some runs of one row of one layer. Under ``TRITON_INTERPRET=1`` the kernel runs
+on host memory, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lmcache_connector.copy_kv_blocks.plan import Move
 from lmcache_connector.kv_layout.paged_cache import Int64s
 
 ELEMENTS_PER_PROGRAM = 1024
-"""Words a program moves at a time: 8 KiB of 8-byte words, enough loads in flight per program."""
+"""Words per program and iteration: 8 KiB of 8-byte words, enough loads in flight."""
 _COUNTS = {Move.OUTER_COUNT, Move.INNER_COUNT, Move.ROWS_JOIN}
 _ADDRESSES = [field for field in Move if field not in _COUNTS]
 
-# The kernel sees only constants of this kind.
+# Kernels can read only constexpr globals.
 NUM_FIELDS = tl.constexpr(len(Move))
 SRC_OFFSET = tl.constexpr(int(Move.SRC_OFFSET))
 DST_OFFSET = tl.constexpr(int(Move.DST_OFFSET))
@@ -36,7 +36,7 @@ INNER_DST_STRIDE = tl.constexpr(int(Move.INNER_DST_STRIDE))
 RUN_BYTES = tl.constexpr(int(Move.RUN_BYTES))
 
 
-# Not specialised: a new kernel for every count would be compiled in the middle of a copy.
+# Not specialised: otherwise each new count would compile a kernel in the middle of a copy.
 @triton.jit(do_not_specialize=["num_rows", "first_row"])
 def _copy_rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     moves,
@@ -78,10 +78,10 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations
 
 
 class RowCopyKernel:
-    """The kernel, with its word size and grid chosen for the shape of one plan."""
+    """The kernel, with word size and grid for one plan."""
 
     def __init__(self, moves: Int64s, rows: Int64s) -> None:
-        """``moves`` as in CopyPlan, ``rows`` as in StagedCopy; both still on the host."""
+        """``moves`` as in CopyPlan, ``rows`` as in StagedCopy; both on the host."""
         word_bytes = _word_bytes(moves, rows)
         longest = triton.next_power_of_2(max(1, int(moves[:, Move.RUN_BYTES].max()) // word_bytes))
         words = min(longest, ELEMENTS_PER_PROGRAM)
@@ -101,13 +101,13 @@ class RowCopyKernel:
     def launch(
         self, moves: torch.Tensor, rows: torch.Tensor, first_row: int, last_row: int
     ) -> None:
-        """Copy rows ``[first_row, last_row)`` on the current stream, from tables on the device."""
+        """Copy rows ``[first_row, last_row)`` on the current stream, with tables on the device."""
         grid = (last_row - first_row, *self._grid)
         _copy_rows[grid](moves, rows, self._num_rows, first_row, **self._constants)
 
 
 def _word_bytes(moves: Int64s, rows: Int64s) -> int:
-    """The widest word every address and run is a multiple of."""
+    """The widest word that divides every address and run."""
     common = int(np.gcd.reduce(moves[:, _ADDRESSES], axis=None))
     common = int(np.gcd.reduce(rows[[0, 2]], axis=None, initial=common))
     return min(8, common & -common)

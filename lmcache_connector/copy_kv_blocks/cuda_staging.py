@@ -1,16 +1,16 @@
-"""How a copy between chunks and a cache on a device is cut into long transfers.
+"""Cuts a copy between chunks and a device's cache into long transfers.
 
-A run of a paged cache may be as short as one token of one head, while a bus is fast only with
-megabytes. So a chunk crosses the bus in one piece, to or from a *staging slot*: device memory that
-holds chunks in their canonical form. Between the slot and the paged cache a kernel moves the rows,
-by the same plan as the whole copy, with the chunks' addresses replaced by places in the slot::
+A run of a paged cache may be as short as one token of one head, but a bus needs megabytes to be
+fast. So each chunk crosses the bus in one transfer, to or from a *staging slot*: device memory that
+holds chunks in canonical form. A kernel copies the rows between slot and paged cache by the plan of
+the whole copy, with addresses in the slot in place of the chunks' addresses::
 
     paged cache  --gather-->  slot 0  --one transfer per chunk-->  chunk 0
                  --gather-->  slot 1  --------------------------->  chunk 1   (overlaps with slot 0)
 
 The first half of this module only computes; :mod:`lmcache_connector.copy_kv_blocks.cuda` copies.
-The second has the few calls of the CUDA driver that PyTorch does not offer. Every call releases the
-GIL. Names and types: CUDA driver API, sections "Memory Management" and "Driver Entry Point Access".
+The second half has the CUDA driver calls that PyTorch lacks; every call releases the GIL. Names and
+types: CUDA driver API, sections "Memory Management" and "Driver Entry Point Access".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmcache_connector.kv_layout.paged_cache import Int64s
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """One chunk between host memory and a staging slot: two addresses, and a size in bytes."""
+    """One chunk's transfer between host memory and a staging slot: addresses, size in bytes."""
 
     host: int
     staged: int
@@ -38,8 +38,8 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Chunks that pass through slot number ``slot`` together: of each plan the rows from
-    ``rows[i][0]`` up to ``rows[i][1]``."""
+    """Chunks that share slot number ``slot`` at a time, with rows ``rows[i][0]`` up to
+    ``rows[i][1]`` of plan i."""
 
     slot: int
     rows: tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCopy:
-    """``rows``: of each plan int64 ``[4, rows]``: anchor and index at the source, then at the
+    """``rows``: per plan int64 ``[4, rows]``: anchor and index at the source, then at the
     destination."""
 
     rows: tuple[Int64s, ...]
@@ -56,10 +56,8 @@ class StagedCopy:
 
 
 def covers_chunks(plans: Sequence[CopyPlan], host: ChunkBuffers) -> bool:
-    """Whether the copies together write all bytes of every chunk they touch, each once.
-
-    If not, whole chunks must not travel to the host: they would overwrite bytes outside the copy.
-    """
+    """Whether the copies together write every byte of each chunk that they touch, once. If not,
+    transfers of whole chunks to the host would overwrite bytes outside the copy."""
     chunks = np.unique(np.concatenate([plan.dst.anchor for plan in plans]))
     return sum(plan.num_bytes for plan in plans) == len(chunks) * host.geometry.chunk_bytes
 
@@ -71,10 +69,9 @@ def stage(
     slots: Sequence[int],
     slot_bytes: int,
 ) -> StagedCopy:
-    """Cut copies from or to the same chunks into tiles that use ``slots`` (device addresses) in
-    turn.
+    """Cut copies of the same chunks into tiles that use ``slots`` (device addresses) in turn.
 
-    A slot holds at least one chunk. Rows are put in the order of their chunks.
+    A slot must hold at least one chunk. Rows are sorted by chunk.
     """
     chunk_bytes = host.geometry.chunk_bytes
     anchors = [plan.dst.anchor if to_host else plan.src.anchor for plan in plans]
@@ -101,7 +98,7 @@ def stage(
 
 
 def _staged_rows(plan: CopyPlan, to_host: bool, order: Int64s, staged: Int64s) -> Int64s:
-    """A plan's rows in ``order``, with the slots' addresses ``staged`` instead of the chunks'."""
+    """A plan's rows in ``order``, with slot addresses ``staged`` in place of chunk addresses."""
     paged, chunks = (plan.src, plan.dst) if to_host else (plan.dst, plan.src)
     paged_side = [paged.anchor[order], paged.index[order]]
     slot_side = [staged[order], chunks.index[order]]
@@ -109,8 +106,8 @@ def _staged_rows(plan: CopyPlan, to_host: bool, order: Int64s, staged: Int64s) -
 
 
 def expand(plan: CopyPlan) -> tuple[Int64s, Int64s, Int64s]:
-    """Every run of a plan on its own, for copies whose runs are long or few: addresses of sources
-    and destinations, and sizes in bytes, int64 ``[runs]`` each."""
+    """Every run of a plan, for copies with long or few runs: source addresses, destination
+    addresses, and sizes in bytes, int64 ``[runs]`` each."""
     parts = [_layer_runs(plan, move) for move in plan.moves]
     src, dst, sizes = (np.concatenate(part) for part in zip(*parts, strict=True))
     return src, dst, sizes
@@ -143,7 +140,7 @@ def _layer_runs(plan: CopyPlan, move: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 _BATCH_SINCE_CUDA = 12080
-"""``cuMemcpyBatchAsync`` with the arguments of CUDA 12.8; later drivers keep that entry point."""
+"""``cuMemcpyBatchAsync`` with CUDA 12.8's arguments; later drivers keep this entry point."""
 _SRC_ACCESS_ORDER_STREAM = 1
 
 
@@ -165,10 +162,10 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """Copies between addresses of one device and host memory, ordered by a stream."""
+    """Copies between one device and host memory, ordered by a stream."""
 
     def __init__(self, device_index: int) -> None:
-        """Hold the device's primary context, which is the one PyTorch uses."""
+        """Retain the device's primary context, which PyTorch uses too."""
         self._library = ctypes.CDLL("libcuda.so.1")
         self._library.cuMemcpyAsync.argtypes = (c_uint64, c_uint64, c_size_t, c_void_p)
         self._library.cuCtxSetCurrent.argtypes = (c_void_p,)
@@ -187,11 +184,11 @@ class CudaDriver:
         self._check(self._library.cuCtxSetCurrent(self._context))
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        """Start one copy; the addresses tell its direction."""
+        """Start one copy; the addresses imply its direction."""
         self._check(self._library.cuMemcpyAsync(dst, src, num_bytes, stream))
 
     def copy_many(self, dst: Int64s, src: Int64s, num_bytes: Int64s, stream: int) -> None:
-        """Start many copies with one call where the driver has it (CUDA 12.8)."""
+        """Start many copies, with one call if the driver has it (CUDA 12.8)."""
         if len(dst) == 0:
             return
         if self._batch is None:

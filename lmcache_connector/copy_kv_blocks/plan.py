@@ -1,8 +1,8 @@
 """A checked copy between two block spaces, as tables of integers.
 
-Everything that can be wrong with a copy is found here, before the first byte moves. The result is a
-table with one move per layer and the rows to apply it to. Nothing in it is per run, so a copy of a
-million runs takes as much Python as a copy of one.
+All errors of a copy are found here, before the first byte is copied. The result is a table with one
+move per layer, and the rows to apply the moves to. No entry is per run, so planning a copy of a
+million runs takes as much Python as planning one.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ class Move(IntEnum):
 
 
 class CopyError(ValueError):
-    """A copy that must not run. Nothing has moved."""
+    """An invalid copy; no byte was copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Block ``src_block_ids[i]`` of ``src`` goes to ``dst_block_ids[i]`` of ``dst``, all layers.
+    """Copies block ``src_block_ids[i]`` of ``src`` to ``dst_block_ids[i]`` of ``dst``, all layers.
 
-    KV cache groups have block ids of their own: what has layers in several takes one of these for
-    each.
+    Each KV cache group has block ids of its own, and needs a copy of its own.
     """
 
     src: BlockSpace
@@ -62,10 +61,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """``moves``: int64 ``[layers, len(Move)]``, or one row per layer and plane.
-
-    ``groups``: int64 ``[n + 1]``, the borders of runs of rows that are consecutive in both spaces.
-    """
+    """``moves``: int64 ``[layers, len(Move)]``, or one row per layer and plane. ``groups``: int64
+    ``[n + 1]``, borders of runs of rows that are consecutive in both spaces."""
 
     moves: Int64s
     src: Rows
@@ -77,7 +74,7 @@ class CopyPlan:
 def check_devices(
     src: BlockSpace, dst: BlockSpace, src_device: torch.device, dst_device: torch.device
 ) -> None:
-    """Addresses mean nothing on another device. Raises :class:`CopyError`."""
+    """Addresses are valid on their device only. Raises :class:`CopyError`."""
     if (src.device, dst.device) != (src_device, dst_device):
         raise CopyError(
             f"a copy from {src.device} to {dst.device} was given to a copier "
@@ -112,8 +109,8 @@ def plan_copy(
 
 @lru_cache(maxsize=256)
 def _moves_and_row_bytes(src: LayerTable, dst: LayerTable) -> tuple[Int64s, int]:
-    """What all copies between two layer tables have in common: see :class:`CopyPlan`. Cached by
-    identity of the tables: all jobs of an engine are between the same few."""
+    """The part of :class:`CopyPlan` common to all copies between two layer tables. Cached by
+    identity of the tables, of which an engine has few."""
     _check_layers(src, dst)
     return _moves(src, dst), src.row_bytes
 
@@ -132,7 +129,7 @@ def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:
 
 
 def _check_memory(src_spans: Int64s, dst_spans: Int64s) -> None:
-    """No byte may be written twice, or be written and read."""
+    """Check that no byte is written twice, or both written and read."""
     if (dst_spans[1:, 0] < dst_spans[:-1, 1]).any():
         raise CopyError("destination chunks overlap in memory")
     first = np.searchsorted(dst_spans[:, 1], src_spans[:, 0], side="right")
@@ -157,7 +154,7 @@ def _shape(table: LayerTable, at: int) -> str:
 
 
 def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
-    """One move per layer: at most two loops around a run that is as long as both sides allow."""
+    """One move per layer: up to two loops around a run as long as both sides allow."""
     run = src.content_bytes
     tokens = src.num_runs
     heads = src.num_heads
@@ -165,7 +162,7 @@ def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
     run, heads = _fold(run, heads, src.head_stride, dst.head_stride)
     run, tokens = _fold(run, tokens, src.token_stride, dst.token_stride)
     rows_join = (heads * tokens == 1) & (src.row_stride == run) & (dst.row_stride == run)
-    # Read in the order of memory: prefetching matters more than where streaming stores go.
+    # Read in memory order: prefetching matters more than the order of streaming stores.
     heads_inner = src.head_stride < src.token_stride
     by_token = (tokens, src.token_stride, dst.token_stride)
     by_head = (heads, src.head_stride, dst.head_stride)
@@ -176,7 +173,7 @@ def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
 
 
 def _fold(run: Int64s, count: Int64s, src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s]:
-    """Make an axis part of the run wherever it continues the run on both sides."""
+    """Merge an axis into the run where the axis continues the run on both sides."""
     joins = (src == run) & (dst == run)
     return np.where(joins, run * count, run), np.where(joins, 1, count)
 

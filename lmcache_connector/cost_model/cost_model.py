@@ -1,42 +1,39 @@
-"""Compute or load: how much of a hit is worth loading, and how long to wait for it.
+"""Compute or load: how much of a hit to load, and how long to wait for it.
 
-The choice. Loads are asynchronous and a request waits for its own, so loading the first ``k`` hit
-chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)``. ``wait`` counts
-in steps: see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in ``k``,
-because the last tokens attend to the most, and a load is a line in bytes. So the minimum lies where
-a run of chunks from one tier ends: only those prefixes are compared (and the longest one that the
-deadline cap lets through). A load lasts 1.3 times what is predicted, plus the deadline times the
-share of loads that failed. The wait must be 5 % shorter than the compute it saves. Compute is taken
-from all who wait for their first token: the more there are, the less the steps count that a load
-costs, and the loads ahead of it, down to the load alone.
+The choice. A request waits for its load, so loading the first ``k`` hit chunks costs
+``wait(load(k)) + compute(the rest)``, against ``compute(everything)``. ``wait`` counts in steps:
+see :mod:`lmcache_connector.cost_model.steps`. Compute of the rest is concave in ``k``, because the
+last tokens attend to the most, and load time is linear in bytes. So the minimum lies at the end of
+a run of chunks from one tier: only these prefixes are compared, and the longest one that the
+deadline cap allows. A load counts as 1.3 times its prediction, plus the deadline times the share of
+failed loads, and must cost 5 % less than the compute that it saves. Lost steps and queueing delay
+one request, but compute delays every request that waits for its first token: so these two costs are
+divided by the number of requests that wait, this one included.
 
-The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
-the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that brings nothing until ``S``
-leaves the request within 1.05 of recompute, however slow the tier is.
+The deadline, counted from the decision. Let ``C`` be the time to compute everything, ``R`` the
+compute left after the load, ``p`` the predicted load, and ``S = 5 % of C``: a load that delivers
+nothing until ``S`` leaves the request within 1.05 of ``C``, however slow the tier.
 
-- A tier nothing is known about gets ``S``: what arrives by then is used and measures the tier.
-- A tier known to be slow (or stalled) is not loaded from.
-- A tier known to win gets ``3*p``, at most ``C - R + S`` less the steps that any load costs, where
-  even all bytes together would come too late, and at least ``S``. ``C - R`` counts once for each
-  who waits. If such a tier stalls out of the blue, the loads under way lose up to that; from the
-  first of them reported on, nothing loads from it.
+- An unknown tier gets ``S``: chunks that arrive by then are used and measure the tier.
+- A tier known to be slow, or stalled, is not loaded from.
+- A tier known to win gets ``3*p``; at most ``C - R + S`` less the steps that any load costs, after
+  which even the whole load would come too late; and at least ``S``. ``C - R`` counts once per
+  waiting request. If such a tier suddenly stalls, each open load loses up to its deadline; once the
+  first one is reported, no load uses the tier.
 
-Before any prefill was measured ``C`` is unknown: as much as is predicted to load within 250 ms is,
-and three times that is the least deadline.
+Until a prefill has been measured, ``C`` is unknown: the model loads as much as should take 250 ms,
+with a deadline of 750 ms or more.
 
-The way back. A tier that is left out because it looked slow is measured no more. Once nothing has
-been heard of it for a minute, its last calibration counts again: where it says that a load pays,
-one request loads one chunk on trial, if that keeps it within ``1.05*C``. If that takes more than
-twice as long as the calibration says, or is never heard of, the tier is left out for another
-minute. A calibration is what was measured at start, or by a later probe: Redis is probed while
-requests would use it, so after a stall it comes back by its probe alone. Nobody probes peers: after
-a stall they are on trial as any tier that nothing was heard of. A tier that was never calibrated is
-unknown again then, and some seconds after its first loads already: those may have met a hiccup.
+The way back. A tier that looks slow is not loaded from, and so not measured. After a minute without
+news of it, one request loads one chunk on trial, as if the tier were unknown. If the trial is slow
+or never reported, the tier is avoided for another minute; after its very first loads only for some
+seconds, because these may have met a hiccup. Probes of Redis, made while requests would use it, end
+its stalls. Peers are not probed: their stalls end by a trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
@@ -55,26 +52,26 @@ from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
 STALL_SHARE = 0.05
-"""Share of recompute a load may waste when nothing at all arrives: the product's promise."""
+"""Share of recompute that a load may waste if nothing arrives: the product's promise."""
 MIN_DEADLINE_SECONDS = 0.010
-"""Below this, thread wake-ups decide, not the tier."""
+"""Below this, thread wake-ups take longer than the tier."""
 UNMEASURED_LOAD_SECONDS = 0.250
-"""Predicted loads may last this long while nothing says what recompute would cost; a tier nothing
-is known about is taken to need as long."""
+"""Longest predicted load while the time to compute is unknown; also the assumed load time of an
+unknown tier."""
 _MIN_GAIN_SHARE = 0.05
-"""Closer than this predictions cannot tell, and compute is the safe side."""
+"""Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
-"""Of a decode step: prefills that add less to a step are lost in its noise."""
+"""Share of a decode step: a prefill that adds less is lost in the step's noise."""
 _MULTIPLE = 3.0
-"""Deadline over prediction. Giving up on a load that would have come is the dearer mistake: it
-costs the wait and the recompute, so a deadline must lie outside the noise."""
+"""Deadline over prediction. Cutting off a load that would have arrived costs the wait and the
+recompute, so the deadline must lie outside the noise."""
 
 
 class CostModel:
-    """Learns from what loads and prefills took, and decides for each request what to load.
+    """Learns from loads and prefills, and decides for each request how much to load.
 
-    Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Up to
-    ``num_batches`` steps are under way at once, and each computes ``max_step_tokens`` at most.
+    Not thread-safe: the scheduler side calls it. ``clock`` is monotonic, in seconds. Up to
+    ``num_batches`` steps are in flight at once, of ``max_step_tokens`` tokens at most.
     """
 
     def __init__(
@@ -95,40 +92,34 @@ class CostModel:
 
     # -- measurements --------------------------------------------------------------------------
 
-    def calibrate(self, tier: Tier, bytes_per_second: float, latency_seconds: float) -> None:
-        """Take over a measurement made for its own sake, as by the self-test; what was learned from
-        loads is dropped. ``bytes_per_second`` is positive."""
-        self._tiers[tier].calibrate(self._clock(), bytes_per_second, latency_seconds)
+    def observe_measured(self, tier: Tier, loads: Sequence[tuple[int, float]]) -> None:
+        """Bytes and seconds of loads made to measure the tier, as by the self-test; empty if the
+        tier answered but had nothing to read."""
+        self._tiers[tier].measured(self._clock(), loads)
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
-        """A load brought all it asked this tier for.
+        """A load got everything it asked this tier for.
 
-        ``num_bytes`` are those that moved for one rank (not what a shared fetch brought anyway),
-        ``seconds`` from the start of its service, without the queue ahead of it.
+        ``num_bytes`` moved for one rank, without chunks that another load fetched. ``seconds`` is
+        the service time, without the queue.
         """
         self._tiers[tier].arrived(self._clock(), num_bytes, seconds)
 
     def observe_load_failed(self, tier: Tier, seconds: float, arrived_bytes: int = 0) -> None:
-        """A load ended early after ``seconds``: its deadline passed or the tier failed.
+        """A load ended early: its deadline passed or the tier failed.
 
-        ``seconds`` and ``arrived_bytes`` count from the start of its service, as above. Not for a
-        load that never got its turn, nor for chunks that turned out to be missing: neither says
-        anything about the tier's speed.
+        ``seconds`` is the service time, in which ``arrived_bytes`` came. Not for loads that never
+        began, nor for missing chunks: neither says anything about the tier's speed.
         """
         self._tiers[tier].cut_off(self._clock(), arrived_bytes, seconds)
-
-    def observe_answer(self, tier: Tier) -> None:
-        """A tier answers, and nothing is known of its speed but what loads have shown: they show
-        whether a stall is over."""
-        self._tiers[tier].stalled = False
 
     def observe_prefill(
         self, num_tokens: int, context_tokens: int, seconds: float, running_requests: int = 0
     ) -> None:
         """One step computed ``num_tokens`` of a prompt after ``context_tokens``.
 
-        A step with several prompts is observed as one: the sum of their tokens and the mean of
-        their contexts. ``running_requests`` decoded beside it.
+        Several prompts count as one: the sum of their tokens, the mean of their contexts.
+        ``running_requests`` others decoded in the step.
         """
         least = self.steps.decode_seconds
         if self._prefill.known and seconds < (1 + _MIN_PREFILL_SHARE) * least:
@@ -141,7 +132,7 @@ class CostModel:
     def compute_seconds(
         self, context_tokens: int, prompt_tokens: int, running_requests: int = 0
     ) -> float | None:
-        """Predicted seconds to compute the rest of a prompt; ``None`` before any was measured."""
+        """Predicted seconds to compute the rest of a prompt; ``None`` if unmeasured."""
         if not self._prefill.known:
             return None
         added = self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
@@ -149,21 +140,22 @@ class CostModel:
         return num_steps * self.steps.decode_seconds + added
 
     def step_seconds(self, num_tokens: int) -> float:
-        """Of a step that computes ``num_tokens`` of prompts beside what decodes."""
+        """Predicted length of a step that computes ``num_tokens`` of prompts."""
         return self.steps.decode_seconds + self._prefill.seconds(0, num_tokens)
 
     def bytes_per_second(self, tier: Tier) -> float:
-        """Bandwidth of a tier after its latency; infinite when nothing is known."""
-        return self._current(tier).bytes_per_second
+        """Bandwidth of a tier, without its latency; infinite if unknown."""
+        return self._tiers[tier].bytes_per_second
 
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:
-        """Predicted, with nothing ahead of it; infinite where nothing is known."""
+        """Predicted time of a load without a queue; infinite if unknown."""
         speed = self._tiers[tier]
         return speed.seconds(num_bytes) if speed.known else inf
 
     def is_stalled(self, tier: Tier) -> bool:
-        """Nothing came from it lately."""
-        return self._current(tier).stalled
+        """Whether the tier has delivered nothing lately."""
+        speed = self._tiers[tier]
+        return speed.stalled and not speed.is_outdated(self._clock())
 
     def gain_seconds(
         self,
@@ -175,11 +167,10 @@ class CostModel:
         step_seconds: float | None = None,
         waiting_requests: int = 0,
     ) -> float:
-        """What a load of ``num_bytes`` from the tier, with nothing ahead of them, gains over the
-        compute of tokens ``[start, end)``, as far as predictions can tell; the others as in
-        :class:`LoadOffer`. Negative if compute is quicker; infinite where nothing is known, or
-        every hit is loaded."""
-        speed = self._current(tier)
+        """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
+        tokens ``[start, end)``, less the error of predictions. Negative if compute is faster;
+        infinite if unknown, or if every hit is loaded. Other arguments: see :class:`LoadOffer`."""
+        speed = self._tiers[tier]
         compute_seconds = self.compute_seconds(start, end, running_requests)
         if self.mode == "always" or compute_seconds is None or not speed.known:
             return inf
@@ -189,7 +180,7 @@ class CostModel:
         return compute_seconds * (1 - _MIN_GAIN_SHARE) - price_seconds
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
-        """Decide one request. May put a tier on trial, so each request is decided once."""
+        """Decide one request, once: the decision may put a tier on trial."""
         compute_seconds = self._rest_seconds(offer, 0)
         if not offer.tiers:
             return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
@@ -212,8 +203,9 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
-        """The best prefix. If it leaves out a tier nothing was heard of for a minute, and that
-        tier's calibration says that a load pays, one chunk of the tier is added on trial."""
+        """The best prefix. If it leaves out a tier without recent news, one chunk of that tier is
+        added on trial, as if the tier were unknown. Copies from memory end whole, whatever their
+        deadline."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
@@ -221,19 +213,17 @@ class CostModel:
         learned = self._tiers[left_out]
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
-        self._tiers[left_out] = calibrated = learned.calibrated_only(now)
+        self._tiers[left_out] = learned.tried(now)
         trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
-        # One chunk alone may not pay where the whole hit does.
+        # The whole hit may pay where one chunk does not.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
-        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
-        if pays and trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
-            calibrated.on_trial = True
-            return trial
         self._tiers[left_out] = learned
-        return best
+        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
+        is_safe = trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE)
+        return trial if pays and is_safe else best
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
-        """The cheapest prefix, or none where recompute is as good."""
+        """The cheapest prefix; the empty one if recompute is as good."""
         best, best_gain = Prefix(rest_seconds=compute_seconds), 0.0
         for prefix in self._prefixes(offer).to_compare():
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
@@ -254,7 +244,7 @@ class CostModel:
         return LoadPrefixes(offer, self._tiers, rest_seconds, longest_seconds)
 
     def _price_seconds(self, offer: LoadOffer, prefix: Prefix, stall_seconds: float) -> float:
-        """What a load costs, as it is judged."""
+        """The cost of a load, as compared with the compute that it saves."""
         load_seconds = prefix.risky_seconds + stall_seconds
         own_seconds = prefix.own_seconds + stall_seconds
         if prefix.num_chunks <= offer.num_firm:
@@ -265,7 +255,7 @@ class CostModel:
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
-        """See the module's docstring."""
+        """See "The deadline" in the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
         if not self._prefill.known:
             deadline = max(trusted, _MULTIPLE * UNMEASURED_LOAD_SECONDS)
@@ -280,12 +270,6 @@ class CostModel:
     def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
         return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
-
-    def _current(self, tier: Tier) -> TierSpeed:
-        """What counts of a tier now. After a minute without a load that is the calibration alone:
-        one slow load shall not count for ever."""
-        now, speed = self._clock(), self._tiers[tier]
-        return speed.calibrated_only(now) if speed.is_outdated(now) else speed
 
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason

@@ -1,4 +1,4 @@
-"""What the cost model is asked and answers, and the prefixes of a hit that it compares."""
+"""Input and output of the cost model, and the prefixes of a hit that it compares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_connector.plans import Tier
 
 
 class Reason(Enum):
-    """Why a decision is as it is; a metrics label."""
+    """The reason for a decision; a metrics label."""
 
     NO_HIT = "no_hit"
     ALWAYS = "always"
@@ -27,18 +27,17 @@ class Reason(Enum):
 class LoadOffer:
     """A hit to decide on.
 
-    ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
-    where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
-    what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
-    per tier, and a load can begin after ``wait_seconds``. ``running_requests`` are the others; the
-    steps to come last ``step_seconds``, ``None`` if none runs. ``waiting_requests`` others have no
-    token yet, and nothing of them is being computed.
+    ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
+    there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes
+    per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
+    load, which can begin after ``wait_seconds``. ``running_requests``: other requests that run.
+    ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
+    ``waiting_requests``: other requests with no token yet, and none being computed.
 
-    A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
-    Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
+    ``ends`` lists, in ascending order, the numbers of chunks after which a load may end; empty: any
+    number. A load of ``n`` chunks also needs ``other_bytes(n)`` of each tier.
 
-    A load of no more than ``num_firm`` chunks that takes ``in_step_seconds`` at most is made inside
-    the step being planned.
+    A load of at most ``num_firm`` chunks and ``in_step_seconds`` runs inside the step.
     """
 
     context_tokens: int
@@ -57,25 +56,24 @@ class LoadOffer:
     in_step_seconds: float = 0.0
 
     def end_up_to(self, num_chunks: int) -> int:
-        """The largest number of chunks a load may end after, of those up to ``num_chunks``; 0 if
-        there is none."""
+        """The largest permitted end up to ``num_chunks``; 0 if there is none."""
         if not self.ends:
             return num_chunks
         at = bisect_right(self.ends, num_chunks)
         return self.ends[at - 1] if at else 0
 
     def end_after(self, num_chunks: int) -> int:
-        """The next such number after ``num_chunks``."""
+        """The next permitted end after ``num_chunks``."""
         return self.ends[bisect_right(self.ends, num_chunks)] if self.ends else num_chunks + 1
 
     def bytes_of(self, num_chunks: int) -> dict[Tier, int]:
-        """What a load of so many chunks takes from each tier."""
+        """Bytes that a load of ``num_chunks`` reads from each tier."""
         others = self.other_bytes(num_chunks) if self.other_bytes and num_chunks else {}
         chunks = self.tiers[:num_chunks]
         return {t: chunks.count(t) * self.chunk_bytes + others.get(t, 0) for t in Tier}
 
     def tokens_after(self, num_chunks: int) -> int:
-        """Tokens computed or loaded after that many chunks; the last one is always computed."""
+        """Tokens computed or loaded after ``num_chunks``; the last token is always computed."""
         end = (self.context_tokens // self.chunk_tokens + num_chunks) * self.chunk_tokens
         return min(max(end, self.context_tokens), self.prompt_tokens - 1)
 
@@ -84,8 +82,8 @@ class LoadOffer:
 class LoadDecision:
     """Load the first ``num_chunks`` of ``num_hit_chunks``, and wait ``deadline_seconds`` for them.
 
-    ``predicted_load_seconds`` is that load's, or the whole hit's if nothing is loaded;
-    ``predicted_compute_seconds`` is recompute alone. Both are 0 where nothing is known.
+    ``predicted_load_seconds`` is for these chunks, or for the whole hit if nothing is loaded;
+    ``predicted_compute_seconds`` is for recompute alone. Both are 0 if unknown.
     """
 
     num_chunks: int
@@ -105,23 +103,22 @@ class LoadDecision:
 
 
 _MAX_BORDERS, _MAX_ENDS = 8, 16
-"""Of a hit with many of them, the first borders between tiers and the last ends are compared only:
-it bounds the time."""
+"""Bounds the time of a decision: only the first borders between tiers and the last ends count."""
 _CAUTION = 1.3
-"""A load counts as slower than predicted by this factor: a lost bet costs the user more than a bet
-not made."""
+"""A load counts as this many times slower than predicted: a load that disappoints costs the user
+more than a load not made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix of the hit that could be loaded, and what is known of loading it."""
+    """A prefix of the hit, and what is known of loading it."""
 
     num_chunks: int = 0
     load_seconds: float = 0.0
     risky_seconds: float = 0.0
-    """The load as it is judged for a bet: slower than predicted by what has gone wrong before."""
+    """``load_seconds`` with caution: multiplied by a margin for mispredictions."""
     own_seconds: float = 0.0
-    """Of those, what is not waiting for its turn: the others that wait lose them too."""
+    """The part of ``risky_seconds`` without queueing: other waiting requests lose this time too."""
     rest_seconds: float = 0.0
     failure_rate: float = 0.0
     all_known: bool = True
@@ -129,8 +126,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class LoadPrefixes:
-    """Those of ``offer``. After so many chunks, ``rest_seconds`` are left to compute; no load shall
-    take longer than ``longest_seconds``. Looks at ``tiers`` as they are when it is asked."""
+    """The prefixes of ``offer``. ``rest_seconds(n)``: compute left after ``n`` chunks. No load may
+    take longer than ``longest_seconds``. Reads ``tiers`` at each call."""
 
     offer: LoadOffer
     tiers: Mapping[Tier, TierSpeed]
@@ -138,10 +135,8 @@ class LoadPrefixes:
     longest_seconds: float
 
     def to_compare(self) -> Iterator[Prefix]:
-        """Those worth comparing, shorter first, up to a tier that stalls or is on trial.
-
-        The last one is cut where its load would take too long.
-        """
+        """Prefixes worth comparing, shortest first, up to a tier that stalls. The last one is cut
+        short if its load would take too long."""
         last_end = 0
         for end in self._ends():
             prefix = self.of(end)
@@ -158,7 +153,7 @@ class LoadPrefixes:
             last_end = end
 
     def of(self, num_chunks: int) -> Prefix:
-        """Tiers are taken to load one after the other."""
+        """The prefix of ``num_chunks``; assumes that tiers load one after the other."""
         offer = self.offer
         load_seconds = risky_seconds = offer.wait_seconds
         own_seconds = 0.0
@@ -184,10 +179,10 @@ class LoadPrefixes:
         )
 
     def _ends(self) -> list[int]:
-        """Ends of runs of one tier, up to the first tier that does not load; where more is needed
-        than the chunks before, the last ends at which it can be had."""
+        """Ends of runs from one tier, up to the first stalled tier. If loads need windows or
+        states, also the last ends whose windows and states usable tiers have."""
         offer, tiers = self.offer, self.offer.tiers
-        usable = {t for t, speed in self.tiers.items() if not (speed.stalled or speed.on_trial)}
+        usable = {tier for tier, speed in self.tiers.items() if not speed.stalled}
         last = next((i for i, tier in enumerate(tiers) if tier not in usable), len(tiers))
         borders = [i for i in range(1, last) if tiers[i] is not tiers[i - 1]]
         found = {offer.end_up_to(border) for border in (*borders[:_MAX_BORDERS], last)} - {0}

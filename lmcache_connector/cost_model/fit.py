@@ -1,4 +1,4 @@
-"""Least squares over sums that fade: an observation costs one small solve, and no history."""
+"""Least squares with fading sums: each observation costs one small solve, and no history."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Matrix: TypeAlias = npt.NDArray[np.float64]
 
 
 class FadingFit:
-    """``seconds = features @ coefficients``, no coefficient below zero.
+    """``seconds = features @ coefficients``, with coefficients of at least zero.
 
-    ``scale`` brings features to about 1. Where the observations cannot tell two coefficients apart,
-    the one with the smaller ``ridge`` explains them.
+    ``scale`` brings features to about 1. Where observations cannot tell two coefficients apart, the
+    one with the smaller ``ridge`` gets the weight.
     """
 
     def __init__(self, scale: Sequence[float], ridge: Sequence[float]) -> None:
@@ -25,7 +25,7 @@ class FadingFit:
         self.coefficients = [0.0] * len(scale)
 
     def observe(self, features: Sequence[float], seconds: float, keep: float) -> None:
-        """``keep``: the share that earlier observations still have."""
+        """``keep``: the weight left to earlier observations."""
         x = self._scale * features
         self._xx = self._xx * keep + np.outer(x, x)
         self._xy = self._xy * keep + x * seconds

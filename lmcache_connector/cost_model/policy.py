@@ -1,24 +1,24 @@
-"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with measurements.
+"""Compute or load, for the scheduler side: feeds measurements to the cost model, and queries it.
 
-Where they come from:
+Measurements come from:
 
-- at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
-  both over before the first request (:meth:`LoadPolicy.calibrate`);
-- every load and store reports the time it was served and the time it waited before. The waiting is
-  not the tier's: how long stores keep loads waiting that rely on them is learned on its own;
-- how long steps last, the scheduler side sees by its own calls: it plans one when one has ended;
-- the worker times each forward pass that computes a few dozen prompt tokens or more. The
+- engine start: every rank times a load from memory (the self-test) and from Redis (a probe), and
+  reports both before the first request (:meth:`LoadPolicy.observe_measured`);
+- every load and store, which reports its service time and its queueing time. Queueing is not the
+  tier's: how long stores delay the loads that depend on them is learned separately;
+- the scheduler side, which times steps by its own calls: it plans a step when one has ended;
+- the worker, which times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
-- while Redis is not loaded from although requests ask for what it holds, the worker reads a few
-  values of its own now and then. No request is ever slowed down to find out whether Redis is back.
-  Peers are not probed: loads alone tell how fast they are.
+- probes: while requests hit in Redis but do not load from it, the worker now and then reads a few
+  values of its own, so that no request must find out whether Redis is fast again. Peers are not
+  probed: only loads measure their speed.
 
-Waiting for Redis or peers to say what they hold costs time too, hit or miss. They are waited for
-only as long as a small share of the prompt's own compute, and not at all where the last answer of
-each took longer. A request that is to be asked again loses a step, however soon the answer comes:
-longer steps are lost only where the hit that may be expected gains more.
+A lookup in Redis or peers costs time too, hit or miss. A request waits for the answer only for a
+small share of its prompt's compute, and not at all if the last answer of every tier took longer. A
+request that must ask again loses a step, however soon the answer comes: a step longer than this
+wait is lost only for an expected hit that saves more.
 
-Redis is measured for its own sake while requests would use it and nobody knows its speed.
+Redis is also probed while requests would use it and its speed is unknown.
 
 Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 """
@@ -26,15 +26,16 @@ Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.cost_model.steps import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import (
-    Calibration,
+    Fetched,
     JobResult,
     LoadJob,
     Outcome,
@@ -42,44 +43,43 @@ from lmcache_connector.plans import (
     RankReport,
     StoreJob,
     Tier,
-    TransferTime,
 )
 
 _FRESH_SECONDS = 60.0
-"""After that long without news from Redis, requests that could use it have it probed."""
+"""Redis is probed for requests that could use it if its last measurement is older."""
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 60.0
-"""Between two probes; doubles while they change nothing."""
+"""Pause between two probes; doubles while probes change nothing."""
 
 
 class ProbePace:
-    """``clock`` gives seconds, monotonic. ``is_wanted``: a plain attribute, cheap to
-    look at in every step."""
+    """Decides when to probe Redis. ``clock`` is monotonic, in seconds. ``is_wanted`` is a plain
+    attribute, cheap to poll every step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heard_at = self._next_at = float("-inf")
+        self._heard_at = self._next_at = -inf
         self._pause = _MIN_PAUSE_SECONDS
         self.is_wanted = False
 
     def heard(self) -> None:
-        """Something was learned of Redis, by a probe or not."""
+        """A probe or a load has measured Redis."""
         self._heard_at = self._clock()
 
     def request_if_stale(self, *, is_bad: bool) -> None:
-        """``is_bad``: what was heard last. It is asked again, and so is what was heard long ago."""
+        """Ask for a probe if the last news of Redis is bad (``is_bad``) or old."""
         if is_bad or self._clock() - self._heard_at > _FRESH_SECONDS:
             self.want()
 
     def want(self) -> None:
-        """Whoever asks would use Redis, if it were quick."""
+        """A request would use Redis if Redis were fast."""
         self.is_wanted = True
 
     def restart(self) -> None:
-        """A probe has changed what is known: the next ones may come soon."""
+        """A probe has ended a stall: the next probes may come soon."""
         self._pause = _MIN_PAUSE_SECONDS
 
     def take(self) -> bool:
-        """Whether to probe now, asked once per step."""
+        """Whether to probe now; called once per step."""
         if not self.is_wanted:
             return False
         self.is_wanted = False
@@ -92,24 +92,24 @@ class ProbePace:
 
 
 LOOKUP_SHARE = 0.04
-"""Of a prompt's compute: the longest wait for Redis to say what it holds."""
+"""Longest wait for a lookup, as a share of the prompt's compute."""
 _MIN_LOOKUP_SECONDS = 0.002
-"""Two thread switches and a round trip on one host; prompts this cheap lose nothing that shows."""
+"""Two thread switches and a round trip on one host; even a short prompt can afford this wait."""
 _IN_STEP_SHARE = 0.2
-"""Of a step, what copies may add to it for the sake of requests that begin with it."""
+"""Longest delay of a step by copies for requests that begin with it, as a share of the step."""
 _MAX_IN_STEP_SECONDS = 0.05
-"""Of one copy, though nothing runs: a request that comes meanwhile would wait for it."""
+"""Longest copy inside a step, even an empty one: a request that arrives meanwhile waits."""
 _LATE_WEIGHT = 0.3
-"""Of the last load from memory, in how much longer than predicted they wait for their turn."""
+"""Weight of the last load from memory in how late loads begin, compared with the prediction."""
 _FORGET_LATE_SECONDS = 60.0
-"""After that long without a load from memory, none is taken to wait longer than predicted."""
+"""Without a load from memory for so long, loads are assumed to begin on time again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A load on its way. ``fetches``: chunks that memory lacks, and the tiers that bring them.
-    ``num_bytes``: of the rank with the largest part, per tier. ``wait_seconds``: predicted before
-    it begins. Waiting for its turn it is not late by more than ``deadline_seconds``."""
+    """An open load. ``fetches``: chunks that memory lacks, with their tiers. ``num_bytes``: per
+    tier, on the rank with the largest part. ``wait_seconds``: predicted queueing time. A queued
+    load can be late by ``deadline_seconds`` at most."""
 
     fetches: tuple[tuple[bytes, Tier], ...]
     num_bytes: dict[Tier, int]
@@ -118,13 +118,12 @@ class _Running:
 
 
 class LoadPolicy:
-    """Decides which hits to load, and learns from what jobs, forward passes and probes took.
+    """Decides which hits to load, and learns from jobs, forward passes and probes.
 
-    A chunk has ``chunk_tokens`` tokens. What is stored of it for each of the model's parts has
-    ``value_bytes``, on the rank with the largest share; the first ``num_prefix_parts`` are needed
-    of every chunk. A prompt passes ``num_stages`` of a pipeline one after the other. ``clock``
-    gives seconds, monotonic. ``remote_tiers``: those behind the CPU tier that there are.
-    ``probes``: when the workers shall measure Redis.
+    A chunk has ``chunk_tokens`` tokens, and ``value_bytes`` per part of the model on the rank with
+    the largest share. Every chunk is needed of the first ``num_prefix_parts`` parts. A prompt
+    passes ``num_stages`` pipeline stages one after the other. ``clock`` is monotonic, in seconds.
+    ``remote_tiers``: the configured tiers below the CPU tier. ``probes``: when to measure Redis.
     """
 
     def __init__(
@@ -145,22 +144,22 @@ class LoadPolicy:
         self._clock = clock
         self._num_stages = num_stages
         self.forget_all()
-        self._late_seconds, self._late_at = 0.0, float("-inf")
+        self._late_seconds, self._late_at = 0.0, -inf
         self.probes = ProbePace(clock)
 
     def forget_all(self) -> None:
-        """No request waits or runs, and no job is under way. What was measured stays."""
+        """Drop all requests and jobs; measurements stay."""
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
         self._fetching: Counter[tuple[bytes, Tier]] = Counter()
         self._stores = StoreBacklog(self._clock)
         self._num_requests = 0
         self._waiting: set[str] = set()
-        self._prompt_tokens = 0  # left of the requests that run, and of those that begin
-        self._num_admitted, self._copy_seconds = 0, 0.0  # by the step being planned
+        self._prompt_tokens = 0  # left of requests that run or begin
+        self._num_admitted, self._copy_seconds = 0, 0.0  # in the step being planned
 
     def learn_sizes(self, value_bytes: Sequence[int]) -> None:
-        """What values of each part take, once that is known better. Before any decision."""
+        """Set the bytes per chunk of each part, as the ranks report them, before any decision."""
         self._value_bytes = tuple(value_bytes)
         self._chunk_bytes = sum(value_bytes[: self._num_prefix_parts])
 
@@ -179,13 +178,13 @@ class LoadPolicy:
     ) -> LoadDecision:
         """Decide one request, once.
 
-        Its hit chunks are those from the one that holds token ``context_tokens`` on. ``tiers`` says
-        of each where it is; ``keys`` name what is stored of them. ``ends`` and ``other_bytes``: see
-        :class:`LoadOffer`. ``after_job``: the last store that the load relies on. ``num_firm``: so
-        many of the chunks may be loaded inside the step.
+        The hit begins with the chunk that holds token ``context_tokens``. ``keys`` and ``tiers``
+        list its chunks. ``ends`` and ``other_bytes``: see :class:`LoadOffer`. ``after_job``: the
+        last store that the load depends on. ``num_firm``: how many chunks may be loaded inside the
+        step.
         """
         queued = dict(self._queued_bytes)
-        # What others fetch already is waited for, and copied from memory then.
+        # Chunks that other loads fetch already will be copied from memory.
         for tier in self.remote_tiers if self._fetching else ():
             shared = sum(self.bytes_of(key) for key in keys if (key, tier) in self._fetching)
             queued[tier] = max(0, queued[tier] - shared)
@@ -218,10 +217,10 @@ class LoadPolicy:
         prompt_tokens: int,
         last_lookup_seconds: Mapping[Tier, float],
     ) -> float:
-        """Seconds to wait for Redis and peers to say what they hold of a prompt; 0: do not ask. The
-        last answer of each took ``last_lookup_seconds``."""
+        """Seconds to wait for a lookup of a prompt; 0: do not ask. ``last_lookup_seconds``: how
+        long the last answer of each tier took."""
         if self.model.mode == "always":
-            return float("inf")
+            return inf
         if Tier.REDIS in self.remote_tiers:
             self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
         usable = self._usable_tiers
@@ -229,16 +228,16 @@ class LoadPolicy:
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
         if compute is None:
-            return float("inf")
+            return inf
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
         quickest = min(last_lookup_seconds.get(tier, 0.0) for tier in usable)
         return longest if quickest <= longest else 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:
-        """What tokens ``[start, end)`` take beside what runs now; infinite where that is not known,
-        or loads never give way to it."""
+        """Time to compute tokens ``[start, end)`` beside the running requests; infinite if unknown
+        or if every hit is loaded."""
         seconds = self.model.compute_seconds(start, end, self._num_requests)
-        return float("inf") if seconds is None or self.model.mode == "always" else seconds
+        return inf if seconds is None or self.model.mode == "always" else seconds
 
     def is_worth_a_step(
         self,
@@ -248,12 +247,11 @@ class LoadPolicy:
         found_share: float,
         left_seconds: float,
     ) -> bool:
-        """Whether a request whose look-up has no answer yet does better to be asked again with the
-        next step than to begin with this one.
+        """Whether a request whose lookup is unanswered should skip this step and ask again.
 
-        ``context_tokens``: computed, or known to be in a tier. ``num_bytes``: of what was asked
-        for; ``found_share`` of such things was held lately. ``left_seconds``: what
-        :meth:`lookup_seconds` allows it to wait yet.
+        ``context_tokens``: tokens computed or known to be in a tier. ``num_bytes``: size of the
+        chunks asked for. ``found_share``: share of chunks found by recent lookups.
+        ``left_seconds``: rest of the wait that :meth:`lookup_seconds` allows.
         """
         lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
         if lost_seconds <= left_seconds:
@@ -264,18 +262,17 @@ class LoadPolicy:
 
     @property
     def are_tiers_stalled(self) -> bool:
-        """Nothing came lately from any tier behind the CPU tier."""
+        """Whether no tier below the CPU tier has delivered lately."""
         return not self._usable_tiers
 
     def fetchable_bytes_in(self, seconds: float) -> int:
-        """What the slowest tier in use brings in that time, as far as is known; 2**62 if nothing
-        is."""
+        """Bytes that the slowest tier in use delivers in that time; 2**62 if unknown."""
         speeds = (self.model.bytes_per_second(tier) for tier in self._usable_tiers)
         return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
 
     def pays_from_memory(self, start: int, end: int, num_bytes: int) -> bool:
-        """Whether tokens ``[start, end)`` are quicker loaded from memory than computed, beside the
-        steps that run now."""
+        """Whether loading tokens ``[start, end)`` from memory is faster than computing them beside
+        the running steps."""
         return self._gain_seconds(Tier.CPU, start, end, num_bytes) >= 0
 
     def fits_in_step(self, num_bytes: int) -> bool:
@@ -283,31 +280,30 @@ class LoadPolicy:
         return self.model.load_seconds(Tier.CPU, num_bytes) <= self._in_step_seconds()
 
     def bytes_of(self, key: bytes) -> int:
-        """Of what is stored under a key, on the rank with the largest share."""
+        """Size of the data stored under ``key``, on the rank with the largest share."""
         return self._value_bytes[part_of(key, len(self._value_bytes))]
 
     # -- measurements --------------------------------------------------------------------------
 
     def step_planned(self, num_requests: int, prompt_tokens: int, *, has_prefill: bool) -> None:
-        """``num_requests`` run in this step, which leaves ``prompt_tokens`` of their prompts to
-        later ones. ``has_prefill``: it computes many, or loads."""
+        """A step of ``num_requests`` is planned; ``prompt_tokens`` of their prompts remain.
+        ``has_prefill``: the step computes many prompt tokens, or loads."""
         now, follows = self._clock(), self._num_requests > 0
         self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
         self._num_admitted, self._copy_seconds = 0, 0.0
 
     def request_arrived(self, request_id: str) -> None:
-        """It waits to be computed, or to be loaded first."""
         self._waiting.add(request_id)
 
     def request_admitted(self, request_id: str, num_tokens: int) -> None:
-        """The step being planned begins to compute a prompt, of which so much is left."""
+        """The step being planned begins a prompt of which ``num_tokens`` remain to compute."""
         self._waiting.discard(request_id)
         self._prompt_tokens += num_tokens
         self._num_admitted += 1
 
     def request_ended(self, request_id: str, num_requests: int) -> None:
-        """``num_requests`` of the last step's run still."""
+        """``num_requests`` of the last step still run."""
         self._waiting.discard(request_id)
         self._num_requests = num_requests
 
@@ -315,11 +311,11 @@ class LoadPolicy:
         self._stores.planned(job.job_id)
 
     def store_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """All ranks have reported; the slowest counts. Without results, no rank has heard of it."""
+        """The slowest rank counts. Without results, no rank has received the job."""
         self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
 
     def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
-        """``job`` is on its way. ``tiers``: where each of its chunks is."""
+        """``tiers``: the tier of each of the job's chunks."""
         places = list(zip(job.keys, tiers, strict=True))
         num_bytes = dict.fromkeys(Tier, 0)
         for key, tier in places:
@@ -334,15 +330,15 @@ class LoadPolicy:
             self._queued_bytes[tier] += count
 
     def load_planned_in_step(self, num_bytes: int) -> None:
-        """All in the step being planned wait for its copy."""
+        """Every request of the step being planned waits for this copy."""
         self._copy_seconds += self.model.load_seconds(Tier.CPU, num_bytes)
 
     def load_ended_in_step(self, results: Sequence[JobResult]) -> None:
-        """All ranks have reported. The slowest counts."""
+        """The slowest rank counts."""
         self._observe_load(max(results, key=lambda result: result.seconds))
 
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """All ranks have reported. The one that failed, or else the slowest, counts."""
+        """The rank that failed, or else the slowest, counts."""
         running = self._running.pop(job_id)
         for tier, count in running.num_bytes.items():
             self._queued_bytes[tier] -= count
@@ -353,28 +349,23 @@ class LoadPolicy:
         slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
-            late = min(late, running.deadline_seconds)  # the rest was one long forward pass
+            late = min(late, running.deadline_seconds)  # more can only be a long forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
         self._observe_load(slowest)
 
     def prefetch_ended(self, results: Sequence[JobResult]) -> None:
-        """All ranks have reported. How fast it was says nothing of loads, which go first; that
-        a tier failed does."""
+        """Learn failures only: prefetches yield to loads, so their speed says nothing."""
         for fetched in (each for result in results for each in result.fetched):
             if fetched.has_failed:
                 self._heard_of(fetched.tier)
                 self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
 
-    def observe_reports(self, reports: Iterable[RankReport]) -> None:
+    def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
         slowest: dict[PrefillWork, float] = {}
-        probes: list[TransferTime] = []
-        for report in reports:
-            for forward in report.forwards:
-                slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
-            if report.redis is not None:
-                probes.append(report.redis)
+        for forward in (each for report in reports for each in report.forwards):
+            slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
         for work, seconds in slowest.items():
             self.model.observe_prefill(
                 work.num_tokens,
@@ -382,45 +373,41 @@ class LoadPolicy:
                 seconds * self._num_stages,
                 work.running_requests,
             )
-        if probes:
-            self._observe_redis(probes)
+        self.observe_measured([report.measured for report in reports])
 
-    def calibrate(self, calibrations: Iterable[Calibration]) -> None:
-        """Take over what the ranks measured at start."""
-        ranks = list(calibrations)
-        local = [rank.cpu for rank in ranks if rank.cpu is not None]
-        redis = [rank.redis for rank in ranks if rank.redis is not None]
-        if local:
-            self.model.calibrate(Tier.CPU, _speed(min(local, key=_speed)), 0.0)
-        if redis:
-            self._observe_redis(redis)
+    def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
+        """Measurements of each rank, at its start or by a probe. The slowest rank counts."""
+        for tier in Tier:
+            by_rank = ([each for each in rank if each.tier is tier] for rank in ranks)
+            if found := [loads for loads in by_rank if loads]:
+                self._measured(tier, min(found, key=_slowness))
 
     # -- details -------------------------------------------------------------------------------
 
     @property
     def _usable_tiers(self) -> list[Tier]:
-        """Those behind the CPU tier that brought something lately, as far as is known."""
+        """Remote tiers that are not known to have stalled."""
         return [tier for tier in self.remote_tiers if not self.model.is_stalled(tier)]
 
     @property
     def _num_others(self) -> int:
-        """Requests that wait beside the one in question."""
+        """Waiting requests beside the one in question."""
         return max(0, len(self._waiting) - 1)
 
     def _step_seconds(self) -> float | None:
-        """Of the steps that follow the one being planned; ``None`` if nothing runs in them. What
-        is left of prompts then comes to an end in this one, or goes on."""
+        """Length of the steps after the one being planned; ``None`` if nothing runs in them. The
+        remaining prompt tokens are computed in this step and, if too many, in later ones."""
         if not (self._num_requests or self._prompt_tokens):
             return None
         limit = self.model.max_step_tokens
         return self.model.step_seconds(min(limit, max(0, self._prompt_tokens - limit)))
 
     def _in_step_seconds(self) -> float:
-        """The longest copy that is worth making inside the step being planned.
+        """The longest copy worth making inside the step being planned.
 
-        It costs each request of the step as long as it takes. Beside the steps, the load would cost
-        its own request the next step, and those that no load avoids. Copies of a fifth of the step
-        together delay a token less than the prompts do that others begin with.
+        A copy delays every request of the step by its duration. A load beside the steps instead
+        costs its own request the next step and the steps that every load costs. Copies of up to a
+        fifth of the step delay tokens less than the prompts of other new requests do.
         """
         others, limit = self._num_requests + self._num_admitted, self.model.max_step_tokens
         if not others:
@@ -431,18 +418,18 @@ class LoadPolicy:
         return min(max(small_seconds, lost_seconds / (1 + others)), _MAX_IN_STEP_SECONDS)
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
-        """Beside the steps that run now."""
+        """Gain over compute beside the steps that run now."""
         now = (self._num_requests, self._step_seconds(), self._num_others)
         return self.model.gain_seconds(tier, start, end, num_bytes, *now)
 
     def _wait_seconds(self, after_job: int) -> float:
-        """Before a load can begin, apart from the loads ahead of it."""
+        """Time before a load can begin, without the loads ahead of it."""
         late = self._late_seconds if self._clock() - self._late_at < _FORGET_LATE_SECONDS else 0.0
         return late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
-        """What was fetched had to be copied too, in whatever time that took: deadlines count
-        it, so a load that was cut off counts it as well."""
+        """Learn from a load. The copy's time counts as the tier's, even if the load was cut off,
+        because deadlines include it."""
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
         for fetched in telling:
@@ -460,25 +447,20 @@ class LoadPolicy:
         if tier is Tier.REDIS:
             self.probes.heard()
 
-    def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
-        """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to
-        what was measured."""
-        self.probes.heard()
-        measured = min(probes, key=lambda probe: (probe.has_answered, _speed(probe)))
-        if not measured.has_answered:
-            self.model.observe_load_failed(Tier.REDIS, measured.seconds)
+    def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
+        """Learn from a measurement. Adds the time of the copy that follows each fetch."""
+        self._heard_of(tier)
+        if loads[0].has_failed:
+            self.model.observe_load_failed(tier, loads[0].seconds)
             return
-        if measured.num_bytes == 0:
-            self.model.observe_answer(Tier.REDIS)
-            return
-        was_stalled = self.model.is_stalled(Tier.REDIS)
-        copy_speed = self.model.bytes_per_second(Tier.CPU)
-        speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
-        self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
-        if was_stalled:
+        copy_speed = inf if tier is Tier.CPU else self.model.bytes_per_second(Tier.CPU)
+        brought = [each for each in loads if each.num_bytes]
+        if brought and self.model.is_stalled(tier):
             self.probes.restart()
+        copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
+        self.model.observe_measured(tier, copied)
 
 
-def _speed(measured: TransferTime) -> float:
-    """Bytes per second after the latency; 0 if nothing came."""
-    return measured.num_bytes / max(measured.seconds - measured.latency_seconds, 1e-6)
+def _slowness(loads: Sequence[Fetched]) -> tuple[bool, float]:
+    """Sort key for ranks' measurements of one tier, slowest first."""
+    return not loads[0].has_failed, loads[0].num_bytes / max(loads[0].seconds, 1e-6)

@@ -1,13 +1,13 @@
-"""How fast this instance prefills, fitted to the prefills seen lately.
+"""How fast this instance prefills, fitted to recent prefills.
 
-Computing ``n`` tokens after ``c`` computed ones, while ``r`` other requests run, is taken to
-last that much longer than a step that computes none ::
+Model: computing ``n`` tokens after ``c`` computed ones, beside ``r`` other running requests, makes
+a step longer by ::
 
     a*n + b*n*(c + n/2) + d*n*r   seconds
 
-``a`` is the linear layers, ``b`` attention (each token reads all tokens before it), ``d`` the
-share of each step the other requests take. Errors are absolute seconds: long prefills, for which
-the decision matters, outweigh short ones.
+``a`` stands for the linear layers, ``b`` for attention (each token reads all tokens before it), and
+``d`` for the share of the other requests. Errors are absolute seconds: long prefills, for which the
+decision matters, outweigh short ones.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from __future__ import annotations
 from lmcache_connector.cost_model.fit import FadingFit
 
 MIN_PREFILL_TOKENS = 32
-"""Shorter prefills are not looked at: they last as long as a decode step whatever their length."""
+"""Shorter prefills are ignored: they last as long as a decode step."""
 _HALF_LIFE_SECONDS = 600.0
 _HALF_LIFE_TOKENS = 65536.0
 _SURPRISE_FACTOR = 2.0
 _KEEP_AFTER_FAST_SURPRISE = 0.1
-"""A prefill twice as fast as predicted: the past was slowed down by something that is gone, such as
-compilation at the first prefill."""
+"""Weight of the past after a prefill twice as fast as predicted: whatever slowed the past down is
+gone, such as compilation at the first prefill."""
 _MAX_SLOWNESS = 2.0
-"""A prefill slower than this many times the prediction counts as that slow: one hiccup must not
-make loading look good. A lasting slowdown gets through in a few observations."""
+"""A slower prefill counts as this many times the prediction: one hiccup must not favour loading. A
+lasting slowdown shows within a few observations."""
 
 
 class PrefillSpeed:
-    """``known`` is false until the first prefill of at least 32 tokens was observed."""
+    """``known`` is false until a prefill of at least 32 tokens was observed."""
 
     def __init__(self) -> None:
         self.known = False
-        # About 1 for a prefill of 1,000 tokens after 10,000, beside 10 requests. Prefills that are
-        # all alike are explained by ``a``.
+        # Features are about 1 for a prefill of 1,000 tokens after 10,000, beside 10 requests. If
+        # all prefills are alike, ``a`` explains them.
         self._fit = FadingFit(scale=(1e-3, 1e-7, 1e-4), ridge=(1e-6, 1e-4, 1e-4))
         self._changed_at = 0.0
 
     def seconds(self, start: int, end: int, running_requests: int = 0) -> float:
-        """Predicted seconds to compute tokens ``[start, end)``; 0 when nothing is known."""
+        """Predicted seconds to compute tokens ``[start, end)``; 0 if unknown."""
         a, b, d = self._fit.coefficients
         return float((a + b * (start + end) / 2 + d * running_requests) * (end - start))
 

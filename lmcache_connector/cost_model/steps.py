@@ -1,22 +1,21 @@
-"""How long engine steps last, and what it costs a request to wait for some of them.
+"""How long engine steps last, and how many steps a load costs its request.
 
-A load runs beside the steps, but vLLM looks at it only between them. With ``n`` batches under way
-(2 with asynchronous scheduling, 1 without) it takes this course::
+A load runs beside the steps, but vLLM checks it only between steps. With ``n`` batches in flight (2
+with asynchronous scheduling, 1 without) a load goes through these stages::
 
     planned   with step k, when step k - n has ended; recompute would be part of step k
     reported  with the first later step k + j that is queued after the load has ended
-    heard of  when step k + j has ended
+    received  when step k + j has ended
     computed  the rest, in step k + j + n
 
 So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
-and 1 more for each step the load outlasts. While nothing else runs, steps are empty and last a
-millisecond or so: then the load decides.
+and 1 more for each step that the load outlasts. While nothing else runs, steps are empty and last
+about a millisecond: then the load's own time decides.
 
-A step that computes prompts lasts as long as their compute; every step lasts as long as a decode
-step, which is measured.
+A step lasts as long as a decode step, which is measured, plus the compute of its prompt tokens.
 
-Stores run one after the other, each once the forward pass that fills its blocks has ended. So the
-last few tell how long the next one takes, and while one takes longer, the others do.
+Stores run one after the other, each after the forward pass that fills its blocks. So the last
+stores predict the next one, and a slow store delays all stores behind it.
 
 All times are in seconds. The scheduler side owns these objects.
 """
@@ -29,29 +28,29 @@ from collections.abc import Callable, Sequence
 from math import ceil
 
 _KEEP = 0.8
-"""Of what was measured, with each step: a decode step's length follows how many requests decode."""
+"""Weight of the past after each step: decode steps take longer the more requests decode."""
 _MAX_SLOWNESS = 10.0
-"""A step slower than this many times the last ones counts as that slow: one that compiled something
-is no reason to load nothing beside the next ones. A lasting slowdown gets through in a few."""
+"""A slower step counts as this many times the average: one step that compiled something must not
+stop all loads. A lasting slowdown shows within a few steps."""
 IDLE_SECONDS = 0.001
-"""From the end of a load to the next step, while nothing else runs."""
+"""Time from the end of a load to the next step while nothing else runs."""
 
 
 class StepTime:
-    """``num_batches``: under way at once."""
+    """Measures decode steps. ``num_batches``: steps in flight at once."""
 
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches
-        # Of each step when it was planned, and whether it computes prompts.
+        # Planning time of each step, and whether the step computes prompts.
         self._planned: deque[tuple[float, bool]] = deque(maxlen=num_batches + 1)
         self.decode_seconds = 0.0
-        """Of a step that computes no prompts."""
+        """Length of a step without prompt tokens."""
 
     def planned(self, now: float, *, follows: bool, has_prefill: bool) -> None:
-        """A step is planned. ``follows``: on one whose requests run still.
+        """A step is planned. ``follows``: requests of the last step still run.
 
-        That happens when the oldest step under way has ended: the time since the last plan is what
-        that step took, once the first few have filled the pipeline.
+        vLLM plans a step when the oldest one in flight has ended. So once the pipeline is full, the
+        time since the last plan is the length of a step.
         """
         if not follows:
             self._planned.clear()
@@ -65,9 +64,9 @@ class StepTime:
         self._planned.append((now, has_prefill))
 
     def wait_seconds(self, load_seconds: float, step_seconds: float | None) -> float:
-        """How much later a request begins that loads so long, than one that computes.
+        """How much later a request begins with a load of ``load_seconds`` than without one.
 
-        ``step_seconds``: of the steps to come; ``None`` if nothing else runs.
+        ``step_seconds``: length of the coming steps; ``None`` if nothing else runs.
         """
         num_steps = 1
         if step_seconds:
@@ -76,20 +75,20 @@ class StepTime:
         return load_seconds + self.lost_seconds(step_seconds)
 
     def lost_seconds(self, step_seconds: float | None) -> float:
-        """Of such a wait, what no load avoids, however quick it is."""
+        """The part of :meth:`wait_seconds` that every load costs, however fast."""
         return self._num_batches * step_seconds if step_seconds else IDLE_SECONDS
 
 
 _NUM_LAST = 5
-"""Of these the middle one counts: a pass in which something was compiled says nothing of others."""
+"""Stores whose median counts: a forward pass that compiled something says nothing of others."""
 
 
 class StoreBacklog:
-    """The stores under way, and how long one takes from when it may begin."""
+    """The open stores, and how long a store takes, waiting included."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._planned_at: dict[int, float] = {}  # in the order of planning
+        self._planned_at: dict[int, float] = {}  # in planning order
         self._last: deque[float] = deque(maxlen=_NUM_LAST)
         self._seconds = 0.0
 
@@ -97,14 +96,14 @@ class StoreBacklog:
         self._planned_at[job_id] = self._clock()
 
     def ended(self, job_id: int, seconds: Sequence[float]) -> None:
-        """``seconds``: of each rank; none if no rank has run it."""
+        """``seconds``: per rank; empty if no rank has run the store."""
         del self._planned_at[job_id]
         if seconds:
             self._last.append(max(seconds))
             self._seconds = statistics.median_low(self._last)
 
     def wait_seconds(self, job_id: int) -> float:
-        """Predicted for a load that relies on this job; 0 if it has ended."""
+        """Predicted wait of a load that depends on this store; 0 if the store has ended."""
         planned_at = self._planned_at.get(job_id)
         if planned_at is None:
             return 0.0

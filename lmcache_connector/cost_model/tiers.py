@@ -1,54 +1,56 @@
-"""How fast one tier answers: latency and bandwidth, fitted to the loads seen lately.
+"""How fast one tier answers: latency and bandwidth, fitted to recent loads.
 
-A load of ``x`` bytes is taken to last ``latency + x / bandwidth`` seconds. Errors are divided by
-``x + 8 MiB``: they count about relative to the time, and a big load does not drown what small ones
-say about latency. Times come in as arguments, in seconds.
+Model: a load of ``x`` bytes lasts ``latency + x / bandwidth`` seconds. Errors are divided by
+``x + 8 MiB``: they count about relative to the time, so that big loads do not drown what small
+loads say about latency. Times are arguments, in seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache_connector.cost_model.fit import FadingFit
 
 _KEEP_PER_LOAD = 0.75
-"""Weight older loads keep after one more: the last four or so decide. A tier's speed depends on
-its neighbours and changes within seconds; old measurements are worth little."""
+"""Weight of the past after each load: about the last four decide, because a tier's speed changes
+within seconds with its other users."""
 _KEEP_AFTER_SLOW_SURPRISE = 0.2
-"""A load twice as slow as predicted: the tier has probably changed, possibly only hiccupped."""
+"""A load twice as slow as predicted: the tier has probably changed, or only hiccupped."""
 _KEEP_AFTER_FAST_SURPRISE = 0.02
-"""A load twice as fast as predicted: nothing is fast by accident, so the past is out of date. Not
-zero: two sizes are needed to tell latency from bandwidth."""
+"""A load twice as fast as predicted: no load is fast by accident, so the past is out of date. Not
+zero, because it takes two sizes to tell latency from bandwidth."""
 _SURPRISE_FACTOR = 2.0
 QUIET_SECONDS = 60.0
-"""What was learned counts for no longer against a tier that is not loaded from."""
+"""After so long without news, a tier may be tried again."""
 _FIRST_QUIET_SECONDS = 1.0
-"""Without a calibration, what the first loads show may as well be a hiccup: it counts for so long,
-doubled with each load and each return to nothing, up to a minute."""
+"""The same after a tier's first loads, which may have met a hiccup; doubles with each load and each
+trial, up to a minute."""
 _SIZE_OFFSET_BYTES = 8 << 20
 _STALL_FACTOR = 3.0
-"""A load cut off after this many times what its bytes should have taken counts as stalled."""
+"""A load cut off after this many times its predicted time counts as stalled."""
 _KEEP_COUNTS = 0.9
-"""Slower than speeds fade: a tier that stalls now and then looks well in between."""
+"""Fades slower than speeds: a tier that stalls now and then looks fast in between."""
 _PRIOR_LOADS, _PRIOR_FAILURE_RATE = 5.0, 0.02
-_MIN_SECONDS = 1e-6  # a coarse clock may show nothing at all
+_MIN_SECONDS = 1e-6  # a coarse clock may measure 0
 
 
 class TierSpeed:
     """What is known of one tier.
 
-    ``known`` is false until a load or a calibration told something; ``stalled`` is true from a load
-    that hung or broke until the next one that arrived; ``on_trial`` is true from a return to the
-    calibration until the next load. Where a tier is not ``probed``, nothing but a load can tell
-    that a stall is over: it ends by itself, as what was learned does.
+    ``known`` is false until a load was measured. ``stalled`` is true from a load that hung or broke
+    until the next one that arrived. If a tier is not ``probed``, only a request's load can show the
+    end of a stall, so the stall expires like any outdated measurement.
     """
 
-    def __init__(self, probed: bool = True, now: float = 0.0) -> None:
+    def __init__(self, probed: bool = True) -> None:
         self.probed = probed
-        self.known = self.stalled = self.on_trial = False
-        self._fit = _new_fit()
-        self._calibration: tuple[float, float] | None = None  # bytes per second, latency
+        self.known = self.stalled = False
+        # If all loads had one size, bandwidth explains them.
+        self._fit = FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))
         self._num_good = self._num_failed = 0.0
-        self._changed_at = now
+        self._changed_at = 0.0
         self._quiet_seconds = _FIRST_QUIET_SECONDS
+        self._starts_anew = True  # drop the past with the next load
 
     @property
     def latency_seconds(self) -> float:
@@ -60,63 +62,61 @@ class TierSpeed:
 
     @property
     def bytes_per_second(self) -> float:
-        """Infinite when nothing is known."""
+        """Infinite if unknown."""
         return 1.0 / self.seconds_per_byte if self.seconds_per_byte else float("inf")
 
     def seconds(self, num_bytes: float) -> float:
-        """Predicted seconds of one load of that size from an idle tier; 0 when nothing is known."""
+        """Predicted seconds of one load from an idle tier; 0 if unknown."""
         return self.latency_seconds + num_bytes * self.seconds_per_byte
 
     @property
     def failure_rate(self) -> float:
-        """Decayed share of loads that stalled or broke; 2 % with nothing seen."""
+        """Fading share of loads that stalled or broke; 2 % without any."""
         failed = self._num_failed + _PRIOR_LOADS * _PRIOR_FAILURE_RATE
         return failed / (self._num_failed + self._num_good + _PRIOR_LOADS)
 
-    def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
-        """Start again from a measurement. It counts as a load that arrived, but the one that ends a
-        stall does not: a tier may bring what is measured, and stall with every load after it."""
-        self._calibration = bytes_per_second, latency_seconds
-        self._quiet_seconds = QUIET_SECONDS
-        self._fit = _new_fit()
-        for num_bytes in (1 << 20, 1 << 30):
-            self._add(num_bytes, latency_seconds + num_bytes / bytes_per_second, keep=1.0)
-        if not self.stalled:
+    def measured(self, now: float, loads: Sequence[tuple[int, float]]) -> None:
+        """Bytes and seconds of loads made to measure the tier, as by a probe; empty if the tier
+        answered but had nothing to read. They replace the past, and count as one load that arrived,
+        unless they end a stall: a tier may answer probes, and stall with every load."""
+        if loads and not self.stalled:
             self._count(failed=False)
-        self._changed_at = now
-        self.known, self.stalled, self.on_trial = True, False, False
+        self._starts_anew |= bool(loads)
+        for num_bytes, seconds in loads:
+            self._observe(now, num_bytes, seconds)
+            self._quiet_seconds = QUIET_SECONDS
+        self.stalled = False
 
     def is_outdated(self, now: float) -> bool:
-        """Whether nothing was observed for a minute, or for some seconds where little was before,
-        and nothing calibrated. The stall of a probed tier does not end by itself."""
+        """Whether there was no news for a minute, or for some seconds if little was known before.
+        The stall of a probed tier does not expire."""
         is_kept = self.stalled and self.probed
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
-    def calibrated_only(self, now: float) -> TierSpeed:
-        """A tier whose speed is known from the calibration alone, if there was one. It has failed
-        as often as this one: a minute in which nothing was loaded is no reason to trust it."""
-        fresh = TierSpeed(self.probed, now)
-        if self._calibration is not None:
-            fresh.calibrate(now, *self._calibration)
+    def tried(self, now: float) -> TierSpeed:
+        """One request tries an outdated tier. For all others, what is known counts for another
+        while, or until a load is measured. Returns the tier for that request: unknown, but for its
+        failure rate."""
+        self._changed_at, self._starts_anew = now, True
+        self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
+        fresh = TierSpeed(self.probed)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
-        fresh._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load that brought all its bytes."""
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
 
     def cut_off(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load that ended early, ``num_bytes`` of it in time.
+        """A load ended early after ``num_bytes`` arrived.
 
-        It is no failure of the tier if those bytes took about as long as they should have: then
-        its deadline was too short, and the speed it showed is as good as any.
+        If these bytes took about as long as predicted, the tier has not failed: the deadline was
+        too short, and the load measures the tier like any other.
         """
         predicted = max(self.seconds(num_bytes), _MIN_SECONDS)
         hung = num_bytes == 0 or (self.known and seconds > _STALL_FACTOR * predicted)
-        if not (hung and self.stalled):  # one failure more of the same stall is nothing new
+        if not (hung and self.stalled):  # a stall counts as one failure
             self._count(failed=hung)
         self.stalled = hung
         if num_bytes > 0:
@@ -127,31 +127,23 @@ class TierSpeed:
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
         seconds = max(seconds, _MIN_SECONDS)
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
-        self._add(num_bytes, seconds, keep)
+        weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
+        self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
         self._changed_at = now
-        self.known, self.on_trial = True, False
+        self.known, self._starts_anew = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:
-        """How much of the past still counts after a load that took so long."""
+        """Weight of the past after a load of ``seconds``."""
         predicted = max(predicted, _MIN_SECONDS)
-        if not self.known:
+        if self._starts_anew:
             return 0.0
         if seconds * _SURPRISE_FACTOR < predicted:
             return _KEEP_AFTER_FAST_SURPRISE
         if seconds > predicted * _SURPRISE_FACTOR:
-            return 0.0 if self.on_trial else _KEEP_AFTER_SLOW_SURPRISE
+            return _KEEP_AFTER_SLOW_SURPRISE
         return _KEEP_PER_LOAD
 
     def _count(self, failed: bool) -> None:
         self._num_good = self._num_good * _KEEP_COUNTS + (not failed)
         self._num_failed = self._num_failed * _KEEP_COUNTS + failed
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
-
-    def _add(self, num_bytes: int, seconds: float, keep: float) -> None:
-        weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
-        self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
-
-
-def _new_fit() -> FadingFit:
-    """Loads that all had one size are explained by bandwidth."""
-    return FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))

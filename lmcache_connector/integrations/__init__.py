@@ -1,1 +1,1 @@
-"""Other caches of vLLM's, with the Redis tier behind them. No part of our own connectors."""
+"""Adapters of the Redis tier to vLLM's own KV caches; our connectors do not use them."""

@@ -1,8 +1,7 @@
-"""Blocks of one size in Redis, under vLLM's names of them.
+"""Blocks of one size in Redis, under names that vLLM gives them.
 
-A block is stored whole, and read back whole and verified, or it is a miss. No load, look-up or
-store runs on the thread of vLLM's engine. Every load and store ends with one call of its
-``on_done``, from any thread.
+A load returns a whole, verified block or a miss. Loads, look-ups and stores run outside of vLLM's
+engine thread. Each load and store calls its ``on_done`` once, from any thread.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ from lmcache_connector.threads import Background
 logger = logging.getLogger(__name__)
 
 OnDone = Callable[[list[bool]], None]
-"""Takes for each block whether it was stored, or loaded with every byte verified."""
+"""Called with whether each block was stored, or loaded and verified."""
 _NAME_CONTEXT = "lmcache-connector 2026-11 neighbour block name v1"
 _SECRET_CONTEXT = "lmcache-connector 2026-11 neighbour block secret v1"
-# A block is cut into pieces of this size, which are packed into values.
+# Blocks are cut into pieces of this size, which are packed into values.
 _PIECE_BYTES = 128 << 10
 _NUM_LOADERS = 2
 
 
 class RedisBlocks:
-    """Blocks of ``block_bytes`` each. Thread-safe.
-
-    ``identity``: plain JSON values that make a block's bytes what they are, beside its name.
-    Returns at once; connections are made in the background.
+    """Blocks of ``block_bytes`` each. Thread-safe. ``identity``: plain JSON values that determine a
+    block's bytes together with its name. The constructor returns at once; connections are made in
+    the background.
     """
 
     def __init__(
@@ -52,26 +50,25 @@ class RedisBlocks:
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
         self._lookup = RedisLookup(config, [geometries])
-        self._lookup.tend()  # connects ahead of the first question
+        self._lookup.tend()  # connect ahead of the first look-up
         self._tier = RedisTier(config, geometries)
         self._open = 0
         self._changed = threading.Condition()
         self._loads = Background("lmc-block-load", _NUM_LOADERS)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether each block is known to be in Redis. Blocks for 0.1 s at most. One thread calls
-        this."""
+        """Whether each block is known to be in Redis. Blocks for up to 0.1 s. Called by one
+        thread."""
         try:
             until = time.monotonic() + limits.LOOKUP_DEADLINE_SECONDS
             return self._lookup.exist(self._keys(names), until)
-        except Exception:  # the next question may fare better
+        except Exception:  # keep serving look-ups
             logger.exception("A look-up failed; its blocks count as misses")
             return [False] * len(names)
 
     def load(self, names: Sequence[bytes], buffers: Sequence[memoryview], on_done: OnDone) -> None:
-        """Read blocks into ``buffers``, one each, writable and of format B. Ends within
-        ``load_deadline_seconds``; then nothing touches the buffers any more. The buffer of what is
-        no hit holds rubbish."""
+        """Read blocks into writable ``buffers`` of format B. Ends within ``load_deadline_seconds``;
+        nothing touches the buffers afterwards. Buffers of misses then hold garbage."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
         keys, on_done = self._keys(names), self._opened(on_done)
 
@@ -91,20 +88,20 @@ class RedisBlocks:
         orders: Sequence[int],
         on_done: OnDone,
     ) -> None:
-        """Write blocks in the background. No buffer may change before the end. ``orders``: where in
-        its prompt each block stands; when the queue is full, the deepest are given up first."""
+        """Write blocks in the background. Buffers must not change before ``on_done``. ``orders``:
+        position of each block in its prompt; a full queue drops the deepest blocks first."""
         ends = _Ends(len(names), self._opened(on_done))
         for i, key in enumerate(self._keys(names)):
             self._tier.put(key, buffers[i], partial(ends.end, i), orders[i])
 
     def forget(self) -> None:
-        """Find nothing again that was stored under a name until now: its meaning may be another.
-        From here on this instance shares with no other."""
+        """Never find earlier blocks again, since the same name may now mean other bytes. From here
+        on this instance shares blocks with no other."""
         self._root = blake3(self._root + time.time_ns().to_bytes(8, "little")).digest()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until every load and store has ended. Past ``seconds`` the tier is given up for
-        good, which ends them: False."""
+        """Wait for all loads and stores. After ``seconds``, closes the tier for good, which ends
+        them, and returns False."""
         if self._wait_idle(seconds):
             return True
         logger.error("Transfers with Redis did not end within %g s: Redis is given up", seconds)
@@ -113,7 +110,7 @@ class RedisBlocks:
         return False
 
     def close(self) -> None:
-        """Write what can be written within 5 s, end the rest. Idempotent."""
+        """Write for up to 5 s, then end everything. Idempotent."""
         self._tier.close(limits.SHUTDOWN_SECONDS)
         self._loads.close(limits.SHUTDOWN_SECONDS)
         self._lookup.close()
@@ -125,12 +122,12 @@ class RedisBlocks:
         return [blake3(self._root + name, key=self._key).digest() for name in names]
 
     def _opened(self, on_done: OnDone) -> OnDone:
-        """``on_done``, counted as open until it was called."""
+        """Wrap ``on_done`` to count the operation as open until it is called."""
 
         def close(results: list[bool]) -> None:
             try:
                 on_done(results)
-            except Exception:  # a fault of the caller's ends no thread of ours
+            except Exception:  # a caller's bug must not end our thread
                 logger.exception("What was to follow a transfer with Redis failed")
             with self._changed:
                 self._open -= 1
@@ -146,7 +143,7 @@ class RedisBlocks:
 
 
 class _Ends:
-    """Calls ``on_done`` once each of ``num_blocks`` has ended."""
+    """Calls ``on_done`` when all of ``num_blocks`` have ended."""
 
     def __init__(self, num_blocks: int, on_done: OnDone) -> None:
         self._results = [False] * num_blocks
@@ -166,7 +163,7 @@ class _Ends:
 
 
 def _geometry(block_bytes: int) -> ChunkGeometry:
-    """Of bytes that mean nothing to us: one head, and pieces in place of layers."""
+    """Opaque bytes: one head, with pieces as layers."""
     num_whole, rest = divmod(block_bytes, _PIECE_BYTES)
     widths = (_PIECE_BYTES,) * num_whole + ((rest,) if rest else ())
     return ChunkGeometry(1, 0, widths, (0,), 1, "uint8")

@@ -13,7 +13,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 
 
 class TierSettings(StrictSettings):
-    """Those of the tiered connector that go with Redis, by the same names, and vLLM's."""
+    """The tiered connector's settings for Redis, with the same names, and vLLM's own."""
 
     redis_url: RedisUrl
     """Redis or Valkey; may be ``env:NAME`` or ``file:PATH``."""
@@ -24,15 +24,15 @@ class TierSettings(StrictSettings):
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
     redis_timeout_seconds: Timeout = 2.0
-    """Longest wait for Redis to connect or to answer one request."""
+    """Longest time for Redis to connect or to answer one command."""
     load_deadline_seconds: LoadDeadline = 10.0
-    """Longest time that a load takes before what is missing is a miss."""
+    """Longest time of a load; blocks missing after it are misses."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
-    """What KV cache events say of where Redis is."""
+    """Location of Redis in KV cache events."""
     enable_kv_events: bool = True
-    """Publish what is stored, where vLLM publishes KV cache events at all."""
+    """Publish stores as KV cache events, if vLLM publishes any."""
 
     @property
     def hash_key_bytes(self) -> bytes | None:
@@ -40,7 +40,7 @@ class TierSettings(StrictSettings):
         return self.hash_key.get_secret_value().encode() if self.hash_key else None
 
     def redis_tier_config(self) -> RedisTierConfig:
-        """Raises ``ValueError`` for what does not go together."""
+        """Raises ``ValueError`` for settings that conflict."""
         return RedisTierConfig(
             url=self.redis_url.get_secret_value(),
             namespace=self.namespace,

@@ -1,13 +1,12 @@
 """The Redis tier as a secondary tier of vLLM's ``OffloadingConnector``.
 
 vLLM copies its blocks to memory and back, evicts there, and names blocks by its own hashes. This
-tier stores what vLLM hands it and gives back the same bytes, or a miss. Everything runs in the
-scheduler's process; no call here waits for a network.
+tier stores those bytes and returns them, or a miss. Everything runs in the scheduler's process; no
+method here waits for a network.
 
-What a name means is vLLM's word: adapters go by name and images by their hash. What vLLM tells a
-tier of the model makes the rest of the identity, with the weights by their content. Names whose
-hashes are shorter than 256 bits are refused: whoever can make two prompts of one name can serve one
-the KV of the other.
+vLLM decides what a name covers: it hashes adapters by name and images by their hash. The rest of
+the identity is what vLLM tells a tier about the model, and the weights by content. Hashes shorter
+than 256 bits are refused: whoever can make two prompts collide could serve one the KV of the other.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """``results``: for each key of the job whether it was stored, or loaded and verified."""
+    """``results``: per key of the job, whether it was stored, or loaded and verified."""
 
     job: TransferJob
     results: list[bool]
@@ -59,10 +58,10 @@ class _Ended:
 
 
 class RedisSecondaryTier(SecondaryTierManager):
-    """``settings``: those of `TierSettings`. Raises :class:`ConfigError` with all that is wrong."""
+    """``settings``: as in `TierSettings`. Raises :class:`ConfigError` with all problems."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
-    # vLLM has no word for a store that instances share.
+    # vLLM has no source for a store that instances share.
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def __init__(
@@ -147,11 +146,11 @@ class RedisSecondaryTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """vLLM resets its cache, maybe for other weights: nothing that was stored under a name
-        until now is found again by this instance."""
+        """vLLM resets its cache, maybe for other weights: this instance never finds earlier blocks
+        again."""
         self._blocks.drain(self._drain_seconds)
         self._blocks.forget()
-        self._events_locality = Locality.LOCAL  # to others it is no more than memory of this one
+        self._events_locality = Locality.LOCAL  # other instances cannot use these blocks
 
     def shutdown(self) -> None:
         self._lookups.shutdown()
@@ -159,7 +158,6 @@ class RedisSecondaryTier(SecondaryTierManager):
         self._memory.release()
 
     def _slots(self, job: TransferJob) -> list[memoryview]:
-        """The memory of the job's blocks."""
         size = self.block_size_bytes
         return [self._memory[int(i) * size : (int(i) + 1) * size] for i in job.chunk_ids]
 
@@ -173,7 +171,7 @@ class RedisSecondaryTier(SecondaryTierManager):
 
 
 class _Lookups(AsyncLookupManager):
-    """Asks Redis on a thread of vLLM's making."""
+    """Asks Redis on a thread that vLLM starts."""
 
     def __init__(self, tier_type: str, exist: Callable[[Sequence[bytes]], list[bool]]) -> None:
         self._exist = exist
@@ -183,7 +181,7 @@ class _Lookups(AsyncLookupManager):
         return self._exist(keys)
 
     def mark_miss(self, keys: Collection[OffloadKey]) -> None:
-        """Not of what is being asked again: vLLM 0.32 asserts that no answer to that comes."""
+        """Skips keys being asked again, for which vLLM 0.32 asserts that no answer comes."""
         answered = LookupPhase.RESOLVED
         known = {key: state for key in keys if (state := self._lookup_state.get(key)) is not None}
         super().mark_miss([key for key, state in known.items() if state.phase is answered])
@@ -194,7 +192,7 @@ def _is_sound(key: OffloadKey) -> bool:
 
 
 def _identity(spec: OffloadingSpec, model_digest: str) -> dict[str, object]:
-    """All that vLLM tells a tier of what makes the bytes of a block, and the weights."""
+    """The weights, and all that vLLM tells a tier about what determines a block's bytes."""
     config = spec.config
     mapped = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
     return {

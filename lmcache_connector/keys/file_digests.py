@@ -1,12 +1,12 @@
-"""SHA-256 of files, each read once: later starts take the digest that was kept.
+"""SHA-256 of files, cached across starts.
 
-A file in a Hugging Face cache is named by its SHA-256: ``snapshots/.../model.safetensors`` is a
-link to ``blobs/<64 hexadecimal digits>``. That name is the digest, unless the blob changed after
-the link was made (its ctime tells, even if its mtime was set back). Any other file is read once,
-and its digest kept (:class:`KeptDigests`). So a download and a copy of the same files have the same
+A Hugging Face cache names files by SHA-256: ``snapshots/.../model.safetensors`` links to
+``blobs/<64 hexadecimal digits>``. This name is used as the digest unless the blob changed after the
+link was made (by its ctime, since mtime can be set back). Other files are read once and their
+digests cached (:class:`KeptDigests`). A download and a copy of the same files thus have the same
 digests.
 
-Files are read in parallel threads: ``hashlib`` lets go of the interpreter lock.
+Threads read files in parallel: ``hashlib`` releases the GIL.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ _SHA256 = 64  # hexadecimal digits
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_THREADS = 8
 _LARGE_BYTES = 4 << 30
-# The clock of a file system ticks in milliseconds. Two changes within this time may have
-# the same signature.
+# File system timestamps are coarse: two changes within this time may have the same signature.
 _SETTLED_NS = 2_000_000_000
 
 
 def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list[bytes]:
-    """SHA-256 of each file, 32 bytes. Raises ``OSError`` for one that cannot be read.
-
-    ``kept``: digests of earlier starts; ``None``: all files are read, even blobs.
+    """SHA-256 of each file, 32 bytes. Raises ``OSError`` for an unreadable file. ``kept``: cached
+    digests; ``None``: read all files, even blobs.
     """
     if kept is None:
         return _read(files, {})
@@ -53,7 +51,7 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
 
 
 def content_name(file: Path) -> str | None:
-    """The digest a Hugging Face cache names a file by: SHA-256, or git's of a small one."""
+    """The digest in a Hugging Face cache's file name: SHA-256, or git's for small files."""
     if not file.is_symlink():
         return None
     blob = file.resolve()
@@ -61,7 +59,7 @@ def content_name(file: Path) -> str | None:
         return None
     found, link = blob.stat(), file.lstat()
     if found.st_mtime_ns > link.st_mtime_ns or found.st_ctime_ns > link.st_ctime_ns:
-        return None  # changed since: the name may be wrong
+        return None  # changed since: the name may be outdated
     return blob.name
 
 
@@ -72,7 +70,7 @@ def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
 
 
 def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
-    """Reads all files. Adds digests that may be kept to ``found``, by signature."""
+    """Read all files. Adds cacheable digests to ``found``, by signature."""
     num_bytes = sum(file.stat().st_size for file in files)
     if num_bytes > _LARGE_BYTES:
         folder = files[0].parent
@@ -85,7 +83,7 @@ def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
 
 
 def _sha256(file: Path) -> tuple[bytes, Signature | None]:
-    """The digest, and the signature to keep it by; ``None`` if the file may be changing."""
+    """The digest, and its signature; ``None`` if the file may be changing."""
     started = time.time_ns()
     with file.open("rb", buffering=0) as handle:
         before = Signature.of(os.fstat(handle.fileno()))

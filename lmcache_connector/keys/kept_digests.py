@@ -1,10 +1,10 @@
-"""Digests of files, kept from one start to the next in the user's cache folder.
+"""Digests of files, cached across starts in the user's cache folder.
 
 One JSON object maps the stat signature of a file (:class:`Signature`) to its SHA-256, and a digest
-of what weights are loaded from, and how, to that of the weights in memory. Content that changes
-changes the signature, so an entry never has to be taken back. The file is read with
-distrust: it must belong to this user, nobody else may be able to write it, and whatever in it is
-not a signature with a digest is ignored. It is replaced as a whole, never written in place.
+of how weights are loaded to the digest of the weights in memory. Entries never become invalid:
+changed content has another signature. The file is not trusted: it must belong to this user,
+nobody else may be able to write it, and malformed entries are ignored. It is replaced as a whole,
+never written in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEY = re.compile(r"[0-9]{1,20}(:[0-9]{1,20}){4}|[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What of a file's metadata changes whenever its content does. Times in nanoseconds."""
+    """File metadata that changes with the content. Times in nanoseconds."""
 
     device: int
     inode: int
@@ -45,14 +45,14 @@ class Signature:
 
 
 class KeptDigests:
-    """Reads and writes ``digests.json`` in ``folder``. What cannot be kept is logged, no more."""
+    """Reads and writes ``digests.json`` in ``folder``. Failures to write are only logged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = folder / "digests.json"
 
     def load(self) -> dict[str, str]:
-        """Signatures with their digests, oldest first; nothing of a file that is not sound."""
+        """Digests by signature, oldest first; empty if the file is missing or not trusted."""
         try:
             descriptor = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -65,7 +65,7 @@ class KeptDigests:
         return _parse(data)
 
     def add(self, digests: Mapping[str, str]) -> None:
-        """Keep these beside what is there, the newest ``MAX_ENTRIES`` in all."""
+        """Add entries; keeps the newest ``MAX_ENTRIES``."""
         if not digests:
             return
         entries = {key: value for key, value in self.load().items() if key not in digests}

@@ -1,19 +1,19 @@
-"""Chunk keys: a chained BLAKE3 over token ids, the same in every process and on every host.
+"""Chunk keys: a chained BLAKE3 over token ids, equal in every process and on every host.
 
 ::
 
-    key_0 = H(root)                    root: everything that makes all KV of a request unique
+    key_0 = H(root)                    root: everything that makes the KV of a request unique
     key_i = H(key_{i-1} || tokens of chunk i as little-endian u32 || extras of chunk i)
 
-``key_0`` stands before the first chunk; chunk ``i`` (from 0) is named by ``key_{i+1}``. The tokens
-of a chunk have a fixed length, so where extras begin is never ambiguous. With a secret, BLAKE3 runs
-keyed: nobody without it can guess or forge a key.
+Chunk ``i`` (from 0) is named by ``key_{i+1}``. A chunk's tokens have a fixed length, so the start
+of the extras is unambiguous. With a secret, BLAKE3 is keyed, and nobody without it can guess or
+forge a key.
 
-Where KV follows from later tokens too, those are among the tokens of the chunk: of a drafter that
-reads one token ahead, chunk ``i`` is named by its own tokens and the first of chunk ``i + 1``.
+If KV depends on later tokens too, these are among the chunk's tokens: with a drafter that reads one
+token ahead, chunk ``i`` is named by its own tokens and the first of chunk ``i + 1``.
 
-The tail of a prompt that is handed over has fewer tokens than a chunk. Its name stands in a domain
-of its own, and holds their number.
+The tail of a prompt that is transferred has fewer tokens than a chunk. Its key is in a separate
+domain, and depends on the number of tokens.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from blake3 import blake3
 
 CHUNK_KEY_BYTES = 32
-"""Keys are never shortened, so nobody finds two chunks with the same one."""
+"""Keys are never shortened, so that collisions cannot be found."""
 FORMAT_VERSION = 1
 IDENTITY_VERSION = 2
-"""Of what is in a root: engines of two versions share nothing. 2: weights are named by what is in
-memory."""
+"""Version of the root's content: engines of different versions share nothing. 2: weights are named
+by what is in memory."""
 
 _ROOT_CONTEXT = "lmcache-connector 2026-11 chunk key root v1"
 _SECRET_CONTEXT = "lmcache-connector 2026-11 chunk key secret v1"
-# Stands where the key of a chunk has a parent, which is a hash as well: no two are equal.
+# Takes the place of a chunk key's parent. Being a hash itself, it equals no parent.
 _TAIL_DOMAIN = blake3(derive_key_context="lmcache-connector 2026-11 tail key v1").digest()
 
 
 class PrefixHasher:
     """Makes the chunk keys of one model on one instance.
 
-    ``model_root`` names what all requests share (namespace, model fingerprint, ...): a mapping of
-    plain JSON values. ``secret`` may have any length; ``None`` leaves BLAKE3 unkeyed. The KV of a
-    token follows from ``lookahead`` tokens after it, too.
+    ``model_root``: what all requests share (namespace, model fingerprint, ...), a mapping of plain
+    JSON values. ``secret``: of any length; ``None`` leaves BLAKE3 unkeyed. ``lookahead``: number of
+    later tokens that the KV of a token depends on.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PrefixHasher:
         self._model_root = canonical_bytes(form | ({"lookahead": lookahead} if lookahead else {}))
 
     def root_key(self, request_root: Mapping[str, object]) -> bytes:
-        """``key_0`` of a request: its salt, its LoRA identity, its weights' name, ..."""
+        """``key_0`` of a request: its salt, LoRA digest, name of the weights, ..."""
         hasher = blake3(derive_key_context=_ROOT_CONTEXT)
         hasher.update(len(self._model_root).to_bytes(8, "little"))
         hasher.update(self._model_root)
@@ -78,17 +78,16 @@ class PrefixHasher:
         return self._digest(hasher.digest())
 
     def root_digest(self, request_root: Mapping[str, object]) -> str:
-        """Twelve hex digits that are equal where ``key_0`` is, and do not tell it."""
+        """Twelve hex digits that identify ``key_0`` without revealing it."""
         return str(blake3(self.root_key(request_root)).hexdigest(length=6))
 
     def extend(
         self, parent: bytes, token_ids: Sequence[int], extras: Sequence[bytes] = ()
     ) -> Iterator[bytes]:
-        """Keys of the full chunks in ``token_ids``, the first of which follows ``parent``.
+        """Keys of the full chunks in ``token_ids``; the first chunk follows ``parent``.
 
-        ``extras[i]`` belongs to the i-th of these chunks; missing ones are empty. Tokens past the
-        last full chunk and its lookahead are ignored. Raises ``OverflowError`` for an id outside
-        u32.
+        ``extras[i]``: of the i-th chunk, empty if missing. Tokens behind the last full chunk and
+        its lookahead are ignored. Raises ``OverflowError`` for an id outside u32.
         """
         num_chunks = self.num_chunks(len(token_ids))
         packed = _little_endian_u32(token_ids[: num_chunks * self.chunk_size + self.lookahead])
@@ -101,13 +100,13 @@ class PrefixHasher:
             yield key
 
     def tail_key(self, parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-        """The key of a tail that follows ``parent``: of all ``token_ids`` but those that are only
-        looked ahead to. ``extra``: of the same tokens. Raises ``OverflowError`` as above."""
+        """Key of a tail that follows ``parent``. ``token_ids`` end with the lookahead; ``extra``
+        covers the same tokens. Raises ``OverflowError`` as `extend`."""
         count = (len(token_ids) - self.lookahead).to_bytes(4, "little")
         return self._digest(_TAIL_DOMAIN + parent + count + _little_endian_u32(token_ids) + extra)
 
     def num_chunks(self, num_tokens: int) -> int:
-        """The chunks of so many tokens that can be named."""
+        """Number of chunks that have a key, given ``num_tokens``."""
         return max(0, num_tokens - self.lookahead) // self.chunk_size
 
     def _digest(self, data: bytes) -> bytes:
@@ -117,7 +116,7 @@ class PrefixHasher:
 
 
 def canonical_bytes(value: object) -> bytes:
-    """One byte string per plain JSON value: sorted keys, no spaces. Raises ``TypeError`` else."""
+    """Unique bytes of a plain JSON value: sorted keys, no spaces. Raises ``TypeError`` else."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

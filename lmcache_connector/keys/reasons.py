@@ -1,4 +1,4 @@
-"""Tables of names with the reason why each is in them."""
+"""Tables of names with reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def by_field(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_class(tables: Mapping[str, Mapping[str, str]]) -> MappingProxyType[str, dict[str, str]]:
-    """:func:`by_field` of each class."""
+    """:func:`by_field` for each class."""
     return MappingProxyType({name: by_field(table) for name, table in tables.items()})
 
 

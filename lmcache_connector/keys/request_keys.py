@@ -1,7 +1,7 @@
 """The chunk keys of one request, extended as its tokens grow.
 
-What makes the KV of a request unique beyond its tokens stands in :class:`RequestIdentity`: for the
-whole request (salt, LoRA, weights) or for the chunks it touches (images, prompt embeddings).
+:class:`RequestIdentity` holds what makes a request's KV unique beyond its tokens: for the whole
+request (salt, LoRA, weights), or for some chunks (images, prompt embeddings).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 class MultimodalSpan:
     """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``.
 
-    ``content_hash`` names the item and how its placeholder takes it up, ``encoder_input`` what the
-    model's encoder reads of it.
+    ``content_hash``: the item and how its placeholder uses it. ``encoder_input``: the item's input
+    to the model's encoder.
     """
 
     content_hash: str
@@ -28,11 +28,10 @@ class MultimodalSpan:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What separates the KV of this request from that of others with the same tokens.
+    """What separates this request's KV from that of others with the same tokens.
 
-    ``lora`` is a digest of its adapter, which vLLM knows by ``lora_number``; the number is nobody
-    else's. ``weights``: their name. ``embeds_digest(start, end)`` names the prompt embeddings of a
-    token range.
+    ``lora``: digest of its adapter, vLLM's ``lora_number``, which no other adapter has.
+    ``weights``: their name. ``embeds_digest(start, end)``: digest of a range's prompt embeddings.
     """
 
     cache_salt: str | None = None
@@ -51,14 +50,13 @@ class RequestIdentity:
 
     @property
     def kv_root(self) -> bytes:
-        """What KV depends on before the first token: the root without what only separates tenants
-        and resets."""
+        """The root without the parts that only separate tenants and resets, not KV."""
         separating = ("salt", "weights")
         return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
 
     @property
     def kind(self) -> str:
-        """In words: plain, salted, with LoRA, images or embeddings."""
+        """For display: plain, salted, with LoRA, image or embeddings."""
         words = {
             "LoRA": self.lora,
             "image": self.multimodal,
@@ -68,10 +66,8 @@ class RequestIdentity:
         return " and ".join(word for word, present in words.items() if present) or "plain"
 
     def extras(self, start: int, end: int) -> bytes:
-        """What beside token ids goes into the key of the chunk of tokens ``[start, end)``.
-
-        Offsets are relative to the chunk, as in vLLM's own block hashes, so that a span keeps its
-        key wherever the prefix puts it.
+        """The part of a chunk key besides tokens, for tokens ``[start, end)``. Offsets are relative
+        to the chunk, as in vLLM's block hashes, so that a span has the same part behind any prefix.
         """
         spans = [
             [span.content_hash, span.start - start]
@@ -86,8 +82,8 @@ class RequestIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a prompt that is handed over has behind its last full chunk: the tokens of chunk number
-    ``chunk`` up to token ``end``, under a key of its own."""
+    """The end of a transferred prompt behind its last full chunk: tokens of chunk ``chunk`` up to
+    token ``end``, under a key of its own."""
 
     chunk: int
     end: int
@@ -95,10 +91,8 @@ class Tail:
 
 
 class RequestKeys:
-    """Chunk keys of the full chunks of one request, up to what they look ahead to.
-
-    ``tail``: of a prompt that is handed over. It may be loaded if ``loads_tail``.
-    """
+    """Keys of the full chunks of one request, considering the lookahead. ``tail``: of a prompt that
+    is transferred; it may be loaded if ``loads_tail``."""
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
@@ -117,15 +111,15 @@ class RequestKeys:
         return self.identity.has_extras
 
     def extras(self, start: int, end: int) -> bytes:
-        """What beside token ids goes into a key for the tokens ``[start, end)``."""
+        """The part of a key besides tokens, for tokens ``[start, end)``."""
         return self.identity.extras(start, end) if self.has_extras else b""
 
     def parent(self, chunk: int) -> bytes:
-        """What the chunk's key is chained to: it names the identity and all tokens before it."""
+        """The key that the chunk's key is chained to."""
         return self.keys[chunk - 1] if chunk else self._root
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hash the full chunks of ``token_ids`` (the whole request) not hashed yet."""
+        """Hash the new full chunks of ``token_ids``, which are all tokens of the request."""
         start = self.num_hashed_tokens
         chunk_size, lookahead = self._hasher.chunk_size, self._hasher.lookahead
         end = self._hasher.num_chunks(len(token_ids)) * chunk_size
@@ -137,7 +131,7 @@ class RequestKeys:
         self._tail = self.keys[-1]
 
     def name_tail(self, prompt: Sequence[int], *, loads: bool) -> None:
-        """The prompt is handed over: its last token is computed by whoever loads the rest."""
+        """Name the tail of a transferred prompt. Its last token is computed by the receiver."""
         size, lookahead = self._hasher.chunk_size, self._hasher.lookahead
         end = len(prompt) - max(1, lookahead)
         chunk = end // size
@@ -150,23 +144,23 @@ class RequestKeys:
 
     @property
     def loadable(self) -> list[bytes]:
-        """Keys of what a load may bring, chunk by chunk; the last one may be the tail's. Of a
-        request that has an answer behind its prompt those of full chunks are worth more."""
+        """Keys of loadable chunks; the last may be the tail's. A request that has generated tokens
+        uses the keys of full chunks instead of the tail."""
         tail = self.loaded_tail
         return self.keys if tail is None else [*self.keys[: tail.chunk], tail.key]
 
     def end_of(self, chunk: int) -> int:
-        """The token at which a load of what is :attr:`loadable` before this chunk ends."""
+        """The token at which a load of the :attr:`loadable` chunks before this one ends."""
         end, tail = chunk * self._hasher.chunk_size, self.loaded_tail
         return end if tail is None else min(end, tail.end)
 
     @property
     def loaded_tail(self) -> Tail | None:
-        """Whether, and where, what is :attr:`loadable` ends with a tail."""
+        """The tail at the end of :attr:`loadable`, if any."""
         tail = self.tail if self.loads_tail else None
         return tail if tail is None or self.num_hashed_tokens <= tail.end + 1 else None
 
     def shorten(self, num_tokens: int) -> None:
-        """Forget the keys of chunks that are not whole in the first ``num_tokens``."""
+        """Forget keys of chunks that are incomplete in the first ``num_tokens``."""
         del self.keys[num_tokens // self._hasher.chunk_size :]
         self._tail = self.keys[-1] if self.keys else self._root

@@ -1,8 +1,8 @@
-"""Identity of weights by what they are, not by where they lie.
+"""Identity of weights by content, not by path.
 
-The same model folder under another path, served name or host gets the same digest; a changed byte,
-or a file of another name, makes another. Loaders choose files by their names, and an index refers
-to them by name, so names count. Files that no loader computes with are ignored.
+The same model folder under another path, served name or host has the same digest; a changed byte or
+file name changes it. File names count because loaders choose files by name, and an index refers to
+names. Files that no loader computes with are ignored.
 """
 
 from __future__ import annotations
@@ -35,18 +35,14 @@ IGNORED_FILES = by_field(
         ),
     }
 )
-"""JSON and weight files in a model folder that are no part of its identity, each with its reason.
-
-Every other JSON file counts: an index chooses among the weight files, others hold scales and which
-layers are quantized how.
+"""JSON and weight files in a model folder that are not part of its identity, with reasons. All
+other JSON files count: an index selects weight files, others hold scales or quantization settings.
 """
 
 
 def files_digest(files: Mapping[str, Path], kept: KeptDigests | None = None) -> str:
-    """Hexadecimal digest of files by their names, the keys, and what they hold.
-
-    ``kept``: digests of earlier starts; ``None``: read every byte. Raises ``OSError`` if a file
-    cannot be read.
+    """Hexadecimal digest of files by name (the keys) and content. ``kept``: cached digests;
+    ``None``: read every byte. Raises ``OSError`` for an unreadable file.
     """
     names = sorted(files)
     digests = file_digests([files[name] for name in names], kept)
@@ -57,8 +53,8 @@ def files_digest(files: Mapping[str, Path], kept: KeptDigests | None = None) -> 
 def weight_files(
     path: Path, suffixes: Sequence[str], *, in_subfolders: bool = False
 ) -> dict[str, Path]:
-    """All files of the first suffix of which there is one, as a loader picks them; none if there is
-    none. ``path``: a folder, or the one file, whose name then says nothing."""
+    """All files with the first suffix that occurs, as a loader picks them; empty without any.
+    ``path``: a folder, or a single file, whose name does not count."""
     if path.is_file():
         return {"": path}
     files = list(_files_below(path)) if in_subfolders else list(path.glob("*"))
@@ -69,12 +65,12 @@ def weight_files(
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """JSON files beside the weights that a loader may compute with."""
+    """JSON files beside the weights that a loader may use."""
     return _named(folder.glob("*"), ".json", folder)
 
 
 def code_files(folder: Path) -> dict[str, Path]:
-    """The Python files of a model that brings its own code, packages included."""
+    """Python files of a model with its own code, subpackages included."""
     return _named(_files_below(folder), ".py", folder)
 
 
@@ -87,7 +83,7 @@ def _named(files: Iterable[Path], suffix: str, folder: Path) -> dict[str, Path]:
 
 
 def _files_below(folder: Path) -> Iterable[Path]:
-    """Also behind links, as imports and loaders follow them; not in hidden folders."""
+    """Follows links, as imports and loaders do; skips hidden folders."""
     seen: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(root))

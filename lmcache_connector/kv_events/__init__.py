@@ -1,1 +1,1 @@
-"""What the tiers took in and let go, as vLLM publishes it."""
+"""KV cache events: chunks that entered or left the tiers, in vLLM's format."""

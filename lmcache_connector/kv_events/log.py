@@ -1,13 +1,13 @@
-"""What routers are told: which blocks entered and left which tier of this instance.
+"""KV cache events for routers: which blocks entered or left which tier of this instance.
 
-Blocks are named as vLLM names them in its own events, so that a block of GPU memory and the same
-block in a lower tier have one name. A chunk is in a tier once all ranks that store it have put it
-there. Chunks that Redis drops by itself are told as removed when they are looked for and missing.
-So is a chunk of Redis when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others have been
-written or used since: it may still be there, and a router's credit is all that is lost.
+Blocks have the names of vLLM's own events, so a block has one name in GPU memory and in the tiers.
+A chunk is in a tier once all ranks that store it have put it there. A chunk that Redis has dropped
+is reported as removed when a lookup or load misses it. It also is when its lifetime ends, or after
+``MAX_REDIS_CHUNKS`` others were written or used: the chunk may still exist, but only a router's
+credit is lost.
 
-Runs on the scheduler's thread. Keeps a description, some 12 bytes a token, of every chunk that is
-in a tier, or that an open job may bring there.
+Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
+is in a tier, or that an open job may put there.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lmcache_connector.plans import RankReport, Tier
 
 MAX_REDIS_CHUNKS = 1 << 16
 MAX_LEFT_BEHIND = 512
-"""Of how many chunks that a reset, or their lifetime, has ended is told at once."""
+"""Most removals, after a reset or the end of lifetimes, reported per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """The consecutive blocks of one chunk, ``block_size`` tokens each.
 
-    ``parent_hash`` names the block before them, if any. ``extra_keys``: what vLLM adds to the hash
-    of each block beside its tokens. ``shared``: other instances can load it from Redis as well.
+    ``parent_hash``: name of the block before them, if any. ``extra_keys``: per block, vLLM's hash
+    inputs beside the tokens. ``shared``: other instances can load the chunk from Redis as well.
     """
 
     hashes: tuple[bytes, ...]
@@ -52,7 +52,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """``shared``: as it was stored."""
+    """``shared``: as in the event that reported it stored."""
 
     tier: Tier
     hashes: tuple[bytes, ...]
@@ -66,7 +66,7 @@ KvEvent = BlocksStored | BlocksRemoved
 class _Chunk:
     blocks: BlockRun
     holders: dict[Tier, int] = field(default_factory=dict)  # bit sets of ranks
-    jobs: set[int] = field(default_factory=set)  # open ones that may bring it
+    jobs: set[int] = field(default_factory=set)  # open jobs that may store or load it
 
     @property
     def is_over(self) -> bool:
@@ -74,12 +74,11 @@ class _Chunk:
 
 
 class KvEventLog:
-    """Turns the ranks' reports into events. ``world_size``: how many ranks make a whole chunk.
-    ``ttl_seconds``: the lifetime of what is in Redis; ``refresh_ttl``: each load renews it.
-    ``is_wanted``: somebody takes the events. ``clock`` returns seconds.
+    """Turns the ranks' reports into events. ``world_size``: ranks per chunk. ``ttl_seconds``:
+    lifetime in Redis; ``refresh_ttl``: loads renew it. ``is_wanted``: events will be taken.
+    ``clock`` returns seconds.
 
-    Chunks nobody has described, such as those of the self-test, are passed over; without
-    ``is_wanted`` that is all of them.
+    Ignores chunks without a description, such as the self-test's, and without ``is_wanted`` all.
     """
 
     def __init__(
@@ -93,26 +92,26 @@ class KvEventLog:
     ) -> None:
         self._num_ranks = world_size
         self.needed: Callable[[bytes], int] = lambda key: (1 << world_size) - 1
-        """Which ranks have to put a chunk in a tier, as a bit set: see :class:`ChunkIndex`."""
+        """Bit set of the ranks that must put a chunk in a tier: see :class:`ChunkIndex`."""
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
         self._uses_count = ttl_seconds is None or refresh_ttl
         self._is_wanted = is_wanted
         self._clock = clock
         self._chunks: dict[bytes, _Chunk] = {}
-        # What is in Redis, in the order in which it was written or used, and when that was.
+        # Chunks in Redis with the time of their last write or use, oldest first.
         self._in_redis: OrderedDict[bytes, float] = OrderedDict()
-        # Events that nobody was told of yet, and all chunks that a reset has ended.
+        # Events not yet taken, and chunks removed by a reset.
         self._news: deque[KvEvent | dict[bytes, _Chunk]] = deque()
 
     def __len__(self) -> int:
-        """Chunks described."""
+        """Number of described chunks."""
         return len(self._chunks)
 
     def describe(
         self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
     ) -> None:
-        """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
-        and is called if it is new."""
+        """Describe chunks before a job may put them in a tier. ``describe(i)`` is called for the
+        i-th chunk if it is new."""
         if not self._is_wanted:
             return
         for i, key in enumerate(keys):
@@ -123,7 +122,7 @@ class KvEventLog:
             self._chunks[key].jobs.add(job_id)
 
     def apply(self, report: RankReport) -> None:
-        """Learn what one rank's tiers took in and let go."""
+        """Process one rank's changes."""
         if not self._chunks:
             return
         over = self._clock() - self._ttl_seconds
@@ -132,7 +131,7 @@ class KvEventLog:
             if at > over:
                 break
             self.missing(key)
-        # A chunk may leave memory once it is written: it must be known still.
+        # Writes first: a chunk that has also left memory must not be forgotten in between.
         for key in report.written:
             self._hold(Tier.REDIS, report.rank, key)
         for event in report.events:
@@ -142,7 +141,7 @@ class KvEventLog:
                 self.gone(Tier.CPU, report.rank, event.key)
 
     def gone(self, tier: Tier, rank: int, key: bytes) -> None:
-        """Learn that this rank's part of a chunk has left the tier."""
+        """This rank's share of the chunk has left the tier."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -156,12 +155,12 @@ class KvEventLog:
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
-        """Learn that Redis was asked for a chunk and does not have it."""
+        """Redis was asked for the chunk and lacks it."""
         for rank in range(self._num_ranks):
             self.gone(Tier.REDIS, rank, key)
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
-        """A job has ended: forget what it brought nowhere, unless another may bring it."""
+        """A job has ended: forget chunks that are in no tier and that no other job may bring."""
         for key in keys:
             if (chunk := self._chunks.get(key)) is not None:
                 chunk.jobs.discard(job_id)
@@ -175,19 +174,18 @@ class KvEventLog:
         self._chunks = {key: chunk for key, chunk in self._chunks.items() if not chunk.is_over}
 
     def clear(self) -> None:
-        """Nothing stored before can be hit any more."""
+        """No chunk stored so far can be hit any more."""
         if self._chunks:
             self._news.append(self._chunks)
         self._chunks, self._in_redis = {}, OrderedDict()
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`take` would return something."""
         return bool(self._news)
 
     def take(self) -> list[KvEvent]:
-        """Events since the last call, in order. Those of a reset come bit by bit, and what follows
-        them waits."""
+        """Events since the last call, in order. Removals of a reset are spread over calls, and
+        later events wait for them."""
         events: list[KvEvent] = []
         num_left = MAX_LEFT_BEHIND
         while self._news:

@@ -1,6 +1,6 @@
-"""Turns vLLM's requests into our descriptions of blocks, and our events into vLLM's.
+"""Converts vLLM's requests to descriptions of blocks, and events to vLLM's format.
 
-vLLM's names are imported when they are used: an engine that publishes no events runs without them.
+vLLM's names are imported on use, because engines without KV events run without these names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheEvent, Request
 
 _MEDIUM = {Tier.CPU: "CPU", Tier.REDIS: "STORAGE"}
-_GROUP = 0  # whatever groups a model has: of each chunk its first part is told of
+_GROUP = 0  # events report the first part of each chunk, whatever groups a model has
 
 
 def describe_chunk(
@@ -28,11 +28,11 @@ def describe_chunk(
     *,
     shared: bool,
 ) -> BlockRun:
-    """The blocks of chunk ``index`` of a request whose chunk keys are ``keys``. Sizes in tokens.
-    ``shared``: these keys are not this instance's alone.
+    """The blocks of chunk ``index`` of a request with chunk keys ``keys``. Sizes in tokens.
+    ``shared``: other instances use these keys too.
 
-    Where vLLM's prefix caching is off, its blocks have no names: the chunk then counts as one
-    block, named by its key.
+    Without vLLM's prefix caching blocks have no hashes: the chunk then counts as one block, named
+    by its key.
     """
     from lmcache_connector.vllm_compat.api.names import (
         BlockHash,
@@ -61,7 +61,7 @@ def describe_chunk(
 
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
-    """The same event as vLLM publishes it."""
+    """The event in vLLM's format."""
     from lmcache_connector.vllm_compat.api.names import (
         BlockHash,
         BlockRemoved,
@@ -96,7 +96,7 @@ def to_vllm(event: KvEvent) -> KVCacheEvent:
 
 
 def _locality(event: KvEvent) -> str:
-    """Routers credit whoever can load what is ``REMOTE``: what lies in Redis under keys of this
-    instance alone is no more to others than its memory is."""
+    """Routers credit every instance for ``REMOTE`` blocks. Chunks in Redis whose keys only this
+    instance uses are ``LOCAL``: others cannot load them."""
     shared = event.blocks.shared if isinstance(event, BlocksStored) else event.shared
     return "REMOTE" if event.tier is Tier.REDIS and shared else "LOCAL"

@@ -23,12 +23,11 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 class ChunkBuffers:
     """Chunks in host memory in the canonical form, seen as blocks.
 
-    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses[i]`` is where the
-    ``geometry.chunk_bytes`` of chunk ``i`` begin; ``owners`` keeps their memory alive.
-    ``block_size`` is in tokens. ``layers`` are the places of the layers that the paged cache has,
-    in its order, among those of the geometry; ``None``: all. KV cache groups have block ids of
-    their own, and each holds some of a part's layers. ``planes`` are those of the paged cache.
-    Raises :class:`LayoutError` for sizes that do not fit together.
+    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses[i]``: start of the
+    ``geometry.chunk_bytes`` of chunk ``i``; ``owners`` keeps the memory alive. ``block_size`` is in
+    tokens. ``layers``: positions in the geometry of the paged cache's layers, in its order;
+    ``None``: all. A KV cache group has its own block ids, and some of a part's layers. ``planes``:
+    of the paged cache. Raises :class:`LayoutError` for sizes that do not fit together.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ChunkBuffers:
 def _chunk_table(
     geometry: ChunkGeometry, layers: tuple[int, ...], planes: tuple[Plane, ...], row_tokens: int
 ) -> LayerTable:
-    """The layers of a chunk, in rows of ``row_tokens`` tokens. All jobs of an engine share it."""
+    """The layers of a chunk, in rows of ``row_tokens`` tokens. Cached for all jobs of an engine."""
     entries = [
         (geometry.layer_offsets[layer] + start, *run)
         for layer in layers

@@ -1,22 +1,21 @@
-"""Where every KV byte of a paged KV cache lies.
+"""The address of every KV byte in a paged KV cache.
 
 Both sides of a copy, this one and :class:`~lmcache_connector.kv_layout.chunk_buffers.ChunkBuffers`,
-are a :class:`BlockSpace`. It answers one question, the address of a token's content::
+are a :class:`BlockSpace`, which gives the address of a token's content::
 
     address(layer, row, head, token) = anchor[row] + offset[layer] + index[row] * row_stride[layer]
                                      + head * head_stride[layer] + token * token_stride[layer]
 
 A *row* is a run of ``row_tokens`` tokens over all layers: one block, or one kernel block where an
-attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``index`` the number of
-the row; in a list of chunks ``anchor`` is the chunk's address and ``index`` the place in the chunk.
+attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``index`` the row's
+number; in a list of chunks ``anchor`` is the chunk's address and ``index`` the row in the chunk.
 
-Nothing is guessed from a shape: strides come from the tensors and sizes from the KV cache spec.
-:class:`LayoutError` is raised if they cannot be proved to agree.
+Strides come from the tensors and sizes from the KV cache spec. :class:`LayoutError` is raised
+unless they are proved to agree.
 
-Some backends do not lay one head's part of a block out token after token (see :class:`Plane`). A
-table then has one entry per layer and plane, and "token" above counts the runs of a plane. In a
-chunk such a layer lies as the backend would lay it out in one block as large as the chunk, so that
-chunks do not depend on the block size.
+Some backends do not lay out one head's part of a block token after token (see :class:`Plane`). A
+table then has one entry per layer and plane, and "token" above means a run of a plane. A chunk has
+the layout of one block as large as the chunk, so that chunks do not depend on the block size.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ T = TypeVar("T")
 
 
 class LayoutError(ValueError):
-    """Memory that cannot be proved to be what the KV cache spec says."""
+    """Memory is not proved to be what the KV cache spec says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Part of a head's memory in a block, as ``[num_runs][tokens][run_token_bytes]``.
-
-    For example K with tokens innermost: one run of 2-byte elements per element of the head.
+    """Part of a head's memory in a block: ``[num_runs][tokens][run_token_bytes]``. For example, K
+    with tokens innermost has one run of 2-byte elements per element of the head.
     """
 
     num_runs: int
@@ -54,10 +52,10 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What vLLM's KV cache spec says of one layer.
+    """One layer according to vLLM's KV cache spec.
 
     ``content_bytes`` is the K and V of one token of one KV head; ``block_size`` is in tokens.
-    ``planes`` follow one another in a head's part of a block; none: it lies token after token.
+    ``planes`` follow one another in a head's part of a block; none: token after token.
     """
 
     num_kv_heads: int
@@ -70,8 +68,8 @@ class LayerSpec:
 class LayerTable:
     """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
 
-    ``num_runs`` counts the runs of content in one row of one head; without planes each is a token.
-    A space returns the same object each time, so that what is computed of two tables can be cached.
+    ``num_runs``: runs of content in one row of one head; without planes each run is a token. A
+    space always returns the same object, so that results computed from two tables can be cached.
     """
 
     num_heads: Int64s
@@ -91,7 +89,7 @@ class LayerTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The rows a copy touches, int64 ``[rows]`` each, as the module's docstring defines them."""
+    """The rows of a copy, int64 ``[rows]`` each; see the module's docstring."""
 
     anchor: Int64s
     index: Int64s
@@ -100,8 +98,8 @@ class Rows:
 class BlockSpace(Protocol):
     """One side of a copy.
 
-    ``block_size`` and ``row_tokens`` are in tokens. ``spans`` is int64 ``[n, 2]``, ascending: the
-    memory it lies in, from the first byte to one past the last.
+    ``block_size`` and ``row_tokens`` are in tokens. ``spans``: the memory used, int64 ``[n, 2]``,
+    ascending, first byte and one past the last.
     """
 
     @property
@@ -139,9 +137,8 @@ class PagedLayout:
     def from_kv_caches(
         cls, kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, LayerSpec]
     ) -> PagedLayout:
-        """View the tensors vLLM registered, one per layer, in the order of ``specs``.
-
-        All layers share block ids. Raises :class:`LayoutError` for whatever cannot be proved.
+        """View the tensors that vLLM registered, one per layer, in the order of ``specs``. All
+        layers share block ids. Raises :class:`LayoutError` for anything not proved.
         """
         if not specs or kv_caches.keys() != specs.keys():
             odd = sorted(kv_caches.keys() ^ specs.keys())
@@ -190,7 +187,7 @@ class PagedLayout:
 
 
 def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
-    """Raise unless the tensor of one layer has the shape of its spec and contiguous content."""
+    """Raise unless a layer's tensor has the shape of its spec and contiguous content."""
     if min(spec.num_kv_heads, spec.block_size, spec.content_bytes) <= 0:
         raise LayoutError(f"{name}: {spec} has a size that is not positive")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or tensor.is_sparse:
@@ -213,7 +210,7 @@ def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
 
 
 def check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> None:
-    """The planes of a token must be all of its content. Raises :class:`LayoutError`."""
+    """The planes must cover a token's content exactly. Raises :class:`LayoutError`."""
     if planes and sum(plane.token_bytes for plane in planes) != content_bytes:
         raise LayoutError(f"{name}: {planes} are not the {content_bytes} bytes of a token")
 
@@ -244,7 +241,7 @@ def _paged_table(tensors: Sequence[torch.Tensor], planes: tuple[Plane, ...]) -> 
 
 
 def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[int, ...]]:
-    """The entries of one layer, in the order of the fields of :class:`LayerTable`."""
+    """The entries of one layer, in the field order of :class:`LayerTable`."""
     size, (_, heads, tokens, content) = tensor.element_size(), tensor.shape
     row_stride, head_stride, token_stride = (tensor.stride(axis) * size for axis in range(3))
     address = tensor.data_ptr()
@@ -258,14 +255,14 @@ def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[in
 
 
 def _the_one(what: str, values: Sequence[T]) -> T:
-    """The value all layers share. Raises :class:`LayoutError` if they do not."""
+    """The value that all layers share. Raises :class:`LayoutError` if they differ."""
     if len(set(values)) != 1:
         raise LayoutError(f"layers differ in their {what}: {sorted(map(str, set(values)))}")
     return values[0]
 
 
 def split_rows(index: Int64s, parts: int) -> Int64s:
-    """Each index as ``parts`` consecutive finer ones."""
+    """Replace each index by ``parts`` consecutive finer ones."""
     if parts == 1:
         return index
     return (index[:, None] * parts + np.arange(parts, dtype=np.int64)).ravel()
@@ -274,8 +271,8 @@ def split_rows(index: Int64s, parts: int) -> Int64s:
 # -- proof that strided regions of memory do not overlap -------------------------------------------
 #
 # A box is the set of bytes ``base + sum(i_k * stride_k) + [0, width)`` with ``0 <= i_k < count_k``,
-# as one layer of a paged KV cache is. Layers may be interleaved views of one big tensor, so
-# comparing their first and last byte is not enough.
+# such as one layer of a paged KV cache. Layers may be interleaved views of one tensor, so comparing
+# first and last bytes is not enough.
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,16 +302,16 @@ class Box:
 
 
 def spans(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
-    """The memory that ``boxes`` lie in: disjoint ``(first byte, one past the last)``, ascending."""
+    """The memory of ``boxes``: disjoint ``(first byte, one past the last)``, ascending."""
     return tuple((cluster[0].base, max(box.end for box in cluster)) for cluster in _clusters(boxes))
 
 
 def find_overlap(boxes: Iterable[Box]) -> tuple[str, str] | None:
-    """Names of boxes (perhaps one twice) that are not proved disjoint; ``None`` if all are.
+    """Names of two boxes (maybe one twice) that are not proved disjoint; ``None`` if all are.
 
-    The proof is sound, not complete: boxes must nest as the axes of one array do, as those of every
-    KV cache layout do. Boxes that fit into one window as large as their common widest stride, and
-    are disjoint inside it, are disjoint altogether.
+    The proof is sound but incomplete: boxes must nest like the axes of one array, as all KV cache
+    layouts do. Boxes that fit into one window of their common widest stride and are disjoint inside
+    it are disjoint.
     """
     for cluster in _clusters(boxes):
         strides = {box.widest_stride for box in cluster}
@@ -333,7 +330,7 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[str, str] | None:
 
 
 def _clusters(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Groups of boxes whose spans overlap, in the order of their first bytes."""
+    """Groups of boxes whose spans overlap, in address order."""
     cluster: list[Box] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.base):

@@ -1,7 +1,7 @@
-"""Which KV heads and layers a rank holds, and which other ranks hold the same.
+"""Which KV heads and layers each rank holds, and which ranks hold the same.
 
-The unit that travels is one KV head (a *shard*), so instances of any tensor-parallel size read
-each other's chunks. With 4 KV heads::
+The unit of transfer is one KV head (a *shard*), so instances of any tensor-parallel size read each
+other's chunks. With 4 KV heads::
 
     tp_size     shards by tp_rank                      ranks that hold the same
     1           (0,1,2,3)                              (0)
@@ -9,11 +9,10 @@ each other's chunks. With 4 KV heads::
     8           (0) (0) (1) (1) (2) (2) (3) (3)        (0,1) (2,3) (4,5) (6,7)
     MLA, any n  (0) on every rank                      (0,...,n-1)
 
-This is how vLLM places them: ``QKVParallelLinear`` gives rank ``r`` the head ``r // replicas`` when
-there are more ranks than heads, and a run of ``heads // tp_size`` heads otherwise; with MLA every
-rank holds the one latent head. World ranks count tensor-parallel ranks fastest:
-``rank = pp_rank * tp_size + tp_rank``. Context parallelism splits tokens, not heads, and is not
-described here.
+vLLM's placement: with more ranks than heads, ``QKVParallelLinear`` gives rank ``r`` the head
+``r // replicas``, else a run of ``heads // tp_size`` heads; with MLA every rank holds the one
+latent head. World ranks count tensor-parallel ranks fastest: ``rank = pp_rank * tp_size +
+tp_rank``. Context parallelism splits tokens, not heads, and is not covered here.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 
 
 class TopologyError(ValueError):
-    """A split vLLM could not run either. One sentence that names the numbers."""
+    """A split that vLLM could not run either. One sentence that names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """Which heads and layers one rank holds, as in :class:`ChunkGeometry`."""
+    """Heads and layers of one rank, as in :class:`ChunkGeometry`."""
 
     shards: tuple[int, ...]
     layer_start: int
@@ -43,11 +42,11 @@ class RankTopology:
 def all_ranks(
     *, tp_size: int, layer_counts: tuple[int, ...], num_kv_heads: int
 ) -> tuple[RankTopology, ...]:
-    """Every rank of one instance, entry ``i`` being world rank ``i``.
+    """All ranks of one instance; entry ``i`` is world rank ``i``.
 
-    ``layer_counts[i]`` is the number of layers with KV on pipeline rank ``i``; its length is the
-    pipeline-parallel size. ``num_kv_heads`` counts the whole model's, 1 with MLA.
-    Raises :class:`TopologyError` for an uneven or impossible split.
+    ``layer_counts[i]``: layers with KV on pipeline rank ``i``, one entry per stage.
+    ``num_kv_heads``: of the whole model, 1 with MLA. Raises :class:`TopologyError` for an uneven or
+    impossible split.
     """
     if min(layer_counts) < 1:
         raise TopologyError(
@@ -66,7 +65,7 @@ def all_ranks(
 
 
 def ranks_alike(ranks: Sequence[RankTopology | ChunkGeometry]) -> Alike:
-    """Those that hold the same heads of the same layers, together."""
+    """Groups of ranks that hold the same heads of the same layers."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for rank, each in enumerate(ranks):
         groups.setdefault((each.shards, each.layer_start), []).append(rank)
@@ -81,7 +80,7 @@ def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> 
 
 
 def _replicas(num_shards: int, tp_size: int) -> int:
-    """How many ranks hold the same shard."""
+    """Number of ranks that hold the same shard."""
     if num_shards < 1:
         raise TopologyError(f"a model needs at least one KV head, not {num_shards}")
     if tp_size % num_shards == 0:
@@ -99,8 +98,8 @@ def _replicas(num_shards: int, tp_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayers:
-    """A part's layers in one of vLLM's KV cache groups: names, and places among the layers of the
-    part that this rank has, both in model order.
+    """A part's layers in one of vLLM's KV cache groups: names, and positions among this rank's
+    layers of the part, both in model order.
     """
 
     names: tuple[str, ...]
@@ -111,12 +110,12 @@ class GroupLayers:
 class PartLayout:
     """One part on the ranks of one engine.
 
-    ``groups[i]`` are its layers in KV cache group ``part.groups[i]``, on the rank that asks.
-    ``geometries`` list all ranks in order (TP within PP); a geometry's layers are those of the part
-    in model order, whatever groups they are in. A state's chunk is one token long, and its heads
-    are the ranks that hold pieces of it. ``num_kv_heads`` are those of one rank. ``planes`` say how
-    a block lies in memory where strides do not, ``formats`` how the elements of each layer are
-    stored. The bytes of ``mixed_tokens`` may lie among one another.
+    ``groups[i]``: its layers in KV cache group ``part.groups[i]``, on the calling rank.
+    ``geometries``: of all ranks in order (TP within PP), with the part's layers in model order,
+    whatever their groups. A recurrent state has chunks of one token, and one head per rank that
+    holds a piece of it. ``num_kv_heads``: of one rank. ``planes``: a block's layout in memory where
+    strides do not tell. ``formats``: element format of each layer. The bytes of ``mixed_tokens``
+    tokens may be interleaved.
     """
 
     part: Part

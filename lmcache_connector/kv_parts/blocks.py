@@ -1,6 +1,6 @@
-"""Which of a request's blocks hold which chunks of a part of the model, and which are in use.
+"""Which of a request's blocks hold which chunks of a part, and which blocks are in use.
 
-vLLM frees the blocks behind a window, and lists the null block in their place.
+vLLM frees blocks that have left a window, and lists the null block in their place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ NULL_BLOCK = 0
 def blocks_between(
     part: Part, block_ids: Sequence[Sequence[int]], start_token: int, end_token: int
 ) -> BlockIds:
-    """Blocks with tokens ``[start_token, end_token)``, for each of the part's groups. ``block_ids``
-    lists the request's blocks per KV cache group of the model."""
+    """Blocks with tokens ``[start_token, end_token)``, per group of the part. ``block_ids`` lists
+    the request's blocks per KV cache group of the model."""
     size = part.block_size
     return tuple(
         tuple(block_ids[group][start_token // size : -(-end_token // size)])
@@ -28,7 +28,7 @@ def blocks_between(
 def blocks_of(
     part: Part, block_ids: Sequence[Sequence[int]], chunk_size: int, chunks: Iterable[int]
 ) -> BlockIds:
-    """Blocks of whole chunks, chunk by chunk."""
+    """Blocks of whole chunks, chunk after chunk, per group of the part."""
     each = [
         blocks_between(part, block_ids, chunk * chunk_size, (chunk + 1) * chunk_size)
         for chunk in chunks
@@ -39,7 +39,7 @@ def blocks_of(
 
 
 def are_there(blocks: BlockIds, num_blocks: int) -> bool:
-    """Whether each group has ``num_blocks`` blocks, none of which vLLM has freed."""
+    """Whether each group has ``num_blocks`` blocks, and vLLM has freed none of them."""
     return all(len(ids) == num_blocks and NULL_BLOCK not in ids for ids in blocks)
 
 

@@ -1,14 +1,14 @@
-"""Where a hit may end, and what a load that ends there must bring.
+"""Where a hit may end, and which chunks a load that ends there needs.
 
-A hit of a model with full attention alone may end after any chunk of the leading run. Where there
-are other parts as well, it may end where every part has what it needs::
+With full attention only, a hit may end after any chunk of the leading run. With other parts, a hit
+may end where every part has the chunks it needs::
 
     chunk        0  1  2  3  4  5  6  7
     full         x  x  x  x  x  x  x
     window       x  x        x  x         a hit may end after chunk 1 (needs 0 and 1), or 5 (4, 5)
 
-vLLM computes the last token of a prompt again when all of it was found. A window that ends with the
-prompt does not reach back far enough for that, and a state is past it: such a hit ends before.
+vLLM recomputes the last token of a prompt that was found whole. For that token, a window that ends
+with the prompt lacks its first tokens, and a state is already too late: the hit must end earlier.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lmcache_connector.kv_parts.part import Part, Rule
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Chunks are counted from the request's first. A load of it begins in chunk ``first``, and ends
-    before any chunk of ``ends``, which ascend. Parts that need all chunks have those before chunk
-    ``shared_end``."""
+    """A hit. Chunks are numbered from the request's first. A load begins in chunk ``first``, and
+    ends before one of the chunks ``ends`` (ascending). Parts that need all chunks have those before
+    chunk ``shared_end``."""
 
     first: int
     ends: Sequence[int] = ()
@@ -34,11 +34,11 @@ class Hit:
 
     @property
     def stop(self) -> int:
-        """Its largest end; ``first`` if there is none."""
+        """The largest end; ``first`` without any."""
         return self.ends[-1] if self.ends else self.first
 
     def up_to(self, chunk: int) -> Hit:
-        """The part of it that ends before ``chunk``, at the latest."""
+        """The hit, cut short to end before ``chunk`` at the latest."""
         if chunk >= self.stop:
             return self
         if isinstance(self.ends, range):
@@ -47,19 +47,18 @@ class Hit:
 
 
 def is_prefix_only(parts: Sequence[Part]) -> bool:
-    """Whether the model has full attention alone, with one shape: any leading run of chunks is a
-    hit."""
+    """Whether the model has one part with full attention: any leading run of chunks is a hit."""
     return len(parts) == 1 and parts[0].rule is Rule.PREFIX
 
 
 def first_token_to_load(part: Part, num_local_tokens: int, end_token: int) -> int:
-    """Where the blocks begin that a load of this part up to ``end_token`` fills: vLLM has those of
-    the first ``num_local_tokens``, and leaves out what is not needed."""
+    """Start of the blocks that a load of this part up to ``end_token`` fills: not before the
+    ``num_local_tokens`` that vLLM has, nor before the first token needed."""
     return max(part.first_needed(end_token) // part.block_size * part.block_size, num_local_tokens)
 
 
 def chunks_to_load(part: Part, chunk_size: int, num_local_tokens: int, end_token: int) -> range:
-    """The chunks of this part that a load must bring which ends before ``end_token``."""
+    """The chunks of this part that a load up to ``end_token`` must bring."""
     first_token = max(part.first_needed(end_token), num_local_tokens)
     return range(first_token // chunk_size, -(-end_token // chunk_size))
 
@@ -72,10 +71,10 @@ def find_hit(
     held: Sequence[Sequence[bool]],
     end_token: int | None = None,
 ) -> Hit:
-    """Where a hit of a request with ``num_tokens`` may end, of which vLLM has ``num_local_tokens``.
+    """The hit of a request with ``num_tokens``, of which vLLM has ``num_local_tokens``.
 
     ``held[p][i]``: some tier has part p of chunk ``num_local_tokens // chunk_size + i``. Linear in
-    the number of chunks. ``end_token``: where the last one ends, if it is a tail.
+    the number of chunks. ``end_token``: end of the last chunk, if that is a tail.
     """
     first = num_local_tokens // chunk_size
     last_end = first + len(held[0])
@@ -105,7 +104,7 @@ def _leading_run(there: Sequence[bool]) -> int:
 
 
 def _run_starts(there: Sequence[bool], first: int, chunk_size: int) -> list[int]:
-    """For each end from chunk ``first`` on: where the run of chunks that ends there begins."""
+    """For each end from chunk ``first`` on: the token where the run that ends there begins."""
     starts = [start := first * chunk_size]
     for chunk, is_there in enumerate(there, first + 1):
         start = start if is_there else chunk * chunk_size
@@ -117,12 +116,12 @@ _WINDOWS_PER_END = 8
 
 
 class PlannedEnds:
-    """Where hits are likely to end: what windows need there is stored, and elsewhere it is not.
+    """Where hits are likely to end, so that windows are stored there and not elsewhere.
 
-    Of a model with windows of 1,024 tokens in five layers of six, the windows before every chunk
-    would take five times the bytes of the rest. A hit ends where a prompt ended before, where one
-    prompt parted from another, or wherever an answer broke off; and every few windows, for all
-    else. ``window_interval``: the most tokens between two planned ends; ``None``: 8 windows."""
+    With windows of 1,024 tokens in five layers of six, windows before every chunk would take five
+    times the bytes of the rest. Hits end where an earlier prompt ended, where two prompts diverge,
+    or where an answer was cut off. For the last, windows are stored at regular intervals:
+    ``window_interval`` is the most tokens between two planned ends; ``None``: 8 windows."""
 
     def __init__(self, parts: Sequence[Part], chunk_size: int, window_interval: int | None) -> None:
         self._chunk_size = chunk_size
@@ -131,20 +130,20 @@ class PlannedEnds:
         self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
     def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
-        """Whether a hit that ends where one is planned to needs this chunk of a window. A tail
-        needs no other: it ends in the chunk behind such an end.
-        ``junction``: the chunk before which others part from the prompt."""
+        """Whether a hit at a planned end needs this chunk of a window. A tail needs no other chunk,
+        since it directly follows such an end. ``junction``: number of leading chunks shared with
+        other prompts."""
         size, end = self._chunk_size, self._next(num_prompt_tokens, junction, chunk)
         return chunk in chunks_to_load(part, size, 0, end * size)
 
     def _next(self, num_tokens: int, junction: int, chunk: int) -> int:
-        """The first planned end after a chunk."""
+        """The first planned end after ``chunk``."""
         size = self._chunk_size
         last = num_tokens // size
         if chunk >= last:
             return chunk + 1
-        again = (num_tokens - 1) // size  # the same prompt: its last token is computed
-        # An audit leaves one more chunk of it to compute.
+        again = (num_tokens - 1) // size  # for the same prompt, whose last token is recomputed
+        # An audit recomputes one more chunk.
         ends = (again - 1, again, last, junction)
         every = (chunk // self._interval_chunks + 1) * self._interval_chunks
         return min(every, *(end for end in ends if end > chunk))

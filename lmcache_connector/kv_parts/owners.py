@@ -1,9 +1,9 @@
-"""Which rank of an engine stores what several of them hold alike: latents, and KV heads of which
-there are fewer than ranks.
+"""Which rank stores KV that several ranks of an engine hold alike: latents, and KV heads if there
+are fewer heads than ranks.
 
-Of the ranks that hold the same of a part each owns some chunks, by their keys: the owner stores
-them, and writes them to Redis. The others read them out of its memory. A rank that cannot do that
-stores them as well, and says so at its start.
+Among the ranks that hold the same share of a part, each owns some chunks, chosen by key. The owner
+stores its chunks and writes them to Redis; the others read them from its memory. A rank that cannot
+read them stores them too, and reports that at start.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from lmcache_connector.kv_parts.part import part_of, turn
 
 Alike = tuple[tuple[int, ...], ...]
-"""All ranks of an engine, in groups of one size that hold the same."""
+"""All ranks of an engine, in groups of equal size that hold the same KV."""
 
 
 @dataclass(frozen=True)
 class Owners:
-    """``alike``: of each part of the model."""
+    """``alike``: per part of the model."""
 
     alike: tuple[Alike, ...]
 
     @property
     def numbers(self) -> list[int]:
-        """Of each part, how many ranks hold the same."""
+        """Per part, the number of ranks that hold the same KV."""
         return [len(groups[0]) for groups in self.alike]
 
     def needed(self, reads: Sequence[Collection[int]]) -> Callable[[bytes], int]:
-        """Which ranks must hold what is under a key, as a bit set: its owners, and those that
-        cannot read it there. ``reads``: whose memory each rank reads."""
+        """A function from a key to the bit set of ranks that must hold its chunk: the owners, and
+        ranks that cannot read from them. ``reads``: per rank, the ranks whose memory it reads."""
         tables = [
             [sum(1 << rank for rank in _holders(groups, i, reads)) for i in range(len(groups[0]))]
             for groups in self.alike
@@ -44,14 +44,14 @@ class Owners:
 
 
 def _holders(groups: Alike, place: int, reads: Sequence[Collection[int]]) -> set[int]:
-    """Of the chunks that the rank in this place of each group owns."""
+    """The ranks that must hold chunks whose owner is at index ``place`` of each group."""
     return {rank for g in groups for rank in g if rank == g[place] or g[place] not in reads[rank]}
 
 
 @dataclass(eq=False)
 class Share:
-    """What one rank stores of all that it holds; without ``owners`` that is everything. ``reads``:
-    the ranks whose memory it reads; of those, what ``is_away`` at the moment is left nothing."""
+    """What one rank stores of the KV that it holds; everything without ``owners``. ``reads``: ranks
+    whose memory this rank reads, unless the rank ``is_away`` at the moment."""
 
     rank: int
     owners: Owners | None = None
@@ -64,11 +64,11 @@ class Share:
 
     @property
     def others(self) -> frozenset[int]:
-        """Ranks that hold something just as this one does."""
+        """Other ranks that hold some KV in common with this rank."""
         return frozenset(rank for group in self._own for rank in group) - {self.rank}
 
     def holders(self, key: bytes) -> Sequence[int]:
-        """Those that hold the same of it as this rank, itself among them."""
+        """All ranks with the same KV under ``key``, this rank included."""
         return self._own[part_of(key, len(self._own))]
 
     def owner(self, key: bytes) -> int:
@@ -79,5 +79,5 @@ class Share:
         return self.owner(key) == self.rank
 
     def is_elsewhere(self, key: bytes) -> bool:
-        """Whether it is not stored here, but read from its owner."""
+        """Whether this rank reads the chunk from its owner instead of storing it."""
         return bool(self.reads) and (o := self.owner(key)) in self.reads and not self.is_away(o)

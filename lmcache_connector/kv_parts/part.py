@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_PARTS = 256
-"""The last byte of a key tells the parts apart."""
+"""A key's last byte is the number of its part."""
 
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class Rule(Enum):
-    """Of which tokens before E a part needs the KV, to compute token E."""
+    """Which earlier tokens' KV a part needs to compute token E."""
 
     PREFIX = "prefix"
     """All of them."""
@@ -33,14 +33,13 @@ class Rule(Enum):
     CHUNKED = "chunked"
     """Those from the last multiple of ``span`` on."""
     STATE = "state"
-    """None, but a snapshot of the state at E."""
+    """None, but the state's snapshot at E."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. ``groups``: the KV cache groups its layers are in. ``span`` and ``block_size`` are
-    in tokens; a state's block holds one snapshot. ``span`` is 0 for rules without one.
-    """
+    """One part. ``groups``: KV cache groups of its layers. ``span`` (0 if the rule has none) and
+    ``block_size`` are in tokens; a state's block holds one snapshot."""
 
     rule: Rule
     groups: tuple[int, ...]
@@ -48,7 +47,7 @@ class Part:
     span: int = 0
 
     def first_needed(self, end: int) -> int:
-        """The first token whose KV is needed to compute token ``end``; ``end`` if none is."""
+        """The first token whose KV token ``end`` needs; ``end`` without any."""
         if self.rule is Rule.PREFIX:
             return 0
         if self.rule is Rule.WINDOW:
@@ -59,35 +58,35 @@ class Part:
 
 
 def part_key(chunk_key: bytes, part: int, num_parts: int) -> bytes:
-    """The key under which part number ``part`` of ``num_parts`` of a chunk is stored.
-
-    With one part it is the chunk key; with several, its last byte is the number of the part.
-    """
+    """The key of part number ``part`` of a chunk: with one part the chunk key; with several, the
+    chunk key with the part's number as last byte."""
     if num_parts == 1:
         return chunk_key
     return chunk_key[:-1] + bytes((part,))
 
 
 def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequence[bytes]:
-    """:func:`part_key` of each."""
+    """:func:`part_key` of each chunk key."""
     if num_parts == 1:
         return chunk_keys
     return [part_key(key, part, num_parts) for key in chunk_keys]
 
 
 def parents_of_part(
+    parts: Sequence[Part],
+    part: int,
     chunk_keys: Sequence[bytes],
     chunks: Sequence[int],
     keys: Sequence[bytes],
-    part: int,
-    num_parts: int,
     num_owners: int = 1,
 ) -> tuple[bytes, ...]:
-    """The key before each of ``chunks``, of the same part and the same of ``num_owners``; empty
-    before the first of a request. ``chunk_keys``: of the request, from its first chunk on;
-    ``keys``: those of the chunks, or of the same part."""
-    found = list[bytes]()
-    for chunk, key in zip(chunks, keys, strict=False):
+    """Per chunk, the key of the preceding chunk with the same part and owner; empty for the first.
+    ``chunk_keys``: all keys of the request; ``keys``: those of ``chunks``. Returns nothing for
+    parts whose chunks are usable alone."""
+    if parts[part].rule is not Rule.PREFIX:
+        return ()
+    found, num_parts = list[bytes](), len(parts)
+    for chunk, key in zip(chunks, keys, strict=True):
         before, own = chunk - 1, turn(key, num_owners)
         while before >= 0 and turn(chunk_keys[before], num_owners) != own:
             before -= 1
@@ -96,10 +95,10 @@ def parents_of_part(
 
 
 def turn(key: bytes, num_owners: int) -> int:
-    """Which of so many in turn owns what is stored under this key: the same for all parts."""
+    """Which of ``num_owners`` owns the chunk; the same for all its parts."""
     return int.from_bytes(key[:4], "little") % num_owners if num_owners > 1 else 0
 
 
 def part_of(key: bytes, num_parts: int) -> int:
-    """Which part a key of :func:`part_key` names."""
+    """The part that a key from :func:`part_key` names."""
     return key[-1] if num_parts > 1 else 0

@@ -1,4 +1,4 @@
-"""Asks all tiers behind the CPU tier at once which chunks they hold."""
+"""Looks chunks up in all remote tiers at once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lmcache_connector.storage.redis.lookup import RedisLookup, await_answers
 
 
 class AnyLookup:
-    """``lookups``: in the order in which a load asks the tiers. One thread owns it, but for
+    """``lookups`` is in the order in which loads try the tiers. Used by one thread, except
     `servers`."""
 
     def __init__(self, lookups: Mapping[Tier, RedisLookup], clock: Callable[[], float]) -> None:
         self._lookups = lookups
         self._clock = clock
         self.last_seconds: Mapping[Tier, float] = {}
-        """How long each tier's part of the last question was on its way, answered or not."""
+        """Duration of each tier's part of the last lookup, answered or not."""
 
     @property
     def has_servers(self) -> bool:
-        """Whether there is anybody to ask. From any thread, and at once."""
+        """Whether there is a server to ask. Thread-safe; never blocks."""
         return any(lookup.has_servers for lookup in self._lookups.values())
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
@@ -32,8 +32,7 @@ class AnyLookup:
             lookup.learn_geometries(geometries)
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
-        """The first tier that holds each of the ``keys``, as far as is known by ``deadline``, a
-        reading of the clock."""
+        """For each key the first tier known by ``deadline``, a reading of the clock, to hold it."""
         if not keys:
             return []
         limit, started = Deadline(deadline, self._clock), self._clock()
@@ -56,7 +55,7 @@ class AnyLookup:
         return places
 
     def tend(self) -> None:
-        """Called when there is nothing to ask: connect ahead of need."""
+        """Connect ahead of need; called while there is nothing to look up."""
         for lookup in self._lookups.values():
             lookup.tend()
 

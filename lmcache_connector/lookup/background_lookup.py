@@ -1,8 +1,7 @@
-"""Asks Redis and peers which chunks they hold, off the scheduler's thread, and keeps each request's
-answers.
+"""Looks chunks up in Redis and peers off the scheduler's thread, and keeps each request's answers.
 
-``get_num_new_matched_tokens`` must not wait for a network. It submits a lookup, gives it about a
-millisecond, and otherwise asks again in the next step; past its deadline a lookup counts as a miss.
+``get_num_new_matched_tokens`` must not wait for a network. It submits a lookup, waits about a
+millisecond, and otherwise asks again in the next step. A lookup past its deadline is a miss.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
@@ -28,34 +28,27 @@ logger = logging.getLogger(__name__)
 _MAX_TIMES = 1024
 _IDLE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
-_FIRST_FOUND_SHARE = 0.5  # nothing is known
-_FOUND_WEIGHT = 0.2  # of the last answer
+_FIRST_FOUND_SHARE = 0.5  # before any answer
+_FOUND_WEIGHT = 0.2  # weight of the last answer
 
 
 class Pending(Enum):
-    """The answer of a look-up that has none yet."""
+    """The value of a lookup without an answer so far."""
 
     PENDING = "pending"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer of a look-up: where the keys asked for are held, of those that are."""
-
-    places: Mapping[bytes, Tier] = field(default_factory=dict)
-
-
 PENDING: Final = Pending.PENDING
-MISS: Final = Found()
-"""There is no answer, so nothing is known to be held."""
-LookupAnswer = Found | Pending
+Places = Mapping[bytes, Tier]
+"""The answer of a lookup: the tier of each key that was found."""
+MISS: Final[Places] = MappingProxyType({})
+"""No answer: no chunk counts as found."""
+LookupAnswer = Places | Pending
 
 
 class PendingLookup:
-    """One question to the tiers: one thread asks and waits, another settles it.
-
-    ``deadline`` is a reading of ``clock``, seconds.
-    """
+    """One lookup: one thread asks and waits, another settles it. ``deadline`` is a reading of
+    ``clock``, in seconds."""
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
@@ -65,11 +58,11 @@ class PendingLookup:
         self.is_cancelled = False
         self._clock = clock
         self.answer: LookupAnswer = PENDING
-        """As far as it is known now, deadline or not. Written by :meth:`settle` alone."""
+        """The answer so far, regardless of the deadline. Written by :meth:`settle` only."""
         self._settled = threading.Event()
 
     def wait(self, seconds: float) -> LookupAnswer:
-        """The answer, waited for up to so many seconds. Past the deadline it is a miss."""
+        """Wait up to ``seconds`` for the answer. Past the deadline it is a miss."""
         remaining = self.deadline - self._clock()
         self._settled.wait(max(0.0, min(seconds, remaining)))
         if self.answer is PENDING and remaining <= seconds:
@@ -78,16 +71,16 @@ class PendingLookup:
         return self.answer
 
     def cancel(self) -> None:
-        """It need not be asked any more. A question already on its way is left alone."""
+        """Skip the lookup unless it is already under way."""
         self.is_cancelled = True
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: Places) -> None:
         self.answer = found
         self._settled.set()
 
 
 class BackgroundLookup:
-    """Asks one question after the other on one background thread, which ``lookup`` belongs to."""
+    """Runs lookups one after the other on its own thread, which owns ``lookup``."""
 
     def __init__(
         self, lookup: AnyLookup, deadline_seconds: float, clock: Callable[[], float]
@@ -97,9 +90,9 @@ class BackgroundLookup:
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.last_seconds: Mapping[Tier, float] = {}
-        """How long each tier's part of the last question was on its way, answered or not."""
+        """Duration of each tier's part of the last lookup, answered or not."""
         self.found_share = _FIRST_FOUND_SHARE
-        """Of the keys asked for lately: those that are held."""
+        """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
         self._thread = start_thread("lmc-lookup", self._run)
 
@@ -108,15 +101,15 @@ class BackgroundLookup:
         if self._lookup.has_servers:
             self._pending.put(pending)
         else:
-            pending.settle(Found())
+            pending.settle({})
         return pending
 
     def take_seconds(self) -> list[tuple[Tier, float]]:
-        """Durations of the questions that have ended since the last call, at most 1024."""
+        """Durations of lookups ended since the last call, 1024 at most."""
         return [self._times.popleft() for _ in range(len(self._times))]
 
     def close(self) -> None:
-        """Bounded: a thread that hangs in a name look-up is left behind, a daemon."""
+        """Bounded: a thread that hangs in a host name lookup is left behind, as a daemon."""
         self._pending.put(None)
         self._thread.join(self._deadline_seconds + _CLOSE_SECONDS)
 
@@ -133,15 +126,15 @@ class BackgroundLookup:
                 return
             pending.settle(self._ask(pending))
 
-    def _ask(self, pending: PendingLookup) -> Found:
+    def _ask(self, pending: PendingLookup) -> Places:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
             tiers = self._lookup.find(pending.keys, pending.deadline)
             places = zip(pending.keys, tiers, strict=True)
-            found = Found({key: tier for key, tier in places if tier is not None})
-            self._learn(len(found.places), len(pending.keys))
-        except Exception:  # the next question may fare better
+            found: Places = {key: tier for key, tier in places if tier is not None}
+            self._learn(len(found), len(pending.keys))
+        except Exception:  # the next lookup may succeed
             logger.exception("A look-up failed; its chunks count as misses")
             found = MISS
         self.last_seconds = dict(self._lookup.last_seconds)
@@ -155,9 +148,9 @@ class BackgroundLookup:
 
 @dataclass(slots=True)
 class RequestLookup:
-    """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
-    :class:`HitFinder`. ``places``: what tiers behind the CPU tier hold of it, as far as they were
-    asked; ``offered_keys``: what the instance that the request names has.
+    """A vLLM request under its lookup ``keys``, and the answers. Written by the
+    :class:`HitFinder`. ``places``: the remote tier of each chunk found so far; ``offered_keys``:
+    chunks that the request's source offers.
 
     Times are readings of the hit finder's clock.
     """
@@ -166,37 +159,37 @@ class RequestLookup:
     keys: RequestKeys
     pending: PendingLookup | None = None
     asked_at: float = 0.0
-    wait_until: float | None = None  # set when the request begins to wait for an answer
-    wait_seconds: float | None = None  # left after the last one, for all further ones
+    wait_until: float | None = None  # set when the request begins to wait
+    wait_seconds: float | None = None  # left for all further waits
     asked_keys: tuple[bytes, ...] = ()
-    places: Mapping[bytes, Tier] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
     offered_keys: frozenset[bytes] = frozenset()
-    stores_until: float | None = None  # set when the request begins to wait for another's store
+    stores_until: float | None = None  # set when the request begins to wait for another store
     is_counted: bool = False
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
+        """No request waits for the answer any more."""
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
 
     def place_of(self, key: bytes) -> Tier:
-        """Which tier behind the CPU tier holds it, as far as is known."""
+        """The remote tier that holds the chunk, as far as known."""
         return Tier.PEER if key in self.offered_keys else self.places.get(key, Tier.REDIS)
 
     def lose(self, key: bytes) -> None:
-        """It turned out not to be there."""
+        """A load found the chunk missing."""
         self.places = {each: tier for each, tier in self.places.items() if each != key}
         self.offered_keys -= {key}
 
     def end_wait(self, now: float) -> None:
-        """It has waited for the answer long enough, or has it."""
+        """The request has its answer, or has waited long enough."""
         if self.wait_until is not None:
             self.wait_seconds = max(0.0, self.wait_until - now)
         self.pending = self.wait_until = None
 
     def reset(self, keys: RequestKeys) -> None:
-        """Answers about the keys from before are worth nothing."""
+        """Answers for the former keys are void."""
         self.cancel()
         self.keys, self.asked_keys = keys, ()
         self.places, self.offered_keys = {}, frozenset()

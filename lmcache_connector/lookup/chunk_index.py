@@ -1,17 +1,16 @@
-"""Which chunks the CPU tiers of all ranks hold, as far as the scheduler knows, and which of them
-requests want.
+"""The scheduler's view of the chunks in the CPU tiers of all ranks, and of the chunks in use.
 
-A chunk is *there* when every rank has it, or can read it from its owner, and *planned* while store
+A chunk is *there* when every rank has it or can read it from its owner, and *planned* while store
 jobs for it run. Both count as hits: workers run jobs in order, so a load planned after a store
-finds what it stored. Where another rank stores it, a request waits for the end of that. The index
-may be late: a load that finds a chunk gone fails and is recomputed. It is never late for chunks
-that it calls *firm*: no rank evicts one before a plan says that its announcement has been heard
-here.
+finds the stored chunk. If another rank stores the chunk, the request waits until that store ends.
+The index may be outdated: a load that misses a chunk fails, and the request is computed. It is
+never outdated for *firm* chunks: a rank evicts a chunk only after a plan has confirmed that the
+announcement of the eviction has arrived here.
 
-The workers are told of two things that they do not see. A request that vLLM's own prefix cache
-serves loads nothing and stores nothing new, but its prompt is in use, and its hints hold for chunks
-stored before it (:class:`PrefixUses`). And a chunk found in memory is not asked for in Redis, so
-nobody would notice that Redis lacks it (:class:`WantedChunks`; see `worker.offers`).
+The scheduler tells workers two things that they cannot see. A request served by vLLM's own prefix
+cache loads and stores nothing, but its prompt is in use, and its hints apply to stored chunks
+(:class:`PrefixUses`). And a chunk found in memory is not looked up in Redis, so nothing would
+notice that Redis lacks it (:class:`WantedChunks`; see `worker.offers`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 
 class ChunkIndex:
-    """``world_size``: how many ranks must hold a chunk for it to be there. ``needed``: which of
-    them, as a bit set, where some read it from others: see :class:`Owners`."""
+    """``world_size``: number of ranks that must hold a chunk. ``needed``: bit set of the ranks that
+    must, if ranks read from each other: see :class:`Owners`."""
 
     def __init__(self, world_size: int) -> None:
         self._all_ranks = (1 << world_size) - 1
@@ -39,22 +38,22 @@ class ChunkIndex:
         self.heard_leaving: tuple[int, ...] = ()
 
     def share(self, needed: Callable[[bytes], int], num_owners: Sequence[int]) -> None:
-        """Ranks read from each other: see :class:`Owners`. ``num_owners``: by part."""
+        """Ranks read from each other: see :class:`Owners`. ``num_owners`` is per part."""
         self.needed, self._num_owners = needed, num_owners
 
     def num_owners(self, part: int) -> int:
-        """How many ranks take turns to store what they hold alike of this part."""
+        """How many ranks take turns to store the part's KV that they all hold."""
         return self._num_owners[part] if self._num_owners else 1
 
     def __len__(self) -> int:
-        """Chunks that at least one rank holds."""
+        """Number of chunks that at least one rank holds."""
         return len(self._holders)
 
     def __contains__(self, key: bytes) -> bool:
         return self.has_each((key,))[0]
 
     def has_each(self, keys: Iterable[bytes]) -> list[bool]:
-        """``key in self`` for each key, in one pass: long prompts have hundreds."""
+        """``key in self`` for each key, in one pass because long prompts have hundreds."""
         holders, planned, all_ranks = self._holders, self._planned, self._all_ranks
         if self.needed is None:
             return [holders.get(key) == all_ranks or key in planned for key in keys]
@@ -68,41 +67,41 @@ class ChunkIndex:
         return holders & needed == needed
 
     def planned_job(self, key: bytes) -> int:
-        """The store job a load of this chunk must wait for, 0 if it is already there."""
+        """The store job that a load of this chunk must wait for; 0 if the chunk is there."""
         return 0 if self._is_there(key) else self._planned.get(key, 0)
 
     def first_stored_elsewhere(self, keys: Sequence[bytes]) -> int:
-        """The place of the first that some rank is storing for others too, who cannot tell when
-        that has ended; their number if there is none."""
+        """Index of the first key whose chunk some rank is storing for other ranks, which cannot
+        tell when the store has ended; ``len(keys)`` if there is none."""
         if (needed := self.needed) is None or not self._planned:
             return len(keys)
         stored = (self.planned_job(k) and needed(k) != self._all_ranks for k in keys)
         return next((i for i, is_stored in enumerate(stored) if is_stored), len(keys))
 
     def plan(self, keys: Iterable[bytes], job_id: int) -> None:
-        """Learn that a store job for these chunks was planned."""
+        """A store job for these chunks was planned."""
         for key in keys:
             self._planned[key] = job_id
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
-        """Learn that a store job has ended on all ranks; events have told what it stored."""
+        """A store job has ended on all ranks; events have reported what it stored."""
         for key in keys:
             if self._planned.get(key) == job_id:
                 del self._planned[key]
 
     def forget_planned(self) -> None:
-        """No store job is under way any more, and the last plan may be lost."""
+        """No store job is open any more, and the last plan may be lost."""
         self._planned.clear()
         self.heard_leaving = tuple(self._num_leaving)
 
     def take_heard(self) -> tuple[int, ...]:
-        """Of each rank, how many reports of leaving chunks are known here, for the next plan; empty
-        if as many as for the last one."""
+        """Per rank, the number of known reports of leaving chunks, for the next plan; empty if
+        unchanged since the last plan."""
         heard, self.heard_leaving = self.heard_leaving, ()
         return heard
 
     def num_firm(self, keys: Iterable[bytes]) -> int:
-        """How many leading ones of these all ranks hold, and none evicts before the next plan."""
+        """Number of leading chunks that all ranks hold, and no rank evicts before the next plan."""
         holders, leaving, all_ranks = self._holders, self._leaving, self._all_ranks
         return sum(
             1
@@ -112,9 +111,9 @@ class ChunkIndex:
         )
 
     def apply(self, rank: int, events: Iterable[CacheEvent], num_leaving: int = 0) -> None:
-        """Learn what entered and left a rank's CPU tier, in order, and what will leave it.
-        ``num_leaving``: how many reports of that rank have told of such chunks with this one; 0: it
-        does not. If one of them was lost, it may have been of any chunk."""
+        """Process changes of a rank's CPU tier, in order. ``num_leaving``: number of this report
+        among the rank's reports of leaving chunks; 0 for others. If one of these was lost, all of
+        the rank's chunks count as leaving."""
         bit, known = 1 << rank, self._num_leaving[rank]
         if num_leaving > known + 1:
             self._leaving |= {key: self._leaving.get(key, 0) | bit for key in self._holders}
@@ -132,8 +131,9 @@ class ChunkIndex:
             self.heard_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
-        """Learn that this rank does not hold the chunk, or could not read it where it is: then it
-        is as good as gone, until it is stored again. One that has held it need not have read it."""
+        """The rank lacks the chunk, or could not read it from its owner: then the chunk counts as
+        gone until it is stored again. A rank that has held the chunk need not have tried to read it
+        from the owner."""
         gone = 1 << rank
         if self.needed is not None and not (self.needed(key) | self._holders.get(key, 0)) & gone:
             gone |= self.needed(key)
@@ -154,7 +154,7 @@ class ChunkIndex:
 
 
 class PrefixUses:
-    """Collects uses for the next plan. ``parts``: the model's. ``new``: since the last one."""
+    """Collects uses of prompts for the next plan. ``new``: uses since the last plan."""
 
     def __init__(self, parts: Sequence[Part], index: ChunkIndex) -> None:
         self._parts = parts
@@ -162,7 +162,7 @@ class PrefixUses:
         self.new: list[PrefixUse] = []
 
     def add(self, chunk_keys: Sequence[bytes], claim: Claim) -> None:
-        """A new request has this prompt. O(its chunks)."""
+        """A new request has this prompt. O(chunks)."""
         keys: list[bytes] = []
         for number, part in enumerate(self._parts):
             own = keys_of_part(chunk_keys, number, len(self._parts))
@@ -172,7 +172,7 @@ class PrefixUses:
                 continue
             num_held = are_held.index(False) if False in are_held else len(own)
             num_owners = self._index.num_owners(number)
-            last = dict[int, bytes]()  # of each turn: it builds on all the others of its owners
+            last = dict[int, bytes]()  # per turn; a use covers all earlier chunks of the same owner
             for key in reversed(own[:num_held]):
                 last.setdefault(turn(key, num_owners), key)
                 if len(last) == num_owners:
@@ -182,22 +182,21 @@ class PrefixUses:
             self.new.append(PrefixUse(claim, tuple(keys)))
 
     def take(self) -> tuple[PrefixUse, ...]:
-        """Since the last call."""
         new, self.new = tuple(self.new), []
         return new
 
 
 INTERVAL_SECONDS = 15.0
-"""A chunk is told of once in that time, however many requests want it."""
+"""A chunk is reported once in this time, however many requests use it."""
 _MAX_PER_STEP = 256
 _MAX_TRACKED = 1 << 16
 
 
 class WantedChunks:
-    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds. ``has_news``:
-    whether there is something to take.
+    """Collects chunks that requests use, at most once per interval and chunk. O(1) per chunk.
+    ``clock`` returns seconds. ``has_news``: whether :meth:`take` has something to return.
 
-    Chunks that live in Redis for ``ttl_seconds`` are told of several times in their lives.
+    Chunks that live in Redis for ``ttl_seconds`` are reported several times per lifetime.
     """
 
     def __init__(
@@ -213,7 +212,6 @@ class WantedChunks:
         self.has_news = False
 
     def sight(self, keys: Sequence[bytes]) -> None:
-        """A request has this prompt."""
         now = self._clock()
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
             if len(self._news) >= _MAX_PER_STEP:
@@ -227,7 +225,7 @@ class WantedChunks:
             self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
-        """What there is to tell the workers, at most 256 chunks."""
+        """Chunks to report to the workers, 256 at most."""
         news, self._news = tuple(self._news), []
         self.has_news = False
         return news

@@ -1,7 +1,7 @@
-"""Where a request's hit may end, by what the tiers hold of its chunks.
+"""Finds where a request's hit may end, from the chunks that the tiers hold.
 
-The index of the CPU tiers answers at once, Redis and peers in their own time: they are asked when a
-request arrives, and waited for when the request is scheduled, if that is worth it.
+The index of the CPU tiers answers at once. Redis and peers are asked when a request arrives; when
+it is scheduled, it waits for their answers if that is worth the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
     BackgroundLookup,
-    Found,
     Pending,
     RequestLookup,
 )
@@ -28,15 +27,15 @@ from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.threads import StepWait
 
-# An answer that old is asked for again before a request is scheduled: while the request queued,
-# others stored what it shares with them, and the CPU tier let go of what it had.
+# An older answer is renewed before a request is scheduled: while the request queued, other requests
+# may have stored shared chunks, and the CPU tier may have evicted some.
 _STALE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class FetchAhead:
-    """A hit that ends before chunk ``stop``, and what of it memory lacks, in the order in which a
-    load takes it: part, chunk, and the key it is stored under."""
+    """A hit that ends before chunk ``stop``, and its chunks that memory lacks, in load order: part,
+    index of the chunk, and key."""
 
     stop: int = 0
     missing: tuple[tuple[int, int, bytes], ...] = ()
@@ -47,10 +46,9 @@ NOTHING_AHEAD: Final = FetchAhead()
 
 @dataclass(eq=False)
 class HitFinder:
-    """Finds hits in the CPU tiers, and in what ``lookup`` asks: Redis, peers, or both.
+    """Finds hits in the CPU tiers, and in Redis and peers through ``lookup``.
 
-    ``parts`` are the model's, ``chunk_size`` in tokens. Owns the :class:`RequestLookup` of every
-    request.
+    ``chunk_size`` is in tokens. Owns the :class:`RequestLookup` of every request.
     """
 
     parts: tuple[Part, ...]
@@ -63,10 +61,7 @@ class HitFinder:
     clock: Callable[[], float] = time.monotonic
 
     def find(self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait) -> Hit | Pending:
-        """The hit, from the chunk being computed on.
-
-        ``PENDING``: call again in the next step.
-        """
+        """The hit, from the chunk being computed on. ``PENDING``: call again in the next step."""
         places: Mapping[bytes, Tier] | Pending
         places = dict.fromkeys(asked.offered_keys, Tier.PEER)
         if not places:
@@ -89,7 +84,7 @@ class HitFinder:
         self, asked: RequestLookup, num_computed_tokens: int, places: Mapping[bytes, Tier]
     ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
         """The keys of each part from the chunk being computed on, which of them are in memory, and
-        the hit with these and what is in other places."""
+        the hit that memory and ``places`` make."""
         keys = self._keys_by_part(asked, num_computed_tokens // self.chunk_size)
         held = are_in_cpu = [self.index.has_each(each) for each in keys]
         if places:
@@ -112,7 +107,7 @@ class HitFinder:
         hit: Hit,
         num_computed_tokens: int,
     ) -> list[tuple[bytes, bool]]:
-        """What a load of the whole hit brings, and whether memory has it."""
+        """The keys that a load of the whole hit reads, and whether each is in memory."""
         if not hit:
             return []
         if is_prefix_only(self.parts):
@@ -127,14 +122,14 @@ class HitFinder:
         ]
 
     def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
-        """Of the chunks from ``first`` on."""
+        """The keys of each part, from chunk ``first`` on."""
         num_parts, keys = len(self.parts), asked.keys.loadable[first:]
         return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
 
     def _count(
         self, asked: RequestLookup, num_computed_tokens: int, tiers: Collection[Tier]
     ) -> None:
-        """``tiers``: those that a load of the whole hit takes from."""
+        """Count a lookup once. ``tiers``: where a load of the whole hit reads."""
         asked.is_counted = True
         tally = self.tally
         tally.count("lookups", Tier.CPU.value)
@@ -143,9 +138,9 @@ class HitFinder:
             tally.count("lookup_hits", tier.value)
 
     def ask(self, asked: RequestLookup, first: int) -> None:
-        """Ask for what the index lacks from chunk ``first`` on, ahead of :meth:`find`: once, and
-        again for a request that has queued for long, if there may be more to know. Until that is
-        answered, what is known counts."""
+        """Look up chunks that the index lacks, from chunk ``first`` on, ahead of :meth:`find`. Done
+        once, and again for a request that has queued for long if the answer may have changed. Until
+        the answer comes, the last one counts."""
         if self.lookup is None or (asked.asked_keys and not self._is_old(asked)):
             return
         missing, known = self._missing(asked, first), asked.pending
@@ -153,31 +148,30 @@ class HitFinder:
         if asked.asked_keys:
             answer = None if known is None else known.answer
             is_whole = answer is None or (
-                isinstance(answer, Found) and answer.places.keys() == set(asked.asked_keys)
+                answer is not PENDING and answer.keys() == set(asked.asked_keys)
             )
             if is_whole and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
             if known is not None and known.answer is not PENDING:
-                asked.places = known.answer.places
+                asked.places = known.answer
             asked.asked_keys = missing
             asked.pending = self.lookup.submit(missing)
             for tier in self.policy.remote_tiers:
                 self.tally.count("lookups", tier.value)
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        """What a load of the whole hit would take from slow tiers, as far as is known now. Waits
-        for nothing."""
+        """What a load of the whole hit reads from remote tiers, as far as known. Never waits."""
         places, known = asked.places, asked.pending
         if known is not None and known.answer is MISS and asked.wait_until is None:
-            # Many came at once: the question had no turn before its deadline.
+            # Many requests arrived at once: the lookup had no turn before its deadline.
             if not self._is_old(asked):
                 return PENDING
             self.ask(asked, num_computed_tokens // self.chunk_size)
         if asked.pending is not None:
             if asked.pending.answer is PENDING:
                 return PENDING
-            places = asked.pending.answer.places
+            places = asked.pending.answer
         if not places:
             return NOTHING_AHEAD
         first, size = num_computed_tokens // self.chunk_size, self.chunk_size
@@ -196,12 +190,12 @@ class HitFinder:
         return FetchAhead(hit.stop, tuple(missing))
 
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close connections and threads."""
         if self.lookup is not None:
             self.lookup.close()
 
     def _missing(self, asked: RequestLookup, first: int) -> tuple[bytes, ...]:
-        """What memory lacks of the chunks from ``first`` on that would make the hit longer."""
+        """Keys from chunk ``first`` on that memory lacks and that would make the hit longer."""
         keys = self._keys_by_part(asked, first)
         are_in_cpu = [self.index.has_each(each) for each in keys]
         last, begins = first + len(keys[0]), [first] * len(keys)
@@ -222,8 +216,8 @@ class HitFinder:
         )
 
     def _is_old(self, asked: RequestLookup) -> bool:
-        """Whether a new answer may say more: there is one, it is old, and nobody has waited for
-        it. What a request has no time left to wait for is not asked for."""
+        """Whether to look up again: the last answer is old, nothing has waited for it, and the
+        request still has time to wait for another."""
         if asked.wait_until is not None or asked.wait_seconds == 0.0:
             return False
         if self.clock() - asked.asked_at < _STALE_SECONDS:
@@ -233,7 +227,7 @@ class HitFinder:
     def _places(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
     ) -> Mapping[bytes, Tier] | Pending:
-        """Waits a moment if that is worth it."""
+        """The answer of the remote tiers, after a short wait if that is worth it."""
         question, lookup = asked.pending, self.lookup
         if question is None or lookup is None:
             return asked.places
@@ -245,19 +239,19 @@ class HitFinder:
                 share = lookup.found_share
                 if self._is_worth_a_step(asked, num_computed_tokens, share, remaining):
                     return PENDING
-            # Not cancelled: how long it takes tells whether the next one is worth waiting for.
+            # Not cancelled: its duration tells whether to wait for the next lookup.
             self.tally.count("lookups_given_up")
-            answer = Found(asked.places)
-        elif answer is not MISS and len(answer.places) < len(asked.asked_keys):
-            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer.places))
-        asked.places = answer.places
+            answer = asked.places
+        elif answer is not MISS and len(answer) < len(asked.asked_keys):
+            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer))
+        asked.places = answer
         asked.end_wait(self.clock())
         return asked.places
 
     def _is_worth_a_step(
         self, asked: RequestLookup, num_computed_tokens: int, found_share: float, seconds: float
     ) -> bool:
-        """To find more than is known to be there, in memory or by an older answer."""
+        """Whether to ask again in the next step, to find more than the known chunks."""
         _, _, known = self._hit(asked, num_computed_tokens, asked.places)
         num_tokens = asked.request.num_tokens
         num_known = max(num_computed_tokens, asked.keys.end_of(known.stop))
@@ -272,7 +266,7 @@ class HitFinder:
     def _up_to_stores(
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
     ) -> Hit:
-        """A shorter hit, if another rank is storing some of what a load of this one would bring."""
+        """``hit``, cut short before chunks that other ranks are still storing."""
         if self.index.needed is None or not hit:
             return hit
         for part, of_part in zip(self.parts, keys, strict=True):
@@ -286,7 +280,7 @@ class HitFinder:
     def _waits_for_stores(
         self, asked: RequestLookup, num_computed_tokens: int, there: int, stop: int
     ) -> bool:
-        """For chunks from ``there`` to ``stop``: no longer than they would take to compute."""
+        """Whether to wait for chunks ``[there, stop)``; no longer than computing them takes."""
         now, start = self.clock(), max(num_computed_tokens, there * self.chunk_size)
         if asked.stores_until is None:
             seconds = self.policy.compute_seconds(start, asked.keys.end_of(stop))
@@ -296,7 +290,7 @@ class HitFinder:
     def _remaining_seconds(
         self, asked: RequestLookup, num_computed_tokens: int, last: Mapping[Tier, float]
     ) -> float:
-        """Seconds for which this request may still wait for answers, however many."""
+        """Seconds for which this request may still wait for answers, all together."""
         now = self.clock()
         if asked.wait_until is None:
             if asked.wait_seconds is None:

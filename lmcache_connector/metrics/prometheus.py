@@ -1,7 +1,6 @@
-"""The connector's samples as vLLM wants them: a stats container, Prometheus metrics, a log line.
+"""The connector's samples in vLLM's interfaces: stats container, Prometheus metrics, log line.
 
-Runs in vLLM's front end, which may serve several engines (data parallel): each has its own label
-values. Nothing here touches the cache.
+Runs in vLLM's front end, which may serve several data-parallel engines, told apart by labels.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _TROUBLES = (
     ("dropped writes", "dropped_writes"),
     ("evicted chunks", "evicted_chunks"),
 )
-_CIRCUIT_OPEN = 2  # as the metric's description in the table says
+_CIRCUIT_OPEN = 2  # see the metric's documentation
 
 
 def log_fields(samples: Samples) -> dict[str, str]:
-    """What the cache did in this interval: titles, and what to print behind each."""
+    """The cache's activity in an interval: titles and texts for the log line."""
     fields: dict[str, str] = {}
     queried, saved = samples.total("queried_tokens"), samples.total("prefill_saved_tokens")
     if queried or saved:
@@ -72,7 +71,7 @@ def traffic(num_bytes: float, seconds: float) -> str:
 
 @dataclass
 class TieredStats(KVConnectorStats):
-    """What the connector counted in some interval. ``data`` is a :class:`Samples` as plain data."""
+    """Counts of an interval. ``data`` is a :class:`Samples` as plain data."""
 
     @classmethod
     def of(cls, samples: Samples) -> Self:
@@ -86,7 +85,7 @@ class TieredStats(KVConnectorStats):
         self.data = Samples().to_data()
 
     def aggregate(self, other: KVConnectorStats) -> Self:
-        """Add another rank's or interval's to these, which are returned."""
+        """Add another rank's or interval's samples. Returns ``self``."""
         total = self.samples
         total.merge(Samples.from_data(other.data))
         self.data = total.to_data()
@@ -96,12 +95,12 @@ class TieredStats(KVConnectorStats):
         return self.samples.is_empty
 
     def reduce(self) -> dict[str, Any]:
-        """The periodic log line."""
+        """Fields of the periodic log line."""
         return dict(log_fields(self.samples))
 
 
 class TablePromMetrics(KVConnectorPromMetrics):
-    """Registers every metric of a table, once per process; known label values start at zero."""
+    """Registers a table of metrics once per process; known label values start at zero."""
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
 """Counts on their way from workers and scheduler to ``/metrics``: plain data that adds up.
 
-Workers, the scheduler side and KV transfers each own a :class:`Tally`. Its owner counts where
-things happen, under the names of the metrics, and whoever reports to vLLM takes the new part as
-:class:`Samples`. vLLM adds up those of all ranks and of the scheduler, ships the sum to the front
-end with each step's output, and there it goes to Prometheus and into the log.
+Workers, the scheduler side and KV transfers each own a :class:`Tally` and count under the metrics'
+names. The new counts go to vLLM as :class:`Samples`. vLLM adds up the samples of all ranks and the
+scheduler, and ships the sum to the front end with each step's output, for Prometheus and the log.
 
 Counters are increments, gauges the latest value, observations single values of histograms. A key is
-the metric's name and its label values, joined by newlines; so a ``Samples`` is three flat
-dictionaries that any serialisation carries.
+the metric's name and its label values, joined by newlines, so ``Samples`` consists of three flat
+dictionaries, which any serialisation carries.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SEPARATOR = "\n"
 
 @dataclass(slots=True)
 class Samples:
-    """What happened in some interval, on one rank or many."""
+    """Counts of an interval, on one rank or many."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -36,7 +35,6 @@ class Samples:
             self.counters[key] = self.counters.get(key, 0) + amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        """Set a gauge."""
         self.gauges[sample_key(name, *labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
@@ -70,20 +68,20 @@ class Samples:
         return {labels[0]: value for each, labels, value in split if each == name and labels}
 
     def gauge_values(self, name: str) -> list[float]:
-        """A gauge's values, one for each set of label values."""
+        """A gauge's values, one per combination of labels."""
         return [value for key, value in self.gauges.items() if split_key(key)[0] == name]
 
     def observed(self, name: str, label: str) -> list[float]:
-        """A histogram's values with that one label value."""
+        """A histogram's values with this single label."""
         return self.observations.get(sample_key(name, label), [])
 
     def to_data(self) -> dict[str, Any]:
-        """Plain dictionaries, strings, numbers and lists."""
+        """The samples as dictionaries, strings, numbers and lists."""
         return {name: getattr(self, name) for name in ("counters", "gauges", "observations")}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Samples:
-        """A copy: what is merged into it leaves ``data`` alone."""
+        """A copy: merging into it leaves ``data`` unchanged."""
         return cls(
             dict(data.get("counters", {})),
             dict(data.get("gauges", {})),
@@ -92,43 +90,36 @@ class Samples:
 
 
 def sample_key(name: str, *labels: str) -> str:
-    """The key of a metric's sample with these label values."""
     return _SEPARATOR.join((name, *labels))
 
 
 def split_key(key: str) -> tuple[str, tuple[str, ...]]:
-    """The metric's name and the label values of a key."""
     name, *labels = key.split(_SEPARATOR)
     return name, tuple(labels)
 
 
 class Tally:
-    """Not thread-safe: one thread counts and takes.
-
-    ``totals`` holds the counters since the start; gauges and observations are kept only until they
-    are taken.
-    """
+    """Not thread-safe: one thread counts and takes. ``totals`` holds the counters since the start;
+    gauges and observations are kept only until taken."""
 
     def __init__(self) -> None:
         self.totals = Samples()
         self._new = Samples()
 
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
-        """Add to a counter. Raises ``ValueError`` for a negative amount; 0 records nothing."""
+        """See :meth:`Samples.count`."""
         self.totals.count(name, *labels, amount=amount)
         self._new.count(name, *labels, amount=amount)
 
     def count_up_to(self, name: str, *labels: str, total: float) -> None:
-        """Something that is counted elsewhere has come to ``total`` since the start."""
+        """Raise a counter to ``total``, which is counted elsewhere since the start."""
         known = self.totals.counters.get(sample_key(name, *labels), 0)
         self.count(name, *labels, amount=total - known)
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        """Set a gauge."""
         self._new.set(name, *labels, value=value)
 
     def observe(self, name: str, *labels: str, value: float) -> None:
-        """Add one value to a histogram."""
         self._new.observe(name, *labels, value=value)
 
     def total(self, name: str, label: str | None = None) -> float:
@@ -136,7 +127,7 @@ class Tally:
         return self.totals.total(name, label)
 
     def take(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is."""
+        """New samples since the last call; ``None`` if there are none."""
         if self._new.is_empty:
             return None
         taken, self._new = self._new, Samples()

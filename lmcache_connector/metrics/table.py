@@ -1,10 +1,9 @@
-"""Every metric of the connector on vLLM's ``/metrics``: names, labels, meaning.
+"""Every metric of the connector on vLLM's ``/metrics``: name, labels, meaning.
 
-Names and units follow Prometheus and vLLM: base units, ``_total`` for what only grows (the client
-library appends it), and vLLM's own labels ``model_name`` and ``engine`` before those listed here.
-``tier`` is ``cpu``, ``peer`` or ``redis``. ``rank`` is a worker's world rank, ``scheduler`` for the
-process that looks chunks up. A metric whose unit is bytes or jobs counts over all ranks of an
-engine; one in tokens or requests is counted once.
+Names and units follow Prometheus and vLLM: base units, ``_total`` for counters (appended by the
+client library), and vLLM's labels ``model_name`` and ``engine`` before the labels listed here.
+``tier`` is ``cpu``, ``peer`` or ``redis``. ``rank`` is a worker's world rank, or ``scheduler``.
+Metrics in bytes or jobs count over all ranks of an engine, those in tokens or requests once.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``known``: label values known beforehand, so that a rate has a first value to start from.
-    ``buckets``: upper bounds, of a histogram."""
+    """``known``: label values to start at zero, so that a rate has a first value. ``buckets``:
+    upper bounds of a histogram's buckets."""
 
     name: str
     kind: Kind
@@ -54,7 +53,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As registered. A counter appears with ``_total`` behind it."""
+        """The registered name; a counter is exported with ``_total`` appended."""
         return PREFIX + self.name
 
 
@@ -71,7 +70,7 @@ def histogram(name: str, documentation: str, *labels: str, buckets: tuple[float,
 
 
 def _known(labels: tuple[str, ...], known: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
-    """Of one label, and of none."""
+    """The known values of a single label, or the empty combination."""
     if labels == ("tier",) and not known:
         known = _TIERS
     return tuple((value,) for value in known) if labels else ((),)

@@ -1,4 +1,4 @@
-"""Addresses of peers: where one listens, where others are."""
+"""Addresses of peers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where rank 0 of an instance serves its chunks; rank r does r ports higher. ``is_dns``: the
-    name stands for as many instances as it has addresses."""
+    """Where rank 0 of an instance serves chunks; rank r listens r ports higher. ``is_dns``: one
+    instance per address that the name resolves to."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Address:
             host = host[1:-1]
         elif ":" in host:
             raise ValueError("an IPv6 address goes into brackets: [::1]:7450")
-        if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
+        if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
             raise ValueError("must be HOST:PORT, with a port from 1 to 65535")
         try:
             return cls(host, int(port), is_dns).check()
@@ -35,8 +35,9 @@ class Address:
             raise ValueError(f"must be HOST:PORT: {error} comes first") from None
 
     def check(self) -> Address:
-        """Itself. Raises ``ValueError`` for what is no host."""
-        if not (_is_address(self.host) or _NAME.fullmatch(self.host)):
+        """Returns itself. Raises ``ValueError`` if ``host`` is no host."""
+        is_host = _is_address(self.host) or _NAME.fullmatch(self.host)
+        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # a scope may be any
             raise ValueError("neither a host name nor an address")
         return self
 

@@ -1,4 +1,4 @@
-"""How long an operation may still take, and how soon a connection that was cut is noticed."""
+"""Deadlines of operations, and keepalive of TCP connections."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ _POLL_SECONDS = 0.05
 
 
 def never() -> bool:
-    """The ``cancelled`` of an operation that nobody cancels."""
+    """``cancelled`` of an operation that is not cancelled."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``at`` is a reading of ``clock``, in seconds. ``cancelled`` may end it earlier."""
+    """``at``: in seconds of ``clock``. ``cancelled()`` ends the operation earlier."""
 
     at: float
     clock: Callable[[], float]
     cancelled: Callable[[], bool] = never
 
     def remaining(self) -> float:
-        """Seconds left; 0.0 if it has passed or was cancelled."""
+        """Seconds left; 0.0 after the deadline or a cancellation."""
         return 0.0 if self.cancelled() else max(0.0, self.at - self.clock())
 
     def wait(self, event: threading.Event) -> bool:
-        """Whether ``event`` is set by then."""
+        """Whether ``event`` was set before the deadline."""
         while not event.is_set() and (left := self.remaining()) > 0.0:
             event.wait(min(left, _POLL_SECONDS))
         return event.is_set()
 
 
-# A host that vanished, or a NAT that forgot the connection, is noticed after 10 + 3 * 5 seconds of
-# silence.
+# A vanished host, or a NAT that dropped the connection, is noticed after 10 + 3 * 5 seconds.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """For a TCP socket, which also sends without delay. Raises ``OSError`` for one that is gone."""
+    """Also disables Nagle's algorithm. For TCP sockets; raises ``OSError`` if it is closed."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in KEEPALIVE.items():

@@ -1,9 +1,9 @@
-"""Moves bytes over a connected socket, to or from a Redis server or another instance.
+"""Moves bytes over a connected socket, to or from a Redis server or a peer.
 
-Waits are cut into slices, so that a deadline, a cancellation or a silent peer is noticed soon.
-Inside a slice, one system call moves as much as there is, scattered over many buffers, with the GIL
-released. On a plain socket, ``MSG_WAITALL`` with ``SO_RCVTIMEO`` does that; Python's own socket
-timeouts would turn every few hundred KiB into a poll and a receive.
+Waits are cut into slices, so that deadlines, cancellations and silent peers are noticed soon. In a
+slice, one system call moves all available bytes, scattered over many buffers, without the GIL. On
+plain sockets ``MSG_WAITALL`` with ``SO_RCVTIMEO`` does this; Python's socket time-outs would add a
+poll for every few hundred KiB.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from typing import Protocol
 from lmcache_connector.net.deadline import Deadline
 
 SLICE_SECONDS = 0.005
-# A deadline that passes after as long without a byte was not just too tight.
+# Silence before a missed deadline that counts as the peer's fault, not as too tight a deadline.
 _SUSPICIOUS_SECONDS = 0.2
 _MAX_VECTORS = 512
 _LOW_WATER_BYTES = 256 << 10
 _LINE_BYTES = 64 * 1024
 _TLS_RECORD_BYTES = 16 * 1024
-# After that many, deadlines are looked at again, however fast the peer is.
+# Bytes per slice, so that deadlines are checked with a fast peer too.
 _TLS_SLICE_BYTES = 1 << 20
 _INT = struct.Struct("@i")
 _TIMEVAL = struct.Struct("@ll")
 
 
 class WireFault(Enum):
-    """What ended a connection. The values are labels of a metric."""
+    """Why a connection ended. The values are labels of a metric."""
 
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     CLOSED = "closed"
     STALLED = "stalled"
-    OUT_OF_STEP = "out_of_step"  # the peer's bytes are not the answer to what was sent
+    OUT_OF_STEP = "out_of_step"  # the bytes received are no answer to those sent
 
 
 class WireError(Exception):
-    """The connection cannot be used any more.
-
-    ``is_peers_fault`` is False where only the caller's own deadline or cancellation ended it.
+    """The connection is unusable. ``is_peers_fault`` is False if only the caller's own deadline or
+    cancellation ended it.
     """
 
     def __init__(self, fault: WireFault, detail: str = "", *, is_peers_fault: bool = True) -> None:
@@ -63,22 +62,22 @@ _Move = Callable[[Sequence[memoryview], float], int]
 class Channel(Protocol):
     """Sends or receives for one slice of time.
 
-    Each method waits up to ``seconds`` and returns the number of bytes moved, 0 if none were. It
-    raises ``OSError`` if the connection broke and ``EOFError`` if the peer closed it.
+    Methods wait up to ``seconds`` and return the number of bytes moved. They raise ``OSError`` if
+    the connection broke, ``EOFError`` if the peer closed it.
     """
 
     def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
-        """With ``fill`` wait until all of ``views`` are full, or the slice is over; else return
-        as soon as the first of them has got any bytes."""
+        """``fill``: wait until all of ``views`` are full or the slice is over; else return as soon
+        as the first of them has received bytes."""
         ...
 
     def send(self, views: Sequence[memoryview], seconds: float) -> int:
-        """Send as much of ``views`` as the socket takes."""
+        """Send what the socket takes of ``views``."""
         ...
 
 
 class PlainChannel:
-    """A TCP or Unix socket, whose options nobody else sets."""
+    """A TCP or Unix socket. Nobody else may set its options."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -119,17 +118,17 @@ class PlainChannel:
             self._timeouts[option] = seconds
 
     def _set_low_water(self, num_bytes: int) -> None:
-        """Be woken when so much has come. Over TCP that saves an eighth of a reader's time, which
-        else is woken for every packet or two."""
+        """Wake up only for ``num_bytes``. Over TCP this saves an eighth of a reader's time: by
+        default it wakes up for every packet or two."""
         if num_bytes != self._low_water:
             self._low_water = num_bytes
-            with contextlib.suppress(OSError):  # where it cannot be set, it stays 1
+            with contextlib.suppress(OSError):  # unsupported: stays 1
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 def _but_the_end(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:
-    """``views`` without their last bytes, if they are many, and the low-water mark to fill them
-    with: what comes behind them lifts the socket above it."""
+    """``views`` without their last bytes, if there are many, and a low-water mark. The bytes behind
+    ``views`` lift the socket above the mark."""
     left = sum(map(len, views)) - _LOW_WATER_BYTES
     if left < _LOW_WATER_BYTES:
         return views, 1
@@ -169,7 +168,7 @@ class TlsChannel:
         return received
 
     def send(self, views: Sequence[memoryview], seconds: float) -> int:
-        # One record at a time: a longer write would count as nothing until all of it is out.
+        # One record at a time: a longer write returns 0 until all of it is sent.
         view, sent = views[0], 0
         self._sock.settimeout(seconds)
         while sent < min(len(view), _TLS_SLICE_BYTES):
@@ -183,8 +182,8 @@ class TlsChannel:
 class Wire:
     """A connection to one peer. Not thread-safe: one thread owns it.
 
-    ``clock`` returns seconds. ``idle_seconds`` bounds how long the peer may take to move
-    ``idle_bytes``, or a whole line.
+    ``clock`` returns seconds. ``idle_seconds``: limit for the peer to move ``idle_bytes``, or a
+    whole line.
     """
 
     def __init__(
@@ -212,16 +211,14 @@ class Wire:
         deadline: Deadline,
         on_pause: Callable[[int], None] = lambda received: None,
     ) -> None:
-        """Fill ``views``. Raises `WireError`.
-
-        Whenever a slice ends before everything is there, ``on_pause`` is called with the number of
-        bytes received so far. It may raise to give up.
+        """Fill ``views``. Raises `WireError`. After each incomplete slice, ``on_pause`` is called
+        with the number of bytes received so far; it may raise to give up.
         """
         if self._line_buffer:
             raise WireError(WireFault.OUT_OF_STEP, "bytes that nobody asked for")
         pending = _Pending(views)
         silence = self._silence()
-        # Look at the first bytes as soon as they come: nothing else may follow them.
+        # Return with the first bytes: they may be an error, with nothing behind them.
         move = self._receive_any
         while pending.views:
             count = self._slice(move, pending.head(), deadline, silence)
@@ -232,14 +229,14 @@ class Wire:
                 on_pause(pending.done)
 
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        """Send all of ``views`` without joining them first. Raises `WireError`."""
+        """Send all of ``views``, without joining them. Raises `WireError`."""
         pending = _Pending([memoryview(view) for view in views])
         silence = self._silence()
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
     def receive_behind(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Fill ``views`` with what follows the last line. Raises `WireError`."""
+        """Fill ``views`` with the bytes behind the last line. Raises `WireError`."""
         pending = _Pending(views)
         silence = self._silence()
         while pending.views:
@@ -249,15 +246,15 @@ class Wire:
                 pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
 
     def give_back(self, data: bytes) -> None:
-        """What `receive` has received, to be received again, as lines and what is behind them."""
+        """Put back bytes that `receive` has received, for `receive_line` and `receive_behind`."""
         self._line_buffer[:0] = data
 
     def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
-        Receives at most ``max_bytes`` at once: what comes behind the line waits in a buffer.
-        The whole line has ``idle_seconds``: one that comes byte by byte is as good as none. They
-        begin when what was sent before has reached the peer: it cannot answer sooner.
+        Receives at most ``max_bytes`` at once; bytes behind the line are buffered. The whole line
+        must arrive within ``idle_seconds``, counted from when the peer has received all bytes sent
+        before: it cannot answer sooner.
         """
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()
@@ -268,7 +265,7 @@ class Wire:
         return line
 
     def next_line(self) -> bytes | None:
-        """A line that has been received already, without its CRLF. Raises `WireError`."""
+        """An already received line, without its CRLF, or ``None``. Raises `WireError`."""
         end = self._line_buffer.find(b"\r\n")
         if end < 0:
             if len(self._line_buffer) > _LINE_BYTES:
@@ -279,34 +276,34 @@ class Wire:
         return line
 
     def receive_some(self, deadline: Deadline) -> None:
-        """Receive what is there, for `next_line`. Raises `WireError`."""
+        """Receive available bytes, for `next_line`. Raises `WireError`."""
         self._buffer_more(deadline, self._silence())
 
     def has_received(self) -> bool:
-        """Whether `receive_some` has something that no poll of the socket shows."""
+        """Whether there are decrypted bytes, which a poll of the socket does not show."""
         return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def is_fresh(self) -> bool:
-        """Whether an idle connection is still open and has nothing left to read."""
+        """Whether an idle connection is open, with nothing left to read."""
         if self._line_buffer:
             return False
         if self.has_received():
             return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        # There should be nothing to read: neither an end of file nor bytes nobody asked for.
+        # Readable would mean end of file or unrequested bytes.
         return not poll.poll(0)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # already gone, which is what is wanted
+        with contextlib.suppress(OSError):  # closed already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _num_unsent(self) -> int:
-        """Bytes that the system has not got rid of yet, where it tells."""
+        """Bytes in the socket's send queue; 0 if the system does not tell."""
         with contextlib.suppress(OSError):
             answer = fcntl.ioctl(self._sock, termios.TIOCOUTQ, _INT.pack(0))
             return int(_INT.unpack(answer)[0])
@@ -352,7 +349,7 @@ class Wire:
 
 
 def wait_readable(wires: Sequence[Wire], seconds: float) -> list[Wire]:
-    """Those that have something to receive, an end of file included; empty after ``seconds``."""
+    """Wires with bytes or end of file to receive; empty after ``seconds``."""
     if ready := [wire for wire in wires if wire.has_received()]:
         return ready
     poll, by_number = select.poll(), {wire.fileno(): wire for wire in wires}
@@ -363,8 +360,8 @@ def wait_readable(wires: Sequence[Wire], seconds: float) -> list[Wire]:
 
 
 class _Silence:
-    """Measures for how long fewer than ``least`` bytes have moved, and raises `WireError` when that
-    is too long."""
+    """Measures how long fewer than ``least`` bytes have moved; raises `WireError` after
+    ``limit``."""
 
     def __init__(self, clock: Callable[[], float], limit: float, least: float) -> None:
         self._clock = clock
@@ -374,7 +371,7 @@ class _Silence:
         self._since = clock()
 
     def again(self) -> _Silence:
-        """As from now."""
+        """A new measurement from now on."""
         return _Silence(self._clock, self._limit, self._least)
 
     def seconds(self) -> float:
@@ -390,7 +387,7 @@ class _Silence:
 
 
 class _Pending:
-    """The views still to be filled or sent, and the number of bytes done."""
+    """The views left to fill or send, and the number of bytes done."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = [view for view in views if len(view)]

@@ -1,4 +1,4 @@
-"""KV transfers that requests wait for, and what becomes of them."""
+"""KV transfers that requests wait for, and their outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
 
 
 class Cause(StrEnum):
-    """Why nothing can be read. The values are labels of a metric."""
+    """Why nothing can be loaded. The values are labels of a metric."""
 
     UNREACHABLE = "unreachable"
     LOST = "lost"
@@ -23,7 +23,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What can be read: chunks whose keys begin so. ``cause``: why that is nothing."""
+    """Key prefixes of the chunks that can be loaded. ``cause``: why there are none."""
 
     key_prefixes: frozenset[bytes] = frozenset()
     num_ranks: int = 1
@@ -36,8 +36,8 @@ class Offered:
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """A transfer that a request waits for, until ``until`` by the clock; without a ``transfer_id``:
-    as many of the chunks ``keys`` as there are."""
+    """A transfer that a request waits for, until ``until`` on the clock. Without a ``transfer_id``:
+    whichever of the chunks ``keys`` the source has."""
 
     source: Address
     transfer_id: str

@@ -1,24 +1,24 @@
-"""What a peer server answers: a read-only Redis whose values are the chunks of one rank's CPU tier.
+"""Commands of a peer server: a read-only Redis whose values are the chunks of one rank's CPU tier.
 
 ====================================  ==========================================================
-``GET NAME``, ``GETRANGE``            a value, see docs/formats.md; ``nil`` for what is not here
+``GET NAME``, ``GETRANGE``            a value (docs/formats.md); ``nil`` if its chunk is not cached
 ``EXISTS NAME...``, ``STRLEN NAME``   rank 0 answers ``EXISTS`` for the values of all ranks
-``HOLDS NAMESPACE KEYS``              for each of up to 512 keys, one after the other, whether its
-                                      chunk is here, or is to be with another rank: ``1`` or ``0``
-``PEER``                              a line about this instance, see :class:`Greeting`
-``TRANSFER MS READER ID...``          of each KV transfer how the keys of its chunks begin, once it
-                                      is over; 0 before, ``nil`` if it is unknown. While none is
-                                      over, the answer takes up to ``MS``
-``DONE READER ID...``                 the reader needs these no more
-``MAP``                               on a Unix socket: the memory of the CPU tier, as a descriptor
-``LEASE NAME...``                     where in it each value lies (8 bytes), and its header, or
-                                      ``nil``; they stay until the next ``LEASE``, or ``RELEASE``
-``SCAN``, ``DBSIZE``                  names of whole heads, after ``AUTH`` alone
+``HOLDS NAMESPACE KEYS``              a ``1`` or ``0`` for each of up to 512 concatenated keys:
+                                      whether this rank caches the chunk, or another rank owns it
+``PEER``                              one line about this instance, see :class:`Greeting`
+``TRANSFER MS READER ID...``          per KV transfer: the key prefixes of its chunks if it is
+                                      complete, 0 if it is not yet, ``nil`` if it is unknown. The
+                                      reply waits up to ``MS`` for the first complete transfer
+``DONE READER ID...``                 the reader no longer needs these transfers
+``MAP``                               Unix socket only: the descriptor of the CPU tier's memory
+``LEASE NAME...``                     per value: its offset in that memory (8 bytes) and header, or
+                                      ``nil``. The chunks stay until the next ``LEASE``/``RELEASE``
+``SCAN``, ``DBSIZE``                  names of whole heads; only after ``AUTH``
 ``PING``, ``AUTH``, ``SELECT 0``      as in Redis
-``PTTL``, ``INFO``                    values have no lifetime; nothing is told of the server
+``PTTL``, ``INFO``                    no expiry; an empty string
 ====================================  ==========================================================
 
-All else is an error reply. Pure but for the chunks that it leases.
+Any other command gets an error reply. The only side effect is on leases and KV transfers.
 """
 
 from __future__ import annotations
@@ -48,41 +48,41 @@ if TYPE_CHECKING:
 
 MAX_COMMAND_BYTES = 1 << 18
 MAX_WORDS = 2_500
-"""Of one command: the names of 128 heads in 19 pieces each."""
+"""Words in one command: enough for the names of 128 heads in 19 pieces each."""
 MAX_ASKED = 512
-"""Keys in one ``HOLDS``: no line is longer than the answer."""
+"""Keys in one ``HOLDS``, so that the reply fits into one line."""
 KEY_PREFIX_BYTES = 8
-"""Of a chunk's key, told to readers of a KV transfer: who knows the prompt knows the rest, and
-nobody else learns the name of a chunk."""
+"""Readers of a KV transfer get only this much of each chunk key. A reader that knows the prompt
+can derive the rest; nobody else learns a chunk's name."""
 _MAX_PATTERN_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
-_MAX_HEADERS = 256  # kept of a chunk: readers may ask for any run of its layers
-_MAX_LEASED_BYTES = 64 << 20  # by one command, or one value
-# Matching takes time to that power of a name's length, and nobody else runs meanwhile.
+_MAX_HEADERS = 256  # cached per chunk: readers may ask for any run of its layers
+_MAX_LEASED_BYTES = 64 << 20  # per command; exceeded by one value at most
+# Matching takes O(length ** stars) and blocks the server's only thread.
 _MAX_STARS = 2
 _STAR = re.compile(rb"(?<!\\)\*")
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class ProtocolError(Exception):
-    """A client does not speak RESP2, or says too much at once. The message is for the client."""
+    """The client violates RESP2 or a size limit. The message is sent to the client."""
 
 
 class Lease(Protocol):
-    """A chunk that stays as it is, and where it is, until it is released once."""
+    """Pins a chunk: its bytes and address do not change until `release`, called once."""
 
     @property
     def view(self) -> memoryview: ...
 
     @property
     def offset(self) -> int:
-        """Of the view in the memory that `Chunks.memory` is."""
+        """Where `view` begins in `Chunks.memory`."""
         ...
 
     @property
     def headers(self) -> dict[Stripe, bytes]:
-        """Those made so far, of values of this chunk: kept as long as its memory."""
+        """Encoded headers of this chunk's values, cached as long as the chunk."""
         ...
 
     def release(self) -> None: ...
@@ -90,7 +90,7 @@ class Lease(Protocol):
 
 class Chunks(Protocol):
     """The chunks of one rank's CPU tier. Thread-safe. Keys name parts of chunks. ``memory``: the
-    descriptor of all of their memory, if others may map it."""
+    descriptor of the whole pool if peers may map it."""
 
     @property
     def memory(self) -> int | None: ...
@@ -98,20 +98,16 @@ class Chunks(Protocol):
     def holds(self, key: bytes) -> bool: ...
 
     def is_elsewhere(self, key: bytes) -> bool:
-        """Whether another rank stores it for this one too."""
+        """Whether another rank stores the chunk on behalf of this one."""
         ...
 
-    def lease(self, key: bytes) -> Lease | None:
-        """``None`` if it is not there."""
-        ...
+    def lease(self, key: bytes) -> Lease | None: ...
 
-    def all_keys(self) -> list[bytes]:
-        """The keys of all chunks."""
-        ...
+    def all_keys(self) -> list[bytes]: ...
 
 
 class NotOver(Enum):
-    """What is known of a KV transfer before its end."""
+    """State of a KV transfer that is not complete."""
 
     UNKNOWN = "unknown"
     COMING = "coming"
@@ -119,8 +115,8 @@ class NotOver(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Whom a reader has reached: ``num_ranks`` serve the instance's chunks, at as many ports.
-    ``engine_id`` is vLLM's, the same for all ranks of an engine."""
+    """Reply to ``PEER``: ``num_ranks`` peer servers of the instance listen on consecutive ports.
+    ``engine_id`` is vLLM's, equal on all ranks."""
 
     num_ranks: int
     engine_id: str
@@ -130,7 +126,7 @@ class Greeting:
 
     @classmethod
     def parse(cls, line: object) -> Greeting:
-        """Raises ``ValueError`` for what no peer server says."""
+        """Raises ``ValueError`` if ``line`` is not a greeting."""
         words = line.decode("ascii", "replace").split(" ") if isinstance(line, bytes) else []
         if len(words) != 3 or words[0] != "lmcache-connector" or not words[1].isdecimal():
             raise ValueError("it is no peer server")
@@ -141,9 +137,9 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``parts`` are sent one after the other; ``lease`` is released when all of them are sent.
-    ``is_early``: later it would say more. ``held``: leases that the client has from now on, until
-    a later answer ``releases`` them. ``descriptor`` goes with the parts."""
+    """``parts`` are sent in order, then ``lease`` is released. ``is_early``: a later reply would
+    contain more. ``held``: leases that the client keeps until a later reply ``releases`` them.
+    ``descriptor`` is sent along with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
@@ -155,8 +151,8 @@ class Reply:
 
 @dataclass(slots=True)
 class Client:
-    """What is known of one connection. ``is_local``: it is the same user's, on this host.
-    ``names``: of a ``SCAN`` that goes on."""
+    """State of one connection. ``is_local``: same user, same host. ``names``: of an unfinished
+    ``SCAN``."""
 
     is_trusted: bool = False
     is_local: bool = False
@@ -182,7 +178,7 @@ def _text(name: bytes) -> str:
 
 
 def _is_number(word: bytes) -> bool:
-    """One that is quick to read: Python refuses thousands of digits, and takes long for fewer."""
+    """Bounded: Python converts long digit strings slowly, and refuses thousands of digits."""
     return word.isdigit() and len(word) <= 18
 
 
@@ -191,12 +187,11 @@ def _bulk(value: bytes) -> bytes:
 
 
 class Commands:
-    """Answers the commands of all clients. One thread calls it, but for `seal`.
+    """Answers the commands of all clients. One thread calls everything except `seal`.
 
-    ``geometries``: of all ranks, ``rank`` the one whose ``chunks`` these are. Values are sealed
-    when they are first sent: their bytes have not changed since they were stored.
-    ``max_payload_bytes``: of the values that ``SCAN`` names, and that readers ask for.
-    ``secret``: what ``AUTH`` wants; without one nobody is trusted.
+    ``geometries``: of all ranks; ``chunks`` belong to ``rank``. A value is sealed when it is first
+    sent, since its bytes do not change once stored. ``max_payload_bytes``: of the values that
+    ``SCAN`` lists and readers request. ``secret``: for ``AUTH``; without one ``AUTH`` is refused.
     """
 
     def __init__(
@@ -215,7 +210,7 @@ class Commands:
         self._chunks = chunks
         self._transfers = transfers
         self._own = geometries[rank]
-        # Rank 0 speaks for the others: what it holds they hold, but for the last moments.
+        # Rank 0 answers for all ranks: they cache the same chunks, up to stores in progress.
         self._known = geometries if rank == 0 else (self._own,)
         self._namespace = namespace
         self._sealer = sealer
@@ -244,7 +239,7 @@ class Commands:
         }
 
     def seal(self, keys: Iterable[bytes]) -> None:
-        """Make the headers that whole chunks will be sent with, ahead of need. From any thread."""
+        """Encode headers of whole chunks ahead of the first read. Thread-safe."""
         for key in keys:
             if (lease := self._chunks.lease(key)) is not None:
                 try:
@@ -254,8 +249,8 @@ class Commands:
                     lease.release()
 
     def answer(self, client: Client, words: list[bytes]) -> Reply:
-        """``words``: a command and its arguments. Raises :class:`ProtocolError` for a client that
-        guesses secrets."""
+        """``words``: command name and arguments. Raises :class:`ProtocolError` after too many
+        wrong secrets."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
             return _error("unknown command; this server only serves chunks to read")
@@ -263,13 +258,12 @@ class Commands:
 
     @staticmethod
     def patience(words: list[bytes]) -> float:
-        """Seconds that a client waits for an answer that would say more later."""
+        """Seconds the client is willing to wait for a reply that contains more."""
         if words[0].upper() != b"TRANSFER" or len(words) < 2 or not words[1].isdigit():
             return 0.0
         return min(int(words[1][:6]), _MAX_WAIT_MS) / 1000
 
     def tend(self) -> None:
-        """Called once in a while."""
         self._transfers.tend()
 
     # -- KV transfers ----------------------------------------------------------------------------
@@ -293,7 +287,7 @@ class Commands:
         return self._value(words[0]) if len(words) == 1 else _error("one name")
 
     def _getrange(self, client: Client, words: list[bytes]) -> Reply:
-        """Both ends count, as in Redis; none of them from the end."""
+        """Both ends are inclusive, as in Redis; negative offsets are refused."""
         if len(words) != 3 or not (_is_number(words[1]) and _is_number(words[2])):
             return _error("a name, and two places from the beginning")
         reply = self._value(words[0])
@@ -314,8 +308,8 @@ class Commands:
     def _leased(
         self, name: bytes, leases: dict[bytes, Lease]
     ) -> tuple[Lease, Stripe, bytes] | None:
-        """A chunk, which may be among the ``leases`` by key already, what the name says of it, and
-        the header of that."""
+        """The pinned chunk (taken from or added to ``leases``), and the stripe and header that
+        ``name`` selects."""
         found = self._find(name, (self._own,))
         if found is None or found[2].num_bytes > MAX_PAYLOAD_BYTES:
             return None
@@ -376,7 +370,7 @@ class Commands:
     def _find(
         self, name: bytes, ranks: Sequence[PartGeometries]
     ) -> tuple[bytes, ChunkGeometry, Stripe] | None:
-        """What a name says, if these ranks may have it: any run of their layers, of one head."""
+        """Parse ``name``: one head and any run of layers that one of ``ranks`` has."""
         value = parse_value_name(name) if len(name) <= _MAX_PATTERN_BYTES else None
         if value is None or value.namespace != self._namespace:
             return None
@@ -392,7 +386,7 @@ class Commands:
                 continue
         return None
 
-    # -- who asks, and what there is ---------------------------------------------------------------
+    # -- access and listing ------------------------------------------------------------------------
 
     def _auth(self, client: Client, words: list[bytes]) -> Reply:
         if self._secret is None:
@@ -439,18 +433,18 @@ class Commands:
 
 
 def _as_regex(pattern: bytes) -> bytes:
-    """Of a glob of ``*``, ``?`` and escapes; brackets stand for themselves."""
+    """Translate a glob with ``*``, ``?`` and escapes; brackets are literal."""
     tokens = re.findall(rb"\\.|.", pattern, re.DOTALL)
     special = {b"*": b".*", b"?": b"."}
     return b"".join(special.get(t) or re.escape(t[1:] if len(t) == 2 else t) for t in tokens)
 
 
 class CommandParser:
-    """Cuts what a client sends into commands: arrays of bulk strings, within bounds."""
+    """Splits a byte stream into commands (RESP2 arrays of bulk strings), within size limits."""
 
     def __init__(self) -> None:
         self._received = bytearray()
-        self._place = 0  # parsed up to here, as the words say
+        self._place = 0  # end of the words parsed so far
         self._words: list[bytes] = []
         self._num_left = 0
 
@@ -459,11 +453,11 @@ class CommandParser:
 
     @property
     def num_bytes(self) -> int:
-        """Received, and not yet a command that was taken."""
+        """Buffered bytes of incomplete or untaken commands."""
         return len(self._received)
 
     def next(self) -> list[bytes] | None:
-        """The next whole command; raises :class:`ProtocolError` for what will never be one."""
+        """The next complete command, or ``None``. Raises :class:`ProtocolError` if malformed."""
         while True:
             if not self._num_left:
                 line = self._line(b"*")
@@ -495,7 +489,7 @@ class CommandParser:
                 return words
 
     def _line(self, kind: bytes) -> bytes | None:
-        """Raises for a line of another kind, or without an end."""
+        """The next line without CRLF, or ``None`` if incomplete. Raises :class:`ProtocolError`."""
         if len(self._received) > self._place and self._received[self._place] != kind[0]:
             raise ProtocolError("no command")
         end = self._received.find(CRLF, self._place, self._place + 32)

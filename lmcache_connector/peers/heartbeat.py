@@ -1,9 +1,8 @@
 """Registers this instance with a router, again and again.
 
-The engine starts before its API does, and may outlive it. While ``/health`` does not answer, no
-heartbeat is sent, and the router forgets the instance. The example's proxy is told by HTTP;
-``tcp://HOST:PORT`` is where vLLM's own router listens for P2P workers
-(``--vllm-discovery-address``), which it hears of by ZeroMQ.
+The engine starts before its API server, and may outlive it. While ``/health`` does not answer, no
+heartbeat is sent, and the router forgets the instance. The example's proxy is addressed by HTTP,
+vLLM's own router (``--vllm-discovery-address``) by ``tcp://HOST:PORT``, with ZeroMQ.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ SIGNATURE_HEADER = "X-LMCache-Signature"
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """``role`` as vLLM's ``kv_role``; ``http`` is the API, ``kv`` the control plane, HOST:PORT.
-
-    ``data_parallel_rank``: of several engines behind one API; -1 for an engine with its own.
-    """
+    """``role`` as vLLM's ``kv_role``; ``http``: HOST:PORT of the API, ``kv`` of the control plane.
+    ``data_parallel_rank``: -1 for an engine with an API server of its own."""
 
     role: str
     http: str
@@ -45,15 +42,13 @@ class Registration:
 
 
 def sign(body: bytes, secret: bytes) -> str:
-    """What a router that knows the secret expects in ``SIGNATURE_HEADER``."""
+    """The ``SIGNATURE_HEADER`` that a router with the same secret expects."""
     return hmac.digest(secret, body, "sha256").hex()
 
 
 class Heartbeat:
-    """A thread that posts the registration to ``router/register``, and ends it when it is closed.
-
-    A router that cannot be reached is tried again; the log says so once per episode.
-    """
+    """A thread that posts the registration to ``router/register`` and revokes it on `close`. An
+    unreachable router is tried again; the log says so once per episode."""
 
     def __init__(
         self, registration: Registration, router: str, seconds: float, secret: bytes
@@ -67,7 +62,7 @@ class Heartbeat:
         self._thread = start_thread("lmc-p2p-heartbeat", self._work)
 
     def close(self) -> None:
-        """Leave the router. Bounded by a few seconds."""
+        """Leave the router. Takes a few seconds at most."""
         self._stopping.set()
         self._thread.join(2 * _ANSWER_SECONDS)
 
@@ -98,13 +93,13 @@ class Heartbeat:
 
 
 def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
-    """Register, or leave. Raises ``OSError`` or ``ValueError``; for a refusal ``HTTPError``.
-    Whether vLLM's router takes it, it does not say; nor is there a way to leave it."""
+    """Register, or leave. Raises ``OSError`` or ``ValueError``, for a refusal ``HTTPError``. vLLM's
+    router neither confirms a registration nor can be left."""
     if router.startswith(DISCOVERY):
         if not leaves:
             _tell_vllms_router(router, registration)
         return
-    # With the time in it, nobody can send an old registration once more.
+    # The time prevents replay of an old registration.
     fields = {**asdict(registration), "leaves": leaves, "time": time.time()}
     body = json.dumps(fields).encode()
     headers = {"Content-Type": "application/json"}
@@ -130,5 +125,5 @@ def _tell_vllms_router(router: str, registration: Registration) -> None:
 def _open(request: urllib.request.Request) -> None:
     try:
         urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
-    except http.client.HTTPException as error:  # is neither of the two
+    except http.client.HTTPException as error:  # neither an OSError nor a ValueError
         raise OSError(f"it does not speak HTTP: {str(error)[:80]}") from error

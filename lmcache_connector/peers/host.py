@@ -1,10 +1,10 @@
-"""Instances of one user on one host find each other by their sockets in a folder of that user.
+"""Engines of one user on one host find each other by Unix sockets in a folder of that user.
 
-Each rank listens on a socket of its own, named ``NAMESPACE-ENGINE-RANK-RANKS.sock``: digests of
-both names, and which of how many ranks it is. A socket gets its name once it listens, so one that
-refuses connections is dead, and whoever meets it removes it. A name that has gone while its rank
-lives, as cleaners of ``/tmp`` remove old ones, or the folder with it, is made again within seconds.
-Nobody but the user may enter the folder.
+Each rank listens on its own socket, ``NAMESPACE-ENGINE-RANK-RANKS.sock``: digests of namespace and
+engine id, the rank, and the number of ranks. A socket is linked to its name after it listens, so a
+socket that refuses connections is dead; the next one to find it removes it. If a living rank's
+name or folder disappears (cleaners of ``/tmp``), the rank creates it again within seconds. The
+folder has mode 0700.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9]{1,6})-([0-9]{1,6})\.sock")
 _MAX_ENTRIES = 4096
 _MAX_ENGINES = 64
-"""Asked at once. Whoever runs more on one host shares through Redis."""
-# A file system's clock ticks every few milliseconds: two changes may have one time.
+"""Queried at once. More engines on one host share through Redis."""
+# File system timestamps are coarse: two changes within a tick may have equal times.
 _TICK_NS = 100_000_000
 
 
@@ -41,7 +41,7 @@ class HostFolderError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class SocketName:
-    """``namespace`` and ``engine`` are digests: see `digest`."""
+    """``namespace`` and ``engine`` are made by `digest`."""
 
     namespace: str
     engine: str
@@ -58,12 +58,12 @@ class SocketName:
 
 
 def digest(name: str) -> str:
-    """How a namespace, or an engine, is called in names of sockets."""
+    """The form of a namespace or engine id in socket names."""
     return blake3(name.encode("utf-8", "surrogateescape")).hexdigest(8)
 
 
 def default_folder(user: int) -> Path:
-    """``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID`` without the former."""
+    """``/run/user/ID/lmcache-connector`` if usable, else ``/tmp/lmcache-connector-ID``."""
     run = Path(f"/run/user/{user}")
     try:
         if run.stat().st_uid == user and os.access(run, os.W_OK | os.X_OK):
@@ -74,8 +74,8 @@ def default_folder(user: int) -> Path:
 
 
 class HostFolder:
-    """Made if it is not there. Raises :class:`HostFolderError` for one that is another's, or that
-    others may enter. Thread-safe."""
+    """Creates the folder if missing. Raises :class:`HostFolderError` if another user owns it or may
+    enter it. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_folder(os.geteuid())
@@ -99,21 +99,21 @@ class HostFolder:
         return opened
 
     def _open_again(self) -> None:
-        """If it has been removed, or replaced. Raises :class:`HostFolderError`."""
+        """Reopen a folder that was removed or replaced. Raises :class:`HostFolderError`."""
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == os.fstat(self._fd).st_ino:
                 return
         opened = self._open()
-        os.dup2(opened, self._fd, inheritable=False)  # paths of sockets go on to be right
+        os.dup2(opened, self._fd, inheritable=False)  # keeps earlier `address` paths valid
         os.close(opened)
 
     def address(self, name: SocketName) -> str:
-        """A path to connect to. Paths of sockets are short, those of folders may be long."""
+        """A path to connect to. Socket paths are limited to 108 bytes, folder paths are not."""
         return f"/proc/self/fd/{self._fd}/{name}"
 
     def listen(self, name: SocketName) -> socket.socket:
-        """A listening socket under that name; those of dead engines go. Raises
-        :class:`HostFolderError`, also if there is another one that lives."""
+        """Listen under that name, and remove sockets of dead engines. Raises
+        :class:`HostFolderError`, also if a living engine has the name."""
         self._open_again()
         sock = socket.socket(socket.AF_UNIX)
         new = f".{secrets.token_hex(8)}"
@@ -136,7 +136,7 @@ class HostFolder:
         raise HostFolderError(f"another engine in {self.path} has this one's engine_id")
 
     def engines(self, namespace: str, rank: int, num_ranks: int) -> list[SocketName]:
-        """The sockets there of that rank, of engines with as many ranks. Raises ``OSError``."""
+        """Sockets of that rank, of engines with as many ranks. Raises ``OSError``."""
         self._seen = self._state()
         self._open_again()
         seen = self._state()
@@ -147,22 +147,22 @@ class HostFolder:
         return sorted(found, key=str)[:_MAX_ENGINES]
 
     def sockets(self) -> Iterator[SocketName]:
-        """All there are, whoever they are of. Raises ``OSError``."""
+        """All sockets in the folder. Raises ``OSError``."""
         with os.scandir(self._fd) as entries:
             for entry in islice(entries, _MAX_ENTRIES):
                 name = SocketName.parse(entry.name)
-                with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     is_socket = stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
                     if name is not None and is_socket:
                         yield name
 
     @property
     def is_as_seen(self) -> bool:
-        """Whether nothing has come or gone since `engines` was called. Costs one system call."""
+        """Whether the folder is unchanged since `engines` was called. Costs one system call."""
         return self._state() == self._seen
 
     def _state(self) -> tuple[int, int]:
-        """Which folder it is, and when something in it has changed."""
+        """Inode and modification time of the folder."""
         try:
             found = self.path.stat()
         except OSError:
@@ -170,7 +170,7 @@ class HostFolder:
         return found.st_ino, found.st_mtime_ns
 
     def inode(self, name: SocketName) -> int | None:
-        """Of what has that name, if anything has."""
+        """Inode of the entry with that name, if any."""
         try:
             self._open_again()
             return os.stat(str(name), dir_fd=self._fd, follow_symlinks=False).st_ino
@@ -178,7 +178,7 @@ class HostFolder:
             return None
 
     def remove_if_dead(self, name: SocketName) -> bool:
-        """Whether nobody listens there, or nothing is there, now."""
+        """True if nobody listens there any more; the dead socket is removed."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.setblocking(False)
             code = sock.connect_ex(self.address(name))
@@ -192,7 +192,7 @@ class HostFolder:
 
 
 class HostDoor:
-    """A rank's socket in the folder, ``sock``. Raises :class:`HostFolderError` as `listen` does."""
+    """A rank's listening socket in the folder. Raises :class:`HostFolderError` as `listen` does."""
 
     def __init__(self, folder: HostFolder, name: SocketName) -> None:
         self._folder = folder
@@ -202,7 +202,7 @@ class HostDoor:
         self._is_told = False
 
     def renew(self) -> socket.socket | None:
-        """The socket that was, if there is a new one, because its name had gone."""
+        """Listen again if the socket's name is gone; returns the previous socket, else ``None``."""
         if (found := self._folder.inode(self._name)) is not None and found == self._inode:
             return None
         try:
@@ -217,13 +217,13 @@ class HostDoor:
 
     def close(self) -> None:
         self.sock.close()
-        if self._folder.inode(self._name) == self._inode:  # it may be another engine's by now
+        if self._folder.inode(self._name) == self._inode:  # else another engine's
             self._folder.remove(self._name)
 
 
 def open_folder(path: str | None) -> HostFolder | None:
-    """That one, or the default one. Raises :class:`HostFolderError` for one that was asked for;
-    without the default one, nothing is shared on this host, and the log says so."""
+    """The folder at ``path``, or the default one. Raises :class:`HostFolderError` for ``path``; an
+    unusable default is logged, and nothing is shared on this host."""
     try:
         return HostFolder(Path(path) if path is not None else None)
     except HostFolderError as error:

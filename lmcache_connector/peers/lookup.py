@@ -1,7 +1,7 @@
 """Asks all peers at once which chunks they hold.
 
-The answer is there as soon as every chunk has a place. A peer that answers late is left out, and
-its circuit breaker sees to it that a dead one is not asked.
+A look-up ends as soon as every chunk has a place. Late peers are ignored, and circuit breakers keep
+dead peers from being asked.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import Question, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
 
-# After the first answer, for those that are as quick as they should be.
+# How long to wait for further peers after the first answer.
 _LATE_SECONDS = 0.02
-# A peer that owes an answer for as long has none.
+# A peer that owes an answer for longer is treated as silent.
 _OWED_SECONDS = 1.0
 
 
 class PeerLookup(RedisLookup):
-    """One thread owns it, but for `servers`. ``connect_share``: of the time a look-up has, for
-    connecting to peers that are not connected."""
+    """Owned by one thread, except `servers`. ``connect_share``: fraction of a look-up's time that
+    may be spent connecting."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class PeerLookup(RedisLookup):
         return bool(self._topology.peers())
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
-        """Engines of this host are one, in the worst state of all: each start has another name."""
+        """Engines of this host are reported as one, in their worst state: their names change with
+        each start, and labels of metrics should not."""
         states = super().servers()
         here = [state for node, state in states if node.startswith(HERE)]
         others = [each for each in states if not each[0].startswith(HERE)]
@@ -65,22 +66,22 @@ class PeerLookup(RedisLookup):
         return (*others, *worst)
 
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
-        """Those that are known, and connected: nobody waits for a name."""
+        """Asks known, connected peers only; does not wait for name resolution."""
         self._servers.refresh()
         self._collect()
         return self._send(keys, deadline)
 
     def leave(self, question: Question, *, is_silent: bool) -> None:
-        """Its answer is taken later, so that the connection stays; until then it is not asked."""
+        """The answer is read later, to keep the connection. Until then the node is not asked."""
         self._owed[question.node] = question
 
     def tend(self) -> None:
         self._collect()
-        if not self._owed:  # an answer that comes now would look like bytes nobody asked for
+        if not self._owed:  # a late answer would look like unrequested bytes to `tend`
             super().tend()
 
     def _collect(self) -> None:
-        """Take the answers that nobody waited for."""
+        """Read late answers."""
         self._owed = {n: q for n, q in self._owed.items() if q.wire.fileno() >= 0}  # not closed
         if not self._owed:
             return
@@ -121,7 +122,7 @@ class PeerLookup(RedisLookup):
         return [place is not None for place in self.places(keys, questions)]
 
     def places(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[Node | None]:
-        """Where each of the ``keys`` is: with the peer that has most of them, if it has it."""
+        """Per key the peer that has it; among several, the peer that has most of ``keys``."""
         held = {
             question.node: {i for i, count in question.counts.items() if count}
             for question in questions
@@ -133,7 +134,7 @@ class PeerLookup(RedisLookup):
         return places
 
     def find_places(self, keys: Sequence[bytes], limit: Deadline) -> list[Node | None]:
-        """Ask, and wait for it: see `places`."""
+        """Ask and wait; see `places`."""
         questions = self.ask(keys, limit)
         await_answers(questions, limit, enough([self], keys, questions))
         return self.places(keys, questions)
@@ -142,8 +143,7 @@ class PeerLookup(RedisLookup):
 def enough(
     lookups: Sequence[RedisLookup], keys: Sequence[bytes], questions: Sequence[Question]
 ) -> Callable[[Sequence[Question]], bool]:
-    """Whether no further answer is worth waiting for: every key has a place, or the others have
-    answered and those left are late."""
+    """Whether to stop waiting: every key has a place, or all but late peers have answered."""
     first_answer: list[float] = []
 
     def is_enough(left: Sequence[Question]) -> bool:

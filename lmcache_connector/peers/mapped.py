@@ -1,11 +1,10 @@
-"""Chunks of another process on this host, copied out of its memory.
+"""Copies chunks out of the memory of another process on this host.
 
-The owner's CPU tier is a memfd, which a Unix socket hands over: ``MAP``. To read chunks, a reader
-has them leased (``LEASE``: where each value lies, and its header), copies them out of its mapping,
-checks the seals of its copies, and lets go (``RELEASE``). The seals were made of leased bytes, so
-whatever happens to them meanwhile, a copy is equal or a miss: a reader that was stopped for long
-has lost its leases, and may copy something else. The mapping is for reading only, and ends with the
-connection.
+The owner's CPU tier is a memfd, passed over a Unix socket by ``MAP``. To read chunks, a reader
+leases them (``LEASE`` returns each value's offset and header), copies them out of its read-only
+mapping, verifies the seals of its copies, and sends ``RELEASE``. A reader that was stopped for long
+may have lost its leases and copy overwritten bytes: the seal, made of the leased bytes, then fails
+and the chunk is a miss. The mapping ends with the connection.
 """
 
 from __future__ import annotations
@@ -41,24 +40,26 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 0.5
-"""An owner that answers a question about its memory later than that is busy, or stopped."""
+"""An owner that takes longer to reply is busy or stopped."""
 _RELEASE_SECONDS = 0.05
+_FAIR_SECONDS = 0.02
+"""In which nobody need have connected: the load was late."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_VALUES = 256
 _PLACE = struct.Struct("<Q")
-_SEALED = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW: a mapping of it never faults
+_SEALED = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW: access to the mapping never faults
 _F_GET_SEALS = 1034
 
 
 class _NotOffered(Exception):
-    """The peer serves its chunks by the socket alone."""
+    """The peer does not offer its memory; its socket remains."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """``index``: of the chunk that it is a part of."""
+    """``index``: of the chunk that the value is part of."""
 
     index: int
     name: bytes
@@ -67,11 +68,11 @@ class _Value:
 
 
 class MappedPeers:
-    """Reads from peers on this host. ``address_of(node)``: the path of a peer's socket; ``None``:
-    it is no such peer. Thread-safe. ``num_failed``: reads that had to go another way.
+    """Reads from peers on this host. ``address_of(node)``: the path of the peer's socket, ``None``
+    for a node elsewhere. Thread-safe. ``num_failed``: reads that fell back to sockets.
 
-    An owner's memory stays taken while a reader maps it. From the first mapping on, a thread lets
-    go of those whose owner has gone: it may start again, and need as much, while nobody reads."""
+    A mapping keeps the owner's memory allocated even after the owner has died. A thread, started
+    with the first mapping, closes such mappings, so that a restarted owner finds memory."""
 
     def __init__(
         self,
@@ -92,24 +93,28 @@ class MappedPeers:
     def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], node: str, limit: Deadline
     ) -> list[bool] | None:
-        """Which of the chunks have come, all of their bytes checked. ``None``: this way is not to
-        be had, and the buffers hold rubbish."""
+        """Per chunk: whether it was copied and verified. ``None``: use the socket instead; the
+        buffers hold garbage."""
         address = self._address_of(node)
         if address is None or self.is_silent(node):
             return None
+        asked_at = self._clock()
         try:
             with self._mapping(node, address, limit) as mapping:
                 return mapping.read(self._plan, keys, buffers, limit)
         except _NotOffered:
             self._leave_alone(node, _NOT_OFFERED_SECONDS)
-        except (WireError, OSError, ValueError, RuntimeError) as error:  # the last: no thread
+        except (WireError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
-            self._leave_alone(node, _RETRY_SECONDS)
+            was_late = isinstance(error, TimeoutError) and self._clock() - asked_at < _FAIR_SECONDS
+            was_late |= isinstance(error, WireError) and not error.is_peers_fault
+            if not was_late:  # ourselves
+                self._leave_alone(node, _RETRY_SECONDS)
         return None
 
     def is_silent(self, node: str) -> bool:
-        """Whether its memory could not be read a moment ago."""
+        """Whether mapping or reading the node's memory failed a moment ago."""
         return self._clock() < self._not_before.get(node, 0.0)
 
     def close(self) -> None:
@@ -128,14 +133,14 @@ class MappedPeers:
 
     @contextlib.contextmanager
     def _mapping(self, node: str, address: str, limit: Deadline) -> Iterator[_Mapping]:
-        """One that nobody else uses meanwhile. One that fails is closed."""
+        """A mapping for exclusive use, pooled afterwards; closed if its use fails."""
         with self._lock:
             if self._looking is None:
                 self._looking = start_thread("lmc-mapped-peers", self._look)
             idle = self._idle.get(node)
             mapping = idle.pop() if idle else None
         if mapping is not None and not mapping.is_fresh():
-            mapping.close()  # its owner has gone, and maybe come back
+            mapping.close()  # the owner has died or restarted
             mapping = None
         mapping = mapping or _Mapping(address, _soon(limit))
         try:
@@ -145,7 +150,7 @@ class MappedPeers:
             raise
         try:
             mapping.release(_soon(limit, least=_RELEASE_SECONDS))
-        except WireError:  # what was copied has come all the same; the lease ends with it
+        except WireError:  # the copies are good; closing the connection ends the lease
             mapping.close()
             return
         with self._lock:
@@ -166,9 +171,8 @@ class MappedPeers:
 
 
 class _Mapping:
-    """A connection, and the memory of who is at its other end. Raises ``OSError``, ``ValueError``
-    or ``WireError`` in all it does; `_NotOffered` at first. Answers have to be there, all of them,
-    by ``until``."""
+    """A connection to an owner, and its mapped memory. Methods raise ``OSError``, ``ValueError`` or
+    ``WireError``; the constructor also `_NotOffered`. Replies must be complete by ``until``."""
 
     def __init__(self, address: str, until: Deadline) -> None:
         sock = socket.socket(socket.AF_UNIX)
@@ -193,7 +197,7 @@ class _Mapping:
         self._memory = np.frombuffer(self._map, np.uint8)
 
     def is_fresh(self) -> bool:
-        """Whether it is connected, and nothing is left to read."""
+        """Whether the connection is open, with nothing left to read."""
         return self._wire.is_fresh()
 
     def read(
@@ -219,7 +223,7 @@ class _Mapping:
         return hits
 
     def release(self, until: Deadline) -> None:
-        """End the lease of the last batch. Each batch ends that of the one before."""
+        """End the lease of the last batch. Each ``LEASE`` has ended the previous one."""
         self._wire.send([command(b"RELEASE")], until)
         self._expect(b"+OK", until)
 
@@ -229,14 +233,14 @@ class _Mapping:
         self._map.close()
 
     def _copy(self, sealer: Sealer, value: _Value, place: bytes | None) -> bool:
-        """Whether the value is there, and its copy what it should be."""
+        """False if the owner lacks the value or its copy fails verification."""
         if place is None:
             return False
         (offset,) = _PLACE.unpack_from(place)
         size = len(value.payload)
         if offset + size > len(self._memory):
             raise WireError(WireFault.OUT_OF_STEP, "a place outside of the memory")
-        # Unlike a memoryview's, numpy's copy lets the engine's step run meanwhile.
+        # numpy's copy releases the GIL, a memoryview's does not.
         np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
         try:
             check_value(place[_PLACE.size :], value.payload, value.expected, sealer)
@@ -245,7 +249,7 @@ class _Mapping:
         return True
 
     def _place(self, until: Deadline) -> bytes | None:
-        """Where a value lies, and its header; ``None``: it is not there."""
+        """A value's offset and header; ``None`` if the owner lacks it."""
         line, answer = self._wire.receive_line(until), bytearray(_PLACE.size + HEADER_BYTES)
         if line == b"$-1":
             return None
@@ -261,13 +265,13 @@ class _Mapping:
 
 
 def _soon(limit: Deadline, least: float = 0.001) -> Deadline:
-    """When an owner's answer has to be there."""
+    """Deadline of an owner's reply."""
     seconds = min(_ANSWER_SECONDS, max(least, limit.remaining()))
     return Deadline(limit.clock() + seconds, limit.clock)
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """For reading only. Raises ``ValueError`` for what might shrink under the reader."""
+    """Map read-only. Raises ``ValueError`` for a memfd that could shrink."""
     if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALED != _SEALED:
         raise ValueError("memory whose size may change")
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
@@ -276,7 +280,7 @@ def _mapped(descriptor: int) -> mmap.mmap:
 def _batches(
     plan: ValuePlan, keys: Sequence[bytes], buffers: Sequence[memoryview]
 ) -> Iterator[list[_Value]]:
-    """All values of the chunks, in order, as many as shall be leased at once."""
+    """All values of the chunks, in order, split by what may be leased at once."""
     batch, num_bytes = list[_Value](), 0
     for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
         tag = chunk_tag(plan.config.namespace, key)

@@ -1,27 +1,27 @@
-"""Which KV transfer a request is part of: by its ``kv_transfer_params``, or else by its id.
+"""Which KV transfer a request belongs to: by its ``kv_transfer_params``, else by its request id.
 
 A router for NIXL sends the prefill request with ``{"do_remote_decode": true}``, takes the
 parameters from its answer, and passes them on with the decode request::
 
-    do_remote_prefill   true: the KV of this prompt is to be fetched
-    remote_host/_port   where the instance that has it serves it
-    remote_request_id   what the transfer is called there
-    remote_engine_id, remote_block_ids, remote_num_tokens, tp_size: others need them
+    do_remote_prefill   true: fetch this prompt's KV
+    remote_host/_port   the peer server of the instance that has the KV
+    remote_request_id   the transfer's id there
+    remote_engine_id, remote_block_ids, remote_num_tokens, tp_size: used by other connectors
 
-A router that knows no parameters names both instances in the request id, as for vLLM's own P2P
+A router without such parameters names both instances in the request id, as for vLLM's P2P
 connector::
 
     [cmpl-]___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UNIQUE[-0][-RANDOM]
 
-vLLM adds a prefix, an index and eight hexadecimal digits, which are random on each instance. The
-transfer is named by the part that both instances see alike.
+vLLM adds a prefix, an index and eight hexadecimal digits, which differ between the two instances.
+The transfer id is the part that both instances see alike.
 
-A router for the P2P tier of vLLM's own offloading sends objects with ``kv_request_id``,
+A router for the P2P tier of vLLM's offloading sends objects with ``kv_request_id``,
 ``remote_host`` and ``remote_port``::
 
-    remote_decoder      the KV of this prompt will be fetched, by that ``kv_request_id``
-    remote_prefiller    it is to be fetched from there
-    remote_kv_source    there may be KV of it: that instance is asked for what it holds
+    remote_decoder      another instance will fetch this prompt's KV under that ``kv_request_id``
+    remote_prefiller    fetch this prompt's KV from there
+    remote_kv_source    that instance may hold chunks of the prompt: ask it
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
 @dataclass(frozen=True, slots=True)
 class Send:
     """The prompt's KV goes to whoever asks for ``transfer_id``. ``answers``: the router wants
-    parameters to pass on."""
+    ``kv_transfer_params`` in the response."""
 
     transfer_id: str
     answers: bool
@@ -53,7 +53,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The prompt's KV comes from ``source``. Without a ``transfer_id``: as much as that holds."""
+    """The prompt's KV comes from ``source``; without a ``transfer_id``, whatever chunks it has."""
 
     transfer_id: str
     source: Address
@@ -61,8 +61,8 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """``own``: where this instance serves, if it does; ``hosts``: those that a request may have it
-    dial, see `may_dial`."""
+    """``own``: address of this instance's peer server, if any; ``hosts``: hosts that a request may
+    make this instance dial, see `may_dial`."""
 
     own: Address | None
     sends: bool
@@ -70,8 +70,8 @@ class Router:
     hosts: tuple[str, ...]
 
     def part_in(self, request_id: str, params: Mapping[str, Any] | None) -> Send | Receive | None:
-        """``None`` for a request without a KV transfer, or one that is for another role. Raises
-        ``ValueError`` for one that cannot be understood or is not allowed."""
+        """``None`` if the request has no KV transfer, or one for a role this instance lacks. Raises
+        ``ValueError`` if the transfer is malformed or not allowed."""
         part = self._by_params(request_id, params) or self._by_id(request_id)
         if isinstance(part, Receive):
             if not self.receives:
@@ -130,12 +130,11 @@ def _matches(host: str, allowed: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(allowed, strict=False)
-    except ValueError:  # one of the two is a name
+    except ValueError:  # a host name
         return False
 
 
 def _checked(name: object) -> str:
-    """The name of a transfer, if it is one."""
     try:
         if isinstance(name, str) and 0 < len(name.encode()) <= MAX_TRANSFER_ID_BYTES:
             return name
@@ -160,7 +159,7 @@ def _object(params: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 def _address(params: Mapping[str, Any]) -> Address:
     host, port = params.get("remote_host"), params.get("remote_port")
-    # Some routers pass on the text of a command line.
+    # Some routers pass the port as a string.
     if not isinstance(host, str) or isinstance(port, bool) or not isinstance(port, int | str):
         raise ValueError("remote_host and remote_port must be a string and a number")
     return Address.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -1,7 +1,7 @@
-"""Serves the chunks of one rank's CPU tier to whoever connects: all clients on one thread.
+"""Serves the chunks of one rank's CPU tier to all clients, on one thread.
 
-What a client may cost is bounded: what it may say ahead, what it may leave unread, and for how
-long. While so much is leased that others might go short, nobody's next command is answered.
+Each client's unparsed input, unsent replies and idle time are bounded. While leased chunks exceed
+their limit, only clients that hold leases are answered.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-# How often clients are looked at that owe something, and how often leases of KV transfers are.
+# Interval of checks: of clients with unfinished work, and of KV transfer leases.
 _POLL_SECONDS, _IDLE_SECONDS = 0.1, 1.0
 _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
-# Of answers that one client has not taken: small ones weigh more than their bytes.
+# Unsent parts per client: small replies cost more than their bytes.
 _MAX_PARTS = 4096
-# To one client before others have their turn: small questions cost more than their bytes too.
+# Replies to one client per turn, for fairness: small commands cost more than their bytes.
 _MAX_ANSWERS = 64
-# A client that takes less than that in ``stall_seconds`` is as good as silent. While others wait
-# for what it leases, it has to take as much as may wait for it.
+# A client that reads less in ``stall_seconds`` counts as stalled. While leased chunks exceed their
+# limit, it must read ``unsent_bytes``.
 _LEAST_BYTES = 64 << 10
 _CREDENTIALS = struct.Struct("@iII")  # process, user, group
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``unsent_bytes`` of answers wait for one client, ``leased_bytes`` of chunks for all together;
-    for ``stall_seconds`` one may leave us with half a command, or take next to nothing."""
+    """``unsent_bytes`` of replies per client, ``leased_bytes`` of chunks for all clients together.
+    A client is dropped after ``stall_seconds`` with half a command or hardly any bytes read."""
 
     num_clients: int = 256
     unsent_bytes: int = 16 << 20
@@ -62,10 +62,9 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """``unsent``: parts of answers; with the last of one comes its lease, if it has one.
-    ``leases``: what it copies out of our memory. ``moved_at``: when a command last came whole, or
-    answers were taken. ``held``: a command that
-    waits for its answer, until ``held_until``."""
+    """``unsent``: parts of replies; the last part of a reply carries its lease. ``leases``: chunks
+    that the client copies out of our memory. ``moved_at``: the last complete command or progress
+    of sending. ``held``: a command whose reply is delayed until ``held_until``."""
 
     sock: socket.socket
     moved_at: float
@@ -78,13 +77,12 @@ class _Connection:
     has_asked: bool = False
     held: list[bytes] | None = None
     held_until: float = 0.0
-    has_more: bool = False  # maybe: whole commands that were not looked at yet
-    is_ending: bool = False  # once everything is sent
+    has_more: bool = False  # complete commands may be waiting in the parser
+    is_ending: bool = False  # close once everything is sent
 
 
 class PeerServer:
-    """Serves whoever connects to ``listeners``, or comes through ``door``, and closes them.
-    ``clock`` returns seconds."""
+    """Serves and finally closes ``listeners`` and ``door``. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class PeerServer:
         self._clock = clock
         self._connections: dict[socket.socket, _Connection] = {}
         self._leased_bytes = 0
-        self._has_held_up = False  # in this turn somebody was not answered, as too much is leased
+        self._has_held_up = False  # a client was not answered this turn: too much is leased
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -113,21 +111,21 @@ class PeerServer:
 
     @property
     def has_door(self) -> bool:
-        """Whether it is found by its name on this host, and no other engine is."""
+        """Whether engines on this host can find this server by its socket name."""
         return self._door is not None
 
     @property
     def port(self) -> int:
-        """Of the first listener."""
+        """Port of the first listener."""
         return int(self._listeners[0].getsockname()[1])
 
     def look_again(self) -> None:
-        """Commands that wait may have their answer by now. From any thread."""
+        """Re-evaluate commands whose reply is delayed. Thread-safe."""
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
 
     def close(self, seconds: float) -> bool:
-        """False if the thread did not end in time: then it may still read chunks."""
+        """False if the thread is still running after ``seconds``: it may still read chunks."""
         self._stopping.set()
         self.look_again()
         self._thread.join(seconds)
@@ -140,9 +138,9 @@ class PeerServer:
             while not self._stopping.is_set():
                 try:
                     self._turn()
-                except Exception:  # it must not end the server
+                except Exception:  # keep serving
                     logger.exception("The peer server met an error")
-                    self._stopping.wait(_POLL_SECONDS)  # it may be one of every turn
+                    self._stopping.wait(_POLL_SECONDS)  # no busy loop if every turn fails
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
@@ -180,7 +178,7 @@ class PeerServer:
         now, is_held_up = self._clock(), was_full or self._is_full
         for connection in list(self._connections.values()):
             if is_held_up and not (connection.unsent or connection.leases):
-                connection.moved_at = now  # it waits for us
+                connection.moved_at = now  # the server delays it
             waits_for_it = connection.unsent or connection.parser.num_bytes or connection.leases
             if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
                 self._drop(connection)
@@ -208,7 +206,7 @@ class PeerServer:
             sock, _ = listener.accept()
         except OSError as error:
             logger.debug("A peer was not accepted: %s", error)
-            self._stopping.wait(_POLL_SECONDS)  # out of descriptors: it would be ready at once
+            self._stopping.wait(_POLL_SECONDS)  # out of descriptors: select() would return at once
             return
         try:
             sock.setblocking(False)
@@ -222,16 +220,16 @@ class PeerServer:
             logger.debug("A peer was not accepted: %s", error)
             sock.close()
             return
-        # Who may enter the folder is the user, who may list what there is.
+        # Only this user can enter the folder of the socket, so the client may list names.
         client = Client(is_trusted=is_local, is_local=is_local)
         self._connections[sock] = _Connection(sock, self._clock(), client=client)
         if len(self._connections) > self._limits.num_clients:
-            # Whoever only connects displaces nobody who has asked.
+            # A client that never sent a command is dropped first.
             others = list(self._connections.values())[:-1]
             self._drop(min(others, key=lambda each: (each.has_asked, each.moved_at)))
 
     def _attend(self, connection: _Connection, events: int) -> None:
-        """Take what a client says, answer what it may be answered, send what its socket takes."""
+        """Read commands, answer them, send what the socket takes."""
         try:
             if events & selectors.EVENT_READ:
                 data = connection.sock.recv(_READ_BYTES)
@@ -243,14 +241,14 @@ class PeerServer:
                 connection.parser.feed(data)
             self._send(connection)
             if self._answer_next(connection):
-                self._send(connection)  # what else it has asked for waits until others had a turn
+                self._send(connection)  # further commands wait for the next turn
             if connection.is_ending and not connection.unsent:
                 self._drop(connection)
             else:
                 self._listen(connection)
         except BlockingIOError:
             self._listen(connection)
-        except OSError as error:  # it has left
+        except OSError as error:  # disconnected
             logger.debug("A peer's connection ended: %s", error)
             self._drop(connection)
         except BaseException:
@@ -258,7 +256,7 @@ class PeerServer:
             raise
 
     def _answer_next(self, connection: _Connection) -> bool:
-        """Queue the answers to commands that are there and may be answered. False: none."""
+        """Queue replies to complete commands. False if there was none."""
         num_answered = 0
         while num_answered < _MAX_ANSWERS and self._may_answer(connection):
             try:
@@ -286,12 +284,12 @@ class PeerServer:
             num_answered += 1
         if num_answered:
             connection.has_asked, connection.moved_at = True, self._clock()
-            # Once there is room again, those have a turn first that have waited longer.
+            # Move to the end: when leases free up, the longest waiting client comes first.
             self._connections[connection.sock] = self._connections.pop(connection.sock)
         return num_answered > 0
 
     def _may_wait(self, connection: _Connection, words: list[bytes] | None) -> bool:
-        """Whether the client waits for a later answer. Who says more does not."""
+        """Whether to delay the reply. A client that has sent another command does not wait."""
         now = self._clock()
         if connection.held is None and words is not None:
             connection.held = words
@@ -302,7 +300,7 @@ class PeerServer:
         self._has_held_up |= self._is_full
         has_room = connection.unsent_bytes < self._limits.unsent_bytes
         has_room &= len(connection.unsent) < _MAX_PARTS
-        return has_room and (not self._is_full or bool(connection.leases))  # it may let go
+        return has_room and (not self._is_full or bool(connection.leases))  # it may RELEASE
 
     def _queue(self, connection: _Connection, reply: Reply) -> None:
         if reply.descriptor is not None:
@@ -319,8 +317,8 @@ class PeerServer:
             self._leased_bytes += len(reply.lease.view)
 
     def _send(self, connection: _Connection) -> None:
-        """As much as the socket takes now, straight from where the chunks lie. Raises ``OSError``,
-        or ``BlockingIOError`` if it takes nothing."""
+        """Send what the socket takes, directly from the chunks' memory. Raises ``OSError``;
+        ``BlockingIOError`` if the socket takes nothing."""
         while connection.unsent:
             views = [view for view, _ in islice(connection.unsent, _MAX_VECTORS)]
             num_bytes = connection.sock.sendmsg(views)
@@ -339,7 +337,7 @@ class PeerServer:
                 self._release(lease)
 
     def _listen(self, connection: _Connection) -> None:
-        """For what can go on. A client that has said much is not heard before it is answered."""
+        """Register for the events that allow progress. A client with much input is not read."""
         may_hear = connection.parser.num_bytes <= MAX_COMMAND_BYTES and not connection.is_ending
         may_hear &= self._may_answer(connection)
         has_turn = connection.unsent or (connection.has_more and self._may_answer(connection))
@@ -377,15 +375,15 @@ class PeerServer:
 
 
 def _user_of(sock: socket.socket) -> int:
-    """Whose process is at the other end of a Unix socket."""
+    """User id of the process at the other end of a Unix socket."""
     said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(said)[1]
     return user
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """On any free ``port`` if it is 0. Raises ``OSError``."""
+    """``port`` 0 picks a free one. Raises ``OSError``."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    # IPv4 where a name has both.
+    # Prefer IPv4.
     family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return socket.create_server(place[:2], family=family, backlog=128)

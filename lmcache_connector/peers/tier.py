@@ -1,5 +1,4 @@
-"""Chunks in the CPU tiers of peers, read as those in Redis are: by the same threads' code, into
-the same buffers, with the same checks of every byte."""
+"""Reads chunks from the CPU tiers of peers, with the Redis tier's readers and verification."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ from lmcache_connector.storage.tier import ReadResult
 
 logger = logging.getLogger(__name__)
 
-# To hear which peer holds what: on a network of today an answer takes a hundredth of it.
+# Time to learn which peer holds which chunk: about 100 round trips of a current network.
 _ASK_SECONDS = 0.1
 _CONNECT_SHARE = 0.1
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.05, 1.0
 _AWAY_SECONDS = 60.0
-"""Nothing is left to a rank of this engine that could not be read."""
+"""How long this rank stores its own copies of chunks whose owner it could not read."""
 
 
 class PeerTier:
-    """One rank's chunks in the memory of others. Thread-safe. Returns at once; connections are made
-    in the background. A peer's failure is a miss, counted by cause. ``maps``: the memory of peers
-    on this host is read in place, before their sockets are."""
+    """Reads one rank's chunks from peers. Thread-safe. The constructor returns at once; connections
+    are made in the background. A peer's failure is a miss, counted by cause. ``maps``: read the
+    memory of peers on this host before trying their sockets."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class PeerTier:
         )
         self._away_until: dict[int, float] = {}
         self.num_mapped = 0
-        """Chunks that were read from the memory of peers on this host."""
+        """Chunks copied out of the memory of peers on this host."""
         self._mapped = MappedPeers(self._plan, topology.address_here, clock) if maps else None
         self._readers.start()
 
@@ -78,7 +77,7 @@ class PeerTier:
         cancelled: Callable[[], bool] = never,
         source: PeerSource | None = None,
     ) -> ReadResult:
-        """As in `ReadableTier`: leading chunks, as far as each is with some peer, or those of
+        """As in `ReadableTier`: leading chunks, each from any peer that has it, or all from
         ``source``."""
         limit = Deadline(deadline, self._clock, cancelled)
         self._servers.refresh()
@@ -98,7 +97,7 @@ class PeerTier:
         deadline: float,
         cancelled: Callable[[], bool] = never,
     ) -> list[bool]:
-        """Which of the chunks, all of other ranks of this engine, have come."""
+        """Read chunks owned by other ranks of this engine. Returns per chunk whether it came."""
         limit = Deadline(deadline, self._clock, cancelled)
         owners = list(map(self._share.owner, keys))
         nodes = list(map(self._topology.own_rank, owners))
@@ -113,12 +112,12 @@ class PeerTier:
         return result.hits
 
     def is_away(self, rank: int) -> bool:
-        """Whether that rank of this engine could not be read a while ago."""
+        """Whether reading that rank of this engine failed less than a minute ago."""
         return self._clock() < self._away_until.get(rank, 0.0)
 
     def find_ranks(self, sample: Sequence[bytes], is_given_up: threading.Event) -> frozenset[int]:
-        """Whose memory can be read, of the ranks of this engine that store for others: what they
-        have of a ``sample``. Tries again until it ``is_given_up``: they start one by one."""
+        """The ranks of this engine that store for others and whose memory is readable, tested with
+        their chunks of ``sample``. Ranks start one by one: retries until ``is_given_up`` is set."""
         if self._mapped is None:
             return frozenset()
         left = self._share.others
@@ -128,7 +127,7 @@ class PeerTier:
                 return self._share.others - left
 
     def _reads(self, rank: int, sample: Sequence[bytes]) -> bool:
-        """A try leaves nothing behind that would keep off the next one, or loads."""
+        """Uses a separate `MappedPeers`, so that a failure does not back off later reads."""
         node = self._topology.own_rank(rank)
         if (address := self._topology.address_here(node)) is None or not Path(address).exists():
             return False
@@ -172,7 +171,7 @@ class PeerTier:
         nodes: Sequence[Node | Sequence[Node]],
         limit: Deadline,
     ) -> list[bool]:
-        """What peers of this host have, out of their memory."""
+        """Copy chunks of peers on this host out of their memory."""
         hits = [False] * len(keys)
         for node in dict.fromkeys(node for node in nodes if isinstance(node, str)):
             at = [i for i, each in enumerate(nodes) if each == node]
@@ -185,16 +184,15 @@ class PeerTier:
         return hits
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
-        """Peers read from so far, and the states of their circuits."""
+        """Peers read from so far, with their circuit states."""
         return self._servers.states()
 
     def counts(self) -> TierCounts:
-        """Since the start."""
         return self._counters.snapshot()
 
     @property
     def num_fallbacks(self) -> int:
-        """Reads that would have been from the memory of a peer on this host, and were not."""
+        """Reads from a peer on this host that had to use its socket."""
         return self._mapped.num_failed if self._mapped is not None else 0
 
     def close(self, seconds: float) -> bool:
@@ -206,8 +204,8 @@ class PeerTier:
         return is_ended
 
     def _nodes_at(self, source: PeerSource, key: bytes) -> Sequence[Node]:
-        """The rank of ``source`` that has each of the values of ``key``: as here, or, in another
-        number of tensor-parallel ranks, the one of those that hold the head."""
+        """The rank of ``source`` to read each value of ``key`` at: the same owner as here, or, with
+        another tensor-parallel size, one of the ranks that hold the value's head."""
         stripes, topology = self._plan.stripes_of(key), self._topology
         ranks = [self._share.owner(key)] * len(stripes)
         if source.num_ranks != topology.num_ranks:
@@ -222,10 +220,10 @@ class PeerTier:
         self._topology.distrust(node)
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
-        """Where the leading chunks are, up to the first that nobody has."""
+        """Nodes of the leading chunks, up to the first chunk that no peer has."""
         self._servers.refresh()
         only = self._topology.node_of(b"")
-        if only is not None:  # what it lacks, the read will show
+        if only is not None:  # no look-up: a missing chunk is a miss of the read
             nodes = [self._topology.node_of(key) or only for key in keys]
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
         soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))

@@ -1,6 +1,5 @@
-"""Which instances there are to ask: those on this host and those that are configured, all of them,
-since each may hold any chunk. And those that requests name: they are asked for what these requests
-want, and forgotten after a while."""
+"""The peers to ask: all engines on this host and all configured ones, since each may hold any
+chunk. Instances that requests name are asked only for those requests, and forgotten later."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ _SECONDS_BETWEEN_LOOKS = 10.0
 _DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
 HERE = "host "
-"""How names of engines on this host begin, as nodes."""
+"""Prefix of node names of engines on this host."""
 _RANK = " rank "
-"""Before the number of another rank than the one that is asked as a rule, in names of nodes."""
+"""In node names: precedes a rank other than the asking one."""
 _GUEST_SECONDS = 60.0
 _MAX_GUESTS = 256
 
 
 class PeerTopology(Topology):
-    """``share``: of the rank that asks. The same rank is asked of each peer, or the one that owns a
-    chunk. ``greeting``: how this engine's own server would greet. Others with as many ranks are
-    peers, and itself is none. ``host``: where those on this host are found."""
+    """``share``: of the asking rank. It asks each peer's same rank, or the rank that owns a chunk.
+    ``greeting``: of this engine's own server; peers have as many ranks and another engine id.
+    ``host``: the folder of engines on this host."""
 
     def __init__(
         self,
@@ -52,10 +51,10 @@ class PeerTopology(Topology):
         self._addresses = addresses
         self._greeting = greeting
         self._own: set[Node] = set()
-        self._distrusted: dict[Node, float] = {}  # and until when
+        self._distrusted: dict[Node, float] = {}  # until when
         self._endpoints: dict[Node, Endpoint] = {}
         self._admitting = threading.Lock()
-        self._guests: dict[Node, tuple[Endpoint, float]] = {}  # and until when
+        self._guests: dict[Node, tuple[Endpoint, float]] = {}  # endpoint, until when
         self._next_look = float("-inf")
         names, num_ranks = (
             (digest(config.namespace), digest(greeting.engine_id)),
@@ -66,15 +65,13 @@ class PeerTopology(Topology):
         }
 
     def of_rank(self, node: Node, rank: int) -> Node:
-        """That rank of the peer ``node``."""
         return node if rank == self.share.rank else Node(f"{node}{_RANK}{rank}")
 
     def own_rank(self, rank: int) -> Node:
-        """Another rank of this engine."""
         return self.of_rank(Node(f"{HERE}{digest(self._greeting.engine_id)}"), rank)
 
     def admit(self, host: str, port: int) -> Node:
-        """A node for an instance's rank that a request names. Thread-safe."""
+        """A node for one rank of an instance that a request names. Thread-safe."""
         node, now = Node(f"guest {Address(host, port)}"), self._clock()
         with self._admitting:
             known = {n: guest for n, guest in self._guests.items() if guest[1] > now and n != node}
@@ -84,23 +81,21 @@ class PeerTopology(Topology):
         return node
 
     def here(self, engine_id: str) -> Node | None:
-        """The engine of that name, if it is on this host."""
+        """The engine with that id, if it is on this host."""
         node = Node(f"{HERE}{digest(engine_id)}") if engine_id else None
         return node if node in self._found_here else None
 
     def address_here(self, node: str) -> str | None:
-        """The path of a peer's socket, if it is on this host."""
+        """Path of the socket of a peer on this host, else ``None``."""
         name = self._found_here.get(Node(node)) or self._own_ranks.get(Node(node))
         return self._host.address(name) if name is not None and self._host is not None else None
 
     @property
     def num_ranks(self) -> int:
-        """Of this engine."""
         return self._greeting.num_ranks
 
     def prepare(self) -> None:
-        """Look into the folder, and names up. One that nobody knows for now keeps nobody else
-        out."""
+        """Scan the folder and resolve names. A name that does not resolve is skipped."""
         if not self._is_looked_up:
             self._look_names_up()
         self._look_here()
@@ -140,12 +135,12 @@ class PeerTopology(Topology):
         }
 
     def node_of(self, key: bytes) -> Node | None:
-        """The one peer that there is; ``None`` where somebody has to be asked first."""
+        """The only peer; ``None`` if there are several or none."""
         nodes = self.peers()
         return self.of_rank(nodes[0], self.share.owner(key)) if len(nodes) == 1 else None
 
     def peers(self) -> tuple[Node, ...]:
-        """Those on this host, and those that are configured."""
+        """Peers on this host and configured peers, without distrusted ones."""
         now = self._clock()
         return tuple(
             node
@@ -156,7 +151,7 @@ class PeerTopology(Topology):
         )
 
     def distrust(self, node: Node) -> None:
-        """It has sent what is not what it says: for a while it is no peer. From any thread."""
+        """``node`` sent spoiled values: exclude it for a while. Thread-safe."""
         engine = Node(node.partition(_RANK)[0])
         self._distrusted[engine] = self._clock() + _DISTRUST_SECONDS
 
@@ -177,7 +172,7 @@ class PeerTopology(Topology):
         else:
             raise OSError("it is no peer any more")
         try:
-            never_redial(client)  # before it is asked who it is
+            never_redial(client)  # a redialled connection would not be greeted
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
                 self._own.add(node)
@@ -200,7 +195,7 @@ class PeerTopology(Topology):
             raise
 
     def mark_stale(self) -> None:
-        """Peers come and go by their own addresses: names are looked up in their own time."""
+        """Does nothing: names are resolved at a fixed interval."""
 
 
 def _hosts(address: Address) -> list[str]:

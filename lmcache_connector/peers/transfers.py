@@ -1,13 +1,12 @@
-"""KV transfers from this rank: which chunks of its CPU tier another instance is to load.
+"""KV transfers from this rank: which chunks of its CPU tier another instance will load.
 
 ::
 
-    announced -> coming: its stores run -> over: what can be had is known -> read, or its time is up
+    announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
-A transfer keeps its chunks from being evicted, within a share of the tier that all transfers have
-together. It ends when every instance that asked for it has read it, or nobody has asked for
-``lease_seconds``. The engine's step and the store lane tell of stores, the peer server's thread
-answers readers.
+A transfer pins its chunks, within a limit that all transfers share. It ends when every instance
+that asked for it has read it, or nobody has asked for ``lease_seconds``. The engine's step and the
+store lane report stores; the peer server's thread answers readers.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(slots=True)
 class _Transfer:
-    """``leases`` by key, ``None`` for a chunk that is not kept. ``open_jobs``: the stores that
-    bring the last of it; ``None``: more may come. ``until``: a reading of the clock."""
+    """``leases`` by key, ``None`` for a chunk that is not pinned. ``open_jobs``: store jobs that
+    complete the transfer; ``None``: more may follow. ``until``: expiry, on the clock."""
 
     until: float
     leases: dict[bytes, Lease | None] = field(default_factory=dict)
@@ -44,9 +43,9 @@ class _Transfer:
 
 
 class Transfers:
-    """``max_bytes``: of chunks kept for transfers, all together. ``on_change`` is called, from any
-    thread, when a transfer is over. ``has_news``: `take_finished` would return something; a plain
-    attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
+    """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
+    a transfer is complete. ``has_news``: `take_finished` would return something; a plain attribute,
+    polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._open_jobs: set[int] = set()
-        self._held: dict[str, set[int]] = {}  # requests, and the stores that read their blocks
+        self._held: dict[str, set[int]] = {}  # requests: the store jobs that read their blocks
         self._finished: set[str] = set()
         self._leased_bytes = 0
         self._next_look = 0.0
@@ -70,7 +69,7 @@ class Transfers:
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
         self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
-        """Called with chunks that readers will ask for, on the store lane."""
+        """Called on the store lane with keys of chunks that readers will ask for."""
 
     # -- the engine's step, and the store lane --------------------------------------------------
 
@@ -79,11 +78,11 @@ class Transfers:
             self._open_jobs.add(job_id)
 
     def store_ended(self, job_id: int, keys: Sequence[bytes]) -> None:
-        """On this rank, well or not; ``keys``: of its chunks."""
+        """The store job succeeded or failed on this rank; ``keys``: of its chunks."""
         with self._lock:
             coming = [each for each in self._transfers.values() if not each.is_over]
             promised = [key for key in keys if any(key in each.leases for each in coming)]
-        self.seal(promised)  # takes long, and no step waits for it
+        self.seal(promised)  # slow: outside the lock, which the step takes
         with self._lock:
             self._open_jobs.discard(job_id)
             for request_id, job_ids in list(self._held.items()):
@@ -98,13 +97,13 @@ class Transfers:
                     self._settle_if_over(transfer)
 
     def apply(self, updates: Iterable[TransferUpdate]) -> None:
-        """Once their stores have begun. The same updates may come twice."""
+        """Called after their store jobs have begun. Idempotent."""
         with self._lock:
             for update in updates:
                 self._apply(update)
 
     def take_finished(self) -> set[str]:
-        """Requests whose blocks nobody reads any more, since the last call."""
+        """Requests whose blocks no store reads any more, since the last call."""
         with self._lock:
             finished, self._finished, self.has_news = self._finished, set(), False
         return finished
@@ -112,8 +111,8 @@ class Transfers:
     # -- readers --------------------------------------------------------------------------------
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
-        """Of a transfer that is over, how the keys of its chunks begin, one after the other; they
-        stay until the reader is `done`."""
+        """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
+        until `done`."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -123,8 +122,8 @@ class Transfers:
             transfer.until = self._clock() + self._lease_seconds
             if not transfer.is_over:
                 return NotOver.COMING
-            self._lease(transfer, list(transfer.leases))  # an earlier reader may be done
-            is_elsewhere = self._chunks.is_elsewhere  # there they are kept, and told of
+            self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
+            is_elsewhere = self._chunks.is_elsewhere  # the owning rank pins and reports these
             kept = (
                 key
                 for key, lease in transfer.leases.items()
@@ -133,7 +132,7 @@ class Transfers:
             return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
 
     def done(self, reader: bytes, transfer_id: str) -> None:
-        """The reader needs it no more."""
+        """The reader no longer needs the transfer."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and reader in transfer.readers:
@@ -142,7 +141,7 @@ class Transfers:
                     self._release(transfer)
 
     def tend(self) -> None:
-        """End the transfers whose time is up. Once in a while."""
+        """End expired transfers. Cheap to call often."""
         now = self._clock()
         if now < self._next_look:
             return
@@ -165,7 +164,7 @@ class Transfers:
             self._let_go_if_read(update.held_request)
         transfer = self._transfers.get(update.transfer_id)
         is_announced = update == TransferUpdate(update.transfer_id)
-        if transfer is not None and transfer.is_over and is_announced:  # once more
+        if transfer is not None and transfer.is_over and is_announced:  # a new one of that name
             self._release(self._transfers.pop(update.transfer_id))
             transfer = None
         if transfer is None:
@@ -192,13 +191,13 @@ class Transfers:
             self.has_news = True
 
     def _lease(self, transfer: _Transfer, keys: Iterable[bytes]) -> None:
-        """Those of the transfer's chunks that are there, as far as its share goes."""
+        """Pin the chunks that are cached, within ``max_bytes``."""
         for key in keys:
             if transfer.leases[key] is not None:
                 continue
             try:
                 lease = self._chunks.lease(key)
-            except Exception:  # nobody's blocks or stores shall wait for ever because of it
+            except Exception:  # blocks and stores must not wait forever
                 logger.exception("A chunk cannot be kept for a KV transfer")
                 return
             if lease is None:

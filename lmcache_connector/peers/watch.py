@@ -1,9 +1,8 @@
-"""Asks the instances that requests name, off the scheduler's thread: for KV transfers, and for
-chunks that they may hold.
+"""Asks the instances that requests name about KV transfers and chunks, off the scheduler's thread.
 
-One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks:
-a transfer can be read once it is over on each, a chunk if each says that it is there. An instance
-that does not answer costs its own requests, within the time-outs of a connection.
+Each instance has a thread, which ends when idle. It asks all ranks: a transfer is complete, and a
+chunk available, only if every rank says so. An instance that does not answer delays only the
+requests that name it, bounded by the connection time-outs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,13 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
+from lmcache_connector.storage.redis.client.dial import (
+    TALK_ERRORS,
+    Client,
+    Dialer,
+    Question,
+    never_redial,
+)
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.threads import start_thread
@@ -27,16 +32,16 @@ MAX_RANKS = 64
 _MAX_GUESTS = 64
 _MAX_ASKED = 64  # in one command
 _MAX_ANSWER_BYTES = 8 << 20
-# An instance that knows nothing of a transfer may hear of it a moment later.
+# An instance that does not know a transfer yet may learn of it a moment later.
 _UNKNOWN_SECONDS = 1.0
-# For so long an answer is waited for, unless there is something else to say: see `_Guest._nudge`.
+# Long poll. `_Guest._nudge` cuts it short when there is another command to send.
 _WAIT_MS = 250
 _NUDGE = command(b"PING")
 _IDLE_SECONDS = 30.0
 
 
 class TransferWatch:
-    """``reader``: how producers tell readers apart. Called on the scheduler's thread."""
+    """``reader``: identifies this instance to producers. Called on the scheduler's thread."""
 
     def __init__(
         self,
@@ -54,11 +59,11 @@ class TransferWatch:
     def ask(
         self, source: Address, transfer_id: str, seconds: float, keys: Sequence[bytes] = ()
     ) -> Awaited:
-        """Returns at once; the answer comes within ``seconds``. Without a ``transfer_id``, it says
-        which of the ``keys`` are there."""
+        """Returns at once; the answer follows within ``seconds``. Without a ``transfer_id``, ask
+        which of the chunks ``keys`` are cached."""
         now = self._clock()
         awaited = Awaited(source, transfer_id, now + seconds, now, keys)
-        for _ in range(2):  # a thread that has nothing to do ends at any time
+        for _ in range(2):  # an idle thread may end between these two calls
             guest = self._guest(source)
             if guest is not None and guest.add(awaited):
                 return awaited
@@ -66,7 +71,7 @@ class TransferWatch:
         return awaited
 
     def done(self, awaited: Awaited) -> None:
-        """The request needs it no more: it has been read, or will not be."""
+        """The request no longer needs the transfer: it was read, or will not be."""
         awaited.is_dropped = True
         with self._lock:
             guest = self._guests.get(awaited.source)
@@ -74,7 +79,7 @@ class TransferWatch:
             guest.forget(awaited)
 
     def close(self) -> None:
-        """Threads end by themselves, within the time-outs of a connection."""
+        """Threads end on their own, within the connection time-outs."""
         with self._lock:
             self._is_closed = True
             guests = list(self._guests.values())
@@ -86,9 +91,10 @@ class TransferWatch:
             guest = self._guests.get(source)
             if guest is not None and not guest.is_ended:
                 return guest
-            ended = [address for address, each in self._guests.items() if each.is_ended]
-            for address in ended:
-                del self._guests[address]
+            is_full = len(self._guests) >= _MAX_GUESTS
+            for address, each in list(self._guests.items()):
+                if each.end_if_idle() if is_full else each.is_ended:
+                    del self._guests[address]
             if self._is_closed or len(self._guests) >= _MAX_GUESTS:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
@@ -99,7 +105,7 @@ class TransferWatch:
 
 
 class _Guest:
-    """The transfers that are waited for at one instance, and a thread that asks for them."""
+    """One instance's pending transfers, and the thread that asks for them."""
 
     def __init__(
         self,
@@ -118,9 +124,10 @@ class _Guest:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
-        self._asked: Question | None = None  # one whose answer is waited for
-        self._has_more = False  # to say, since what is said now was put together
+        self._asked: Question | None = None  # the command in flight
+        self._has_more = False  # commands were added after the current one was built
         self._is_nudged = False
+        self._is_late = False  # somebody had no time left to wait for the answer
         self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -128,7 +135,9 @@ class _Guest:
     def add(self, awaited: Awaited) -> bool:
         """False if the thread has ended."""
         with self._changed:
-            if not self.is_ended:
+            if self._is_late and not awaited.transfer_id:
+                awaited.settle(Offered(cause=Cause.DEADLINE))
+            elif not self.is_ended:
                 self._open.append(awaited)
                 self._nudge()
             return not self.is_ended
@@ -137,17 +146,26 @@ class _Guest:
         with self._changed:
             if awaited in self._open:
                 self._open.remove(awaited)
+                was_late = awaited.answer is not None and awaited.answer.cause is Cause.DEADLINE
+                self._is_late |= was_late and not awaited.transfer_id
             if awaited.transfer_id:
                 self._read.append(awaited.transfer_id)
             self._nudge()
 
     def _nudge(self) -> None:
-        """Whoever waits for an answer is answered at once when it says more: there is more to say
-        now. Under the lock."""
+        """Send a PING to end a long poll, since there is another command to send. The server does
+        not delay a reply to a client that has sent another command. Under the lock."""
         self._has_more = True
         self._changed.notify()
         if self._asked is not None and not self._is_nudged:
             self._is_nudged = self._asked.add(_NUDGE)
+
+    def end_if_idle(self) -> bool:
+        """Whether it has ended, now at the latest: others need its place."""
+        with self._changed:
+            if not (self._open or self._read):
+                self._end()
+            return self.is_ended
 
     def close(self) -> None:
         with self._changed:
@@ -175,13 +193,14 @@ class _Guest:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
+            self._is_late = False
             if not (self._open or self._read or self.is_ended):
                 self._changed.wait(_IDLE_SECONDS)
             self.is_ended |= not (self._open or self._read)
             return not self.is_ended
 
     def _ask_again_if_lost(self) -> None:
-        """A connection that was used before may have been closed since: that says nothing."""
+        """Retry once on a connection used before: the server may have closed it while idle."""
         was_connected = bool(self._clients)
         try:
             self._work()
@@ -232,22 +251,30 @@ class _Guest:
             wanted = [each for each in transfers if len(each.by_rank) == rank]
             if wanted := [each for each in wanted if not each.is_dropped]:
                 self._ask(client, wanted)
-        with self._changed:  # those that were asked for take turns
+        with self._changed:  # round robin if there are more than fit into one command
             self._open = [each for each in self._open if each.answer is None]
             self._open = self._open[len(asked) :] + self._open[: len(asked)]
 
     def _connect(self) -> None:
-        host, port = self._source.host, self._source.port
-        self._clients.append(self._dialer.connect(host, port, _MAX_ANSWER_BYTES))
-        greeting = Greeting.parse(self._clients[0].execute_command("PEER"))
-        self._engine_id = greeting.engine_id
+        greeting = self._greet_next()
         if greeting.num_ranks > MAX_RANKS:
             raise ValueError(f"it has {greeting.num_ranks} ranks")
-        for rank in range(1, greeting.num_ranks):
-            self._clients.append(self._dialer.connect(host, port + rank, _MAX_ANSWER_BYTES))
+        while len(self._clients) < greeting.num_ranks:
+            if self._greet_next() != greeting:
+                raise ValueError(f"rank {len(self._clients) - 1} is another instance's")
+        self._engine_id = greeting.engine_id
+
+    def _greet_next(self) -> Greeting:
+        """Connect to the next rank. Who it is comes before anything that a request says; once the
+        connection is lost, it may be another."""
+        port = self._source.port + len(self._clients)
+        client = self._dialer.connect(self._source.host, port, _MAX_ANSWER_BYTES)
+        self._clients.append(client)
+        never_redial(client)
+        return Greeting.parse(client.execute_command("PEER"))
 
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """How the keys of those chunks begin that are there, by what all ranks say."""
+        """Key prefixes of the chunks that every rank has."""
         for client in self._clients:
             held = list[bytes]()
             for first in range(0, len(keys), MAX_ASKED):

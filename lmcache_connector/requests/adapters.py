@@ -1,9 +1,9 @@
-"""Which LoRA adapter a request is computed with: what lies on the disk, and what is loaded.
+"""Which LoRA adapter a request is computed with: the files on disk, and what the ranks have loaded.
 
-An adapter is the content of the files that vLLM reads of it, nothing of where they lie. vLLM reads
-them when it first meets the adapter's number, keeps what it read, and may drop it and read the
-files again. What a request is computed with is therefore not what lies on the disk, but what every
-rank has loaded, as the ranks report it. Runs on the scheduler's thread.
+An adapter is identified by the content of the files vLLM reads, not by their path. vLLM reads them
+when it first meets the adapter's number, caches them, and may drop and read them again. So a
+request is computed with what every rank has loaded, as the ranks report it, not with the files on
+disk. Runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""vLLM reads the first that is there (``LoRAModel.from_local_checkpoint``)."""
+"""vLLM reads the first that exists (``LoRAModel.from_local_checkpoint``)."""
 _MAX_KNOWN, _MAX_EXPECTED, _MAX_WARNINGS = 1024, 4096, 1024
 _LOOK_SECONDS = 0.5
-"""While requests queue, the files of their adapters may change, and vLLM may read them again."""
+"""How often files of queued requests' adapters are checked: vLLM may read them again."""
 _STALE_SECONDS = 5.0
-"""No step takes longer: the engine was paused, and its files may be others since."""
+"""Longer than any step: the engine was paused, and files may have changed meanwhile."""
 
 # -- on the disk -----------------------------------------------------------------------------------
 
 AdapterStamp = tuple[tuple[Path, Signature], ...]
-"""The files of an adapter with their signatures: writing to one, or replacing it, changes these."""
+"""An adapter's files with their signatures, which change when a file is written or replaced."""
 
 
 def adapter_stamp(folder: Path) -> AdapterStamp:
-    """Of the files that vLLM reads of an adapter. Raises ``OSError`` if it is none."""
+    """Raises ``OSError`` if ``folder`` holds no adapter."""
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise FileNotFoundError(f"{folder} holds no adapter weights")
@@ -51,18 +51,16 @@ def adapter_stamp(folder: Path) -> AdapterStamp:
 
 
 class AdapterDigests:
-    """Hexadecimal digests of adapters; files are read again once their stamps have changed.
-
-    Calls may take seconds. One thread makes them.
+    """Hexadecimal digests of adapters, cached by stamp. Calls may take seconds; one thread makes
+    them.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[AdapterStamp, str] = OrderedDict()
 
     def digest(self, folder: Path, stamp: AdapterStamp | None = None) -> str:
-        """With ``stamp``, of the files as they were then.
-
-        Raises ``OSError`` if they cannot be read, or change meanwhile, or have changed since.
+        """``stamp``: the files' state to digest. Raises ``OSError`` if they are unreadable or
+        differ from it, before or after.
         """
         stamp = stamp or adapter_stamp(folder)
         digest = self._known.get(stamp) or _digest_files(stamp)
@@ -75,14 +73,14 @@ class AdapterDigests:
 def _digest_files(stamp: AdapterStamp) -> str:
     hasher = blake3()
     for file, _ in stamp:
-        # Its ending says how it is read. Both parts have a fixed length.
+        # The suffix decides how vLLM reads it. Both parts have a fixed length.
         hasher.update(blake3(file.suffix.encode()).digest())
         hasher.update(blake3().update_mmap(file).digest())
     return str(hasher.hexdigest())
 
 
 def _remember(known: OrderedDict[Any, Any], key: object, value: object, most: int) -> None:
-    """As the newest of ``most`` entries."""
+    """Add as the newest of at most ``most`` entries."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > most:
@@ -90,7 +88,7 @@ def _remember(known: OrderedDict[Any, Any], key: object, value: object, most: in
 
 
 def adapter_name(digest: str, is_3d: bool) -> str:
-    """What tells an adapter from others: its content, and how vLLM is told to read it."""
+    """Identity of an adapter: its content, and how vLLM is told to read it."""
     return f"{digest}:3d" if is_3d else digest
 
 
@@ -98,10 +96,8 @@ def adapter_name(digest: str, is_3d: bool) -> str:
 
 
 class LoadedAdapters:
-    """``world_size``: how many ranks report.
-
-    ``heard``: the number of each rank's last list, in rank order; 0: none. ``question``: the one
-    that goes with the next plan; 0: none.
+    """The ranks' reports. ``world_size``: number of ranks. ``heard``: number of each rank's last
+    list, 0 without one. ``question``: goes with the next plan; 0: none.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -112,30 +108,29 @@ class LoadedAdapters:
         self._last_question = 0
 
     def ask(self) -> int:
-        """Have all ranks list their adapters. Returns the question's number."""
+        """Request a list of adapters from all ranks. Returns the question's number."""
         if not self.question:
             self._last_question += 1
             self.question = self._last_question
         return self.question
 
     def take_question(self) -> int:
-        """The question, which goes with the plan being made."""
         question, self.question = self.question, 0
         return question
 
     def forget(self) -> None:
-        """What the ranks have told may not have been understood: they are asked anew."""
+        """Discard the reports, which may have been misunderstood, and ask again."""
         self._lists.clear()
         self._expected.clear()
         self.ask()
 
     def expect(self, adapter: AdapterRef) -> None:
-        """A request is taken to be computed with it."""
+        """Remember that a request is treated as computed with this adapter."""
         _remember(self._expected, adapter.number, adapter, _MAX_EXPECTED)
 
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
-        """Returns the adapters that were taken for what is loaded while another was: what has been
-        computed under their names until now may be another's."""
+        """Returns adapters that were assumed loaded while another one was: KV computed under their
+        names so far may be another adapter's."""
         before = self._lists.get(rank)
         self._lists[rank] = adapters
         self.heard = (*self.heard[:rank], adapters.number, *self.heard[rank + 1 :])
@@ -158,19 +153,19 @@ class LoadedAdapters:
         return doubtful
 
     def have_answered(self, question: int) -> bool:
-        """Whether every rank has listed its adapters after it was asked."""
+        """Whether every rank has listed its adapters since it was asked."""
         return self._all(lambda listed: listed.question >= question)
 
     def are(self, adapter: AdapterRef) -> bool:
-        """Whether every rank has told that it has loaded this very adapter."""
+        """Whether every rank reports exactly this adapter under its number."""
         return self._all(lambda listed: listed.digest_of(adapter.number) == adapter.digest)
 
     def have_loaded(self, number: int) -> bool:
-        """Whether every rank has told that it has an adapter of that number."""
+        """Whether every rank reports an adapter under that number."""
         return self._all(lambda listed: any(each == number for each, _ in listed.digests))
 
     def may_be(self, adapter: AdapterRef) -> bool:
-        """Whether each rank has loaded this very adapter, or is yet to load one of its number."""
+        """Whether each rank has loaded exactly this adapter, or none of its number yet."""
         return all(
             listed.digest_of(adapter.number, default=adapter.digest) == adapter.digest
             for listed in self._lists.values()
@@ -181,8 +176,8 @@ class LoadedAdapters:
 
 
 def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
-    """Whether what was computed under the digest's name is its own: it is in memory now, and
-    nothing else was since it came. ``in_memory``: what was, one after the other."""
+    """Whether KV computed under the digest's name is its own: it is in memory, and nothing replaced
+    it since it came. ``in_memory``: contents of memory over time."""
     return digest in in_memory and set(in_memory[in_memory.index(digest) :]) == {digest}
 
 
@@ -191,7 +186,7 @@ def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> b
 
 @dataclass(slots=True)
 class _Look:
-    """The last look at an adapter that ``num_queued`` requests in vLLM's queue have."""
+    """The last read of an adapter that ``num_queued`` requests in vLLM's queue use."""
 
     adapter: Any
     reading: Task[str] = field(default_factory=Task)
@@ -202,9 +197,8 @@ class _Look:
 class AdapterReader:
     """Reads adapters in the background. Runs on the scheduler's thread.
 
-    ``find_folder`` turns the path a request has into the folder vLLM reads, ``None`` if there is
-    none yet. ``loaded``: what vLLM has loaded. ``looks``: at the adapters of requests in vLLM's
-    queue, by what is read of them.
+    ``find_folder``: from a request's path to the folder vLLM reads, ``None`` if missing.
+    ``loaded``: what the ranks have loaded. ``looks``: reads of queued requests' adapters.
     """
 
     def __init__(
@@ -222,9 +216,9 @@ class AdapterReader:
         self._warned: set[str] = set()
 
     def enter(self, adapter: Any) -> Task[str]:
-        """A request with the adapter has joined vLLM's queue. Returns the name of what its files
-        hold now, to be. They are looked at again with every step until it has left, so that an ask
-        need not wait for that, however long the step before it took."""
+        """A request with the adapter joined vLLM's queue. Returns the pending name of its files'
+        content. The files are read again at intervals until `leave`, so that `last_look` need not
+        wait, however long a step took."""
         look = self.looks.get(_files_of(adapter))
         if look is None:
             look = self.looks[_files_of(adapter)] = _Look(adapter)
@@ -243,27 +237,26 @@ class AdapterReader:
             self._look_if_older(look, _LOOK_SECONDS)
 
     def last_look(self, adapter: Any) -> Task[str]:
-        """The name of what the files held by the last step. The request is in vLLM's queue."""
+        """The name read last. The request must be in vLLM's queue."""
         look = self.looks[_files_of(adapter)]
         self._look_if_older(look, _STALE_SECONDS)
         return look.reading
 
     def ask(self, adapter: Any) -> int:
-        """Ask the ranks what they have loaded, ahead of need: unless all have told already that
-        they have that adapter. Returns the question's number; 0: none."""
+        """Ask the ranks ahead of need, unless all report an adapter of that number. Returns the
+        question's number; 0: none."""
         return 0 if self.loaded.have_loaded(adapter.lora_int_id) else self.loaded.ask()
 
     def is_known(self, adapter: Any, name: str, question: int) -> bool:
-        """Whether enough is known of what the ranks have loaded to say what they compute with.
-
-        That the files are those it was loaded from, and still are, needs no further question.
+        """Whether the ranks' reports suffice to say what they compute with: all report this
+        adapter, or all have answered ``question``.
         """
         return self.loaded.are(AdapterRef(adapter.lora_int_id, name)) or (
             question > 0 and self.loaded.have_answered(question)
         )
 
     def will_compute(self, request: Request, name: str) -> bool:
-        """Whether a request that arrives is computed with the adapter of that name."""
+        """Whether an arriving request will be computed with the adapter ``name``."""
         adapter = request.lora_request
         ref = AdapterRef(adapter.lora_int_id, name)
         if self.may_compute(request, name):
@@ -278,10 +271,8 @@ class AdapterReader:
         return False
 
     def may_compute(self, request: Request, name: str | None) -> bool:
-        """Whether no rank is known to compute the request with another adapter than that.
-
-        With ``load_inplace`` vLLM reads the files again before it begins. The ranks know best.
-        """
+        """Whether no rank is known to have another adapter loaded. With ``load_inplace``, vLLM
+        reads the files again before the request begins."""
         if name is None:
             return True
         adapter = request.lora_request
@@ -301,7 +292,7 @@ class AdapterReader:
         look.since = self._clock()
 
     def _read(self, adapter: Any) -> str | None:
-        """On a thread of its own."""
+        """Runs on a background thread."""
         try:
             folder = self._find_folder(adapter.lora_path)
             if folder is None:
@@ -322,5 +313,5 @@ class AdapterReader:
 
 
 def _files_of(adapter: Any) -> tuple[str, bool]:
-    """What :meth:`AdapterReader._read` goes by."""
+    """What identifies a read."""
     return adapter.lora_path, adapter.is_3d_lora_weight

@@ -1,8 +1,8 @@
-"""Digests of what a model reads beside token ids: multimodal items and prompt embeddings.
+"""Digests of a model's inputs other than token ids: multimodal items and prompt embeddings.
 
-vLLM names an item by a hash, by a counter or by a word of the client's; we name it by its content,
-the tensors that the model is given. What has no content here (``None``, a handle to another
-process's memory, a tensor on a device) has no digest.
+vLLM identifies an item by a hash, a counter or a string of the client; here its content identifies
+it: the tensors given to the model. Content that is not in this process's memory (``None``, a handle
+to another process's memory, a tensor on a device) has no digest.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ _ELEM_FIELDS = known_fields("MultiModalFieldElem")
 
 
 class NoContentError(Exception):
-    """There is nothing here that could be read."""
+    """The content is not readable in this process."""
 
 
 class ItemDigests:
-    """Hexadecimal digests of multimodal items, each read once as long as it lives.
-
-    vLLM's own cache hands the same object to every request with the same item. Remembered by
-    object: whatever names clients choose, another object is read again. One thread calls it.
+    """Hexadecimal digests of multimodal items, cached by object for its lifetime. vLLM's cache
+    hands the same object to every request with the same item. One thread calls it.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
 
     def digest(self, item: Any) -> str:
-        """Of a ``MultiModalKwargsItem``. Raises :class:`NoContentError`."""
+        """``item``: a ``MultiModalKwargsItem``. Raises :class:`NoContentError`."""
         if id(item) not in self._known:
             self._known[id(item)] = item_digest(item)
             weakref.finalize(item, self._known.pop, id(item)).atexit = False
@@ -45,10 +43,8 @@ class ItemDigests:
 
 
 def item_digest(item: Any) -> str:
-    """Hexadecimal digest of one item's keyword arguments for the model: names, types, values.
-
-    Raises :class:`NoContentError` for an item that is not here: one without any tensor names
-    something in another process, or nothing.
+    """Hexadecimal digest of an item's keyword arguments for the model: names, types, values.
+    Raises :class:`NoContentError` if it has no tensor, or refers to another process.
     """
     if not isinstance(item, Mapping) or "address" in item:
         raise NoContentError("the item is in another process")
@@ -66,11 +62,10 @@ def item_digest(item: Any) -> str:
 
 
 class EmbedsDigest:
-    """Names the prompt embeddings of token ranges.
+    """Digests of prompt embeddings by token range, cached.
 
-    ``embeds``: [tokens, hidden size], on the host. ``is_token``: where the prompt has a token id
-    instead; ``None``: nowhere. Ranges begin with a chunk of ``chunk_size`` tokens, and shorter ones
-    have its name. Each is read once.
+    ``embeds``: [tokens, hidden size], on the host. ``is_token``: positions with a token id instead;
+    ``None``: none. A range shorter than ``chunk_size`` tokens has the digest of the whole chunk.
     """
 
     def __init__(self, embeds: Any, is_token: Sequence[bool] | None, chunk_size: int) -> None:
@@ -87,7 +82,7 @@ class EmbedsDigest:
             self(start, start)
 
     def __call__(self, start: int, end: int) -> str:
-        """Hexadecimal digest of the rows ``[start, end)`` as far as they exist."""
+        """Hexadecimal digest of the existing rows in ``[start, end)``."""
         end = max(end, start + self._chunk_size)
         known = self._known.get((start, end))
         if known is None:
@@ -100,7 +95,6 @@ class EmbedsDigest:
 
 
 def mask_digest(mask: Any) -> str | None:
-    """Of a placeholder's mask of embeddings; ``None`` for none."""
     if mask is None:
         return None
     hasher = blake3()
@@ -109,7 +103,7 @@ def mask_digest(mask: Any) -> str | None:
 
 
 def _feed(hasher: blake3, value: Any) -> int:
-    """Hash a value with its type and shape. Returns how many bytes of it are tensors."""
+    """Hash a value with type and shape. Returns the number of tensor bytes in it."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -132,7 +126,7 @@ def _feed_tensor(hasher: blake3, tensor: Any) -> int:
         raise NoContentError("a tensor is not in plain memory of this process")
     _feed_plain(hasher, ["tensor", str(tensor.dtype), list(tensor.shape)])
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # One long call: it lets go of the interpreter lock.
+    # One long call, which releases the GIL.
     hasher.update(memoryview(values.view(torch.uint8).numpy()))
     return int(values.nbytes)
 

@@ -1,10 +1,9 @@
-"""What vLLM's encoder cache holds, seen as it is filled.
+"""Tracks the contents of vLLM's encoder cache.
 
-vLLM keeps an encoder's output under the item's identifier, which may be a counter or a client's
-word, and takes it for every later item of that name. A request's own item then says nothing of what
-its KV was computed with: what was encoded under the name does. The encoder cache's entries come and
-go with the scheduler's output, so that this needs no bound of its own. Runs on the scheduler's
-thread.
+vLLM caches an encoder's output under the item's identifier, which may be a counter or chosen by the
+client, and uses it for every later item with that identifier. A request's KV then depends on the
+item that was encoded, not on the request's own. Entries come and go with the scheduler's output, so
+they need no limit here. Runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -21,31 +20,30 @@ Spans = tuple[MultimodalSpan, ...]
 
 
 class EncoderWitness:
-    """Knows by its content what lies in the encoder cache under each identifier."""
+    """Maps each identifier in the encoder cache to the content that was encoded."""
 
     def __init__(self) -> None:
-        self._inputs: dict[str, str | None] = {}  # None: nobody can say which of several
+        self._inputs: dict[str, str | None] = {}  # None: one of several contents
 
     def __len__(self) -> int:
         return len(self._inputs)
 
     def clear(self) -> None:
-        """What was encoded before counts no longer."""
         self._inputs.clear()
 
     def next_step(
         self, output: SchedulerOutput, find: Callable[[str], tuple[Request, Spans | None] | None]
     ) -> None:
-        """Learn what the step about to run encodes, and which outputs it lets go of before.
+        """Record which outputs the step about to run frees, and which it encodes.
 
-        ``find(request_id)``: the request with the spans of its items, one each; ``None`` where
-        nothing is known of their content, or of the request.
+        ``find(request_id)``: the request and the spans of its items, one each, ``None`` if their
+        content is unknown; ``None`` for an unknown request.
         """
         for identifier in output.free_encoder_mm_hashes:
             self._inputs.pop(identifier, None)
         for request_id, item_ids in output.scheduled_encoder_inputs.items():
             if (found := find(request_id)) is None:
-                self.clear()  # under whatever name
+                self.clear()  # its identifiers are unknown
                 continue
             request, spans = found
             for i in item_ids:
@@ -53,7 +51,7 @@ class EncoderWitness:
                 self._encoded(request.mm_features[i].identifier, encoded)
 
     def vouches(self, request: Request, spans: Spans, start: int, end: int) -> bool:
-        """Whether the tokens ``[start, end)`` of a request read the outputs of its own items."""
+        """Whether tokens ``[start, end)`` of a request use encoder outputs of its own items."""
         return all(
             self._inputs.get(feature.identifier) == span.encoder_input
             for span, feature in zip(spans, request.mm_features, strict=True)
@@ -61,13 +59,14 @@ class EncoderWitness:
         )
 
     def _encoded(self, identifier: str, encoder_input: str | None) -> None:
-        """An output already there is replaced by one model runner, and kept by the other."""
+        """Of two outputs for one identifier, one of vLLM's model runners keeps the first, the other
+        the last."""
         known = self._inputs.get(identifier, encoder_input)
         self._inputs[identifier] = encoder_input if known == encoder_input else None
 
 
 def _reads(position: object, start: int, end: int) -> bool:
-    """Whether a placeholder takes any of its encoder's output at the tokens ``[start, end)``."""
+    """Whether the placeholder's tokens in ``[start, end)`` use any encoder output."""
     offset, length = position.offset, position.length  # type: ignore[attr-defined]
     first, last = position.get_embeds_indices_in_range(  # type: ignore[attr-defined]
         max(0, start - offset), min(length, end - offset)

@@ -1,7 +1,7 @@
-"""What makes the KV of a vLLM request unique, read off the request.
+"""Determines what makes the KV of a vLLM request unique.
 
 A plain request is identified at once. Images, prompt embeddings and LoRA adapters are read in the
-background, and whoever asks meanwhile is told to ask again.
+background; until then the caller has to ask again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 10.0
-"""What takes longer is not worth waiting for: the request bypasses the tiers."""
+"""After this time the request bypasses the tiers."""
 
 
 class Bypass(Enum):
-    """Why a request passes the tiers by. The values are labels of a metric."""
+    """Why a request bypasses the tiers. The values are labels of a metric."""
 
     NO_SALT = "no_salt"
     POOLING = "pooling"
@@ -46,7 +46,7 @@ class Bypass(Enum):
 
 
 class NotYet(Enum):
-    """Its content is still being read."""
+    """The request's content is still being read."""
 
     UNREAD = "unread"
 
@@ -58,7 +58,7 @@ Spans = tuple[MultimodalSpan, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a request has beside token ids, by its content."""
+    """Digests of a request's inputs other than token ids."""
 
     spans: Spans
     embeds: EmbedsDigest | None
@@ -66,22 +66,20 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not plain, until it ends."""
+    """State of a request that is not plain, until it ends."""
 
     request: Request
     inputs: Task[_Inputs] | None = None
     adapter: Task[str] | None = None
     question: int = 0
-    is_queued: bool = False  # for its adapter
+    is_queued: bool = False  # counted in the queue of its adapter
     give_up_at: float = 0.0
     found: Identified | None = None
 
 
 class RequestIdentifier:
-    """Turns requests into identities. Runs on the scheduler's thread.
-
-    ``chunk_size`` in tokens: embeddings are read by chunks. ``count`` is told of each request that
-    bypasses.
+    """Turns requests into identities. Runs on the scheduler's thread. ``chunk_size``: in tokens,
+    the unit of embeddings' digests. ``count`` is called for each request that bypasses.
     """
 
     def __init__(
@@ -103,10 +101,8 @@ class RequestIdentifier:
         self._open: dict[str, _Open] = {}
 
     def identify(self, request: Request, wait: StepWait | None = None) -> Identified | NotYet:
-        """Waits as ``wait`` allows for what is being read. ``UNREAD``: ask again; that ends within
-        ten seconds.
-
-        Call it first when the request arrives, and :meth:`forget` when it has ended.
+        """Waits for content being read as ``wait`` allows. ``UNREAD``: ask again, for up to ten
+        seconds. First called when the request arrives; :meth:`forget` when it has ended.
         """
         opened = self._open.get(request.request_id)
         if opened is None or opened.request is not request:
@@ -122,8 +118,8 @@ class RequestIdentifier:
         return opened.found
 
     def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
-        """A request with items, and where they stand; ``None`` unless their content is known.
-        ``None`` for one that never arrived here."""
+        """A request with multimodal items, and their spans, ``None`` unless identified. ``None``
+        for a plain or unknown request."""
         opened = self._open.get(request_id)
         if opened is None:
             return None
@@ -131,7 +127,7 @@ class RequestIdentifier:
         return opened.request, found.multimodal if isinstance(found, RequestIdentity) else None
 
     def give_up(self, request_id: str) -> None:
-        """The request runs: if its content is not known by now, it bypasses."""
+        """The request starts to run: if its content is not known yet, it bypasses the tiers."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -140,10 +136,8 @@ class RequestIdentifier:
             self._set(opened, _kind(opened.request))
 
     def is_current(self, request: Request, wait: StepWait | None = None) -> bool | NotYet:
-        """Whether vLLM, as far as it is known now, would still compute what has been identified.
-
-        While a request queues, the files of its adapter may change, and vLLM may read them again.
-        ``UNREAD``: ask again.
+        """Whether vLLM would still compute what was identified, as far as is known. While a request
+        queues, its adapter's files may change and be read again. ``UNREAD``: ask again.
         """
         opened = self._open.get(request.request_id)
         if (
@@ -152,7 +146,7 @@ class RequestIdentifier:
             or not isinstance(opened.found, RequestIdentity)
         ):
             return True
-        if not opened.is_queued:  # it was preempted
+        if not opened.is_queued:  # preempted
             self._join_queue(opened)
         reading, name = self.adapters.last_look(request.lora_request), opened.found.lora
         if not _is_read(reading, wait):
@@ -160,7 +154,6 @@ class RequestIdentifier:
         return reading.value == name and self.adapters.may_compute(request, name)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         opened = self._open.get(request.request_id)
         if opened is not None and opened.request is request:
             self._leave_queue(opened)
@@ -169,7 +162,7 @@ class RequestIdentifier:
             del self._open[request.request_id]
 
     def forget_all(self) -> None:
-        """All requests count as new."""
+        """Treat all requests as new."""
         self._open.clear()
         self.adapters.looks.clear()
 
@@ -181,7 +174,7 @@ class RequestIdentifier:
     # -- details -------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> _Open | None:
-        """``None`` for a plain request, of which nothing is kept."""
+        """Start identifying; ``None`` for a plain request, which has no state."""
         refused = self._refuse(request)
         has_inputs = bool(request.mm_features) or request.prompt_embeds is not None
         if refused is None and not has_inputs and request.lora_request is None:
@@ -208,9 +201,8 @@ class RequestIdentifier:
             self.adapters.leave(opened.request.lora_request)
 
     def _refuse(self, request: Request) -> Bypass | None:
-        """What a look at the request decides.
-
-        A pooling request's model may attend both ways, and a session's prompt still changes.
+        """Why the request's fields rule the tiers out. A pooling request's model may attend both
+        ways; a session's prompt still changes.
         """
         if self._require_cache_salt and not request.cache_salt:
             return Bypass.NO_SALT
@@ -221,7 +213,7 @@ class RequestIdentifier:
         return Bypass.UNKNOWN_FIELD if self._unknown.are_used_in(request) else None
 
     def _settle(self, opened: _Open, wait: StepWait | None) -> Identified | None:
-        """``None`` as long as something is being read, or a rank has not answered."""
+        """``None`` while content is being read or a rank has not answered."""
         readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
         is_read = all(_is_read(reading, wait) for reading in readings)
         if not is_read or not self._knows_the_ranks(opened):
@@ -238,7 +230,7 @@ class RequestIdentifier:
         return _identity(opened.request, inputs, lora)
 
     def _knows_the_ranks(self, opened: _Open) -> bool:
-        """Asks them where what they have told is not enough."""
+        """Whether the ranks' reports suffice; if not, asks them."""
         adapter, reading = opened.request.lora_request, opened.adapter
         if reading is None or reading.value is None:
             return True
@@ -255,7 +247,7 @@ class RequestIdentifier:
             if opened.inputs is not None:
                 opened.inputs.cancel()
 
-    # -- reading, on a thread of its own -------------------------------------------------------
+    # -- reading, on a background thread -------------------------------------------------------
 
     def _read_inputs(self, request: Request) -> _Inputs | None:
         try:
@@ -288,7 +280,7 @@ def _is_read(reading: Task[Any], wait: StepWait | None) -> bool:
 
 
 def _kind(request: Request) -> Bypass:
-    """The reason of a request whose content could not be read."""
+    """The bypass reason of a request whose content could not be read."""
     if request.mm_features:
         return Bypass.MULTIMODAL
     return Bypass.EMBEDDINGS if request.prompt_embeds is not None else Bypass.ADAPTER
@@ -300,7 +292,7 @@ def _identity(request: Request, inputs: _Inputs, lora: str | None) -> RequestIde
         cache_salt=request.cache_salt,
         lora=lora,
         lora_number=adapter.lora_int_id if adapter is not None else 0,
-        # vLLM puts the adapter's name before an item's where the encoder is adapted too.
+        # vLLM prefixes an item's identifier with the adapter's name if the encoder is adapted too.
         multimodal=tuple(
             span
             if feature.identifier == feature.mm_hash

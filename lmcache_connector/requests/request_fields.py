@@ -1,10 +1,10 @@
-"""What of a vLLM request cannot change its KV, field by field, each with its reason.
+"""Which fields of a vLLM request cannot change its KV, each with its reason.
 
-A request's KV is its own unless every field that could tell it from another's is in the key. So
-each field of the classes below is in one of two tables: ``KEYED`` for those that go into the key or
-make a request bypass the tiers, ``NOT_PART_OF_IDENTITY`` for those that cannot change the KV of
-given tokens at given positions. A field in neither, of a newer vLLM, makes requests that use it
-bypass: :class:`UnknownFields` finds them.
+KV may be shared only if the key contains every field that could change it. So each field of the
+classes below is in one of two tables: ``KEYED`` for fields that go into the key or make a request
+bypass the tiers, ``NOT_PART_OF_IDENTITY`` for fields that cannot change the KV of given tokens at
+given positions. :class:`UnknownFields` finds fields in neither table, of a newer vLLM:
+requests that use them bypass the tiers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ NOT_PART_OF_IDENTITY = by_class(
 
 
 def known_fields(class_name: str) -> frozenset[str]:
-    """Of a class in the tables."""
+    """All fields of a class in the tables."""
     return KEYED[class_name] | NOT_PART_OF_IDENTITY[class_name].keys()
 
 
@@ -122,10 +122,8 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownFields:
-    """Tells requests that use a field nobody has looked at. Warns once per field.
-
-    A class with a fixed list of fields is looked at once. A set difference is all that a request of
-    a known vLLM costs.
+    """Detects requests that use a field in neither table. Warns once per field. A class with fixed
+    fields is checked once; others cost a set difference per request.
     """
 
     def __init__(self) -> None:
@@ -133,7 +131,7 @@ class UnknownFields:
         self._warned: set[tuple[str, str]] = set()
 
     def are_used_in(self, request: Any) -> bool:
-        """Whether a field in neither table has a value, here or in a part."""
+        """Whether an unknown field of the request or its parts has a value."""
         parts = [("Request", request), ("SamplingParams", request.sampling_params)]
         parts.append(("LoRARequest", request.lora_request))
         for feature in request.mm_features:
@@ -160,7 +158,7 @@ class UnknownFields:
 
 
 def fixed_fields(kind: type) -> tuple[str, ...]:
-    """Fields that a class lists, msgspec's and dataclasses; empty for any other."""
+    """Declared fields of a msgspec or dataclass class; empty for other classes."""
     fields: Iterable[str] = getattr(kind, "__struct_fields__", ())
     return tuple(fields) or tuple(getattr(kind, "__dataclass_fields__", ()))
 

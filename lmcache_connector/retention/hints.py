@@ -1,8 +1,8 @@
-"""Hints of a request: how long the CPU tier shall keep its chunks.
+"""Hints of a request on how long the CPU tier should keep its chunks.
 
-Clients send ``pin``, ``ttl_seconds`` and ``priority`` in ``kv_transfer_params``, orchestrators the
-same three in an action of type ``retain`` of vLLM's ``kv_hints``, which comes second. Hints cannot
-change KV, so they are in no key. Invalid hints are ignored.
+Clients send ``pin``, ``ttl_seconds`` and ``priority`` in ``kv_transfer_params``, orchestrators in a
+``retain`` action of vLLM's ``kv_hints``; the former take precedence. Hints do not change KV, so no
+key contains them. Invalid hints are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TENANT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """A request's claim, and how many of its hints were taken and ignored."""
+    """A request's claim, and how many hints were accepted and ignored."""
 
     claim: Claim
     num_taken: int = 0
@@ -34,8 +34,8 @@ class Hints:
 
 
 def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
-    """``params``: the request's ``kv_transfer_params``. ``envelope``: its ``kv_hints``. Either may
-    be ``None``. O(1), whatever they hold."""
+    """``params``: the request's ``kv_transfer_params``, ``envelope``: its ``kv_hints``, each may be
+    ``None``. O(1), whatever they contain."""
     taken: dict[str, Any] = {}
     actions = list(islice(envelope.actions, _MAX_ACTIONS)) if envelope is not None else []
     payloads = [action.payload for action in actions if action.action_type == ACTION]
@@ -58,7 +58,7 @@ def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """A digest: salts may be secrets. Empty for requests without one, which count as one tenant."""
+    """A digest, since salts may be secrets. Requests without a salt are one tenant: empty."""
     if not cache_salt:
         return b""
     return blake3(cache_salt.encode("utf-8", "surrogatepass")).digest(_TENANT_BYTES)

@@ -1,4 +1,4 @@
-"""Chunks whose eviction is announced to the scheduler side before it happens.
+"""Announces evictions of chunks to the scheduler side before they happen.
 
 ::
 
@@ -6,14 +6,13 @@
            ^                                      |                                            |
            '----------------- used again ---------'--------------------------------------------'
 
-A load that the scheduler side has planned inside a step must find its chunks. It plans none of
-chunks that are leaving, and a plan says which reports it was made with. So once a plan has come
-that was made with a chunk's announcement, no later one loads the chunk inside a step, and those
-before it have been run: plans come in the order in which they were made. A chunk that is leaving is
-a hit like any other for loads beside the steps.
+A load inside a step must find its chunks. So the scheduler side plans no such load of a leaving
+chunk, and each plan says which reports it knew. Plans arrive in order: once a plan has arrived that
+knew of a chunk's announcement, all earlier plans have run, and no later one loads the chunk inside
+a step. For loads beside the steps, a leaving chunk is a hit like any other.
 
-A chunk that is taken out of the tier before it may go, as LMCache's controller does, is a miss from
-then on, but its memory is kept until it might have gone.
+If LMCache's controller removes a chunk from the tier before it may go, the chunk is a miss from
+then on, but its memory is kept until it may go.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 WAIT_SECONDS = 1.0
-"""For a plan to come. Without requests and stores there is none."""
+"""How long to wait for a plan. Without requests and stores, none comes."""
 
 
 class Memory(Protocol):
-    """Of a chunk, free once nobody refers to it: LMCache's ``MemoryObj``."""
+    """A chunk's memory, freed with its last reference: LMCache's ``MemoryObj``."""
 
     def ref_count_up(self) -> None: ...
 
@@ -35,15 +34,14 @@ class Memory(Protocol):
 
 
 class LeavingChunks:
-    """Of one rank. ``tell(keys)``: have the next report say where these chunks are. ``heard``: how
-    many reports of leaving chunks the plans knew that have come. ``removed``: the memory of chunks
-    that are in the tier no more. Thread-safe; the lock is held for as long as it takes to look at
-    the keys given."""
+    """One rank's leaving chunks. ``tell(keys)``: put these chunks' places into the next report.
+    ``heard``: the last report of leaving chunks known to a plan that has arrived. ``removed``:
+    memory of chunks no longer in the tier. Thread-safe; the lock is held for O(keys)."""
 
     def __init__(self, tell: Callable[[Iterable[bytes]], None]) -> None:
         self._tell = tell
         self._heard_of = threading.Condition()
-        self._numbers: dict[bytes, int] = {}  # of the report that tells it; 0: none has yet
+        self._numbers: dict[bytes, int] = {}  # number of the announcing report; 0: not reported yet
         self.removed: dict[bytes, Any] = {}
         self._num_reports = self.heard = 0
         self._is_waited_for = True
@@ -52,7 +50,7 @@ class LeavingChunks:
         return len(self._numbers)
 
     def announce(self, keys: Collection[bytes]) -> bool:
-        """Announce the eviction of these. Returns whether all of them may be evicted now."""
+        """Announce evictions. Returns whether all ``keys`` may be evicted now."""
         with self._heard_of:
             new = [key for key in keys if key not in self._numbers]
             self._numbers |= dict.fromkeys(new, 0)
@@ -61,7 +59,7 @@ class LeavingChunks:
             return all(0 < self._numbers[key] <= self.heard for key in keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Take the announcement of these back: they were used, or have come again."""
+        """Withdraw announcements: the chunks were used or stored again."""
         if not self._numbers:
             return
         with self._heard_of:
@@ -70,7 +68,7 @@ class LeavingChunks:
             self._tell(kept)
 
     def remove(self, key: bytes, memory: Memory) -> None:
-        """It is in the tier no more."""
+        """The chunk is no longer in the tier."""
         with self._heard_of:
             if 0 < self._numbers.get(key, 0) <= self.heard:
                 del self._numbers[key]
@@ -81,14 +79,14 @@ class LeavingChunks:
             self._tell((key,))
 
     def clear(self) -> None:
-        """No plan will load any of these."""
+        """Forget everything: no plan will load these chunks."""
         with self._heard_of:
             self._free(list(self.removed))
             self._numbers.clear()
 
     def report(self, keys: Iterable[bytes]) -> tuple[frozenset[bytes], int]:
-        """Which of these are announced, for the report being made, and that report's number; 0 if
-        none are. Numbers are consecutive: the next report shows that one was lost."""
+        """For the report being made: the announced ones among ``keys``, and the report's number, 0
+        without any. Numbers are consecutive, so that a lost report shows."""
         with self._heard_of:
             found = frozenset(key for key in keys if key in self._numbers)
             if not found:
@@ -98,7 +96,7 @@ class LeavingChunks:
             return found, self._num_reports
 
     def hear(self, num_reports: int) -> None:
-        """A plan has come that was made with ``num_reports`` of the reports."""
+        """A plan has arrived that was made with ``num_reports`` of the reports."""
         with self._heard_of:
             self.heard = num_reports
             gone = [key for key in self.removed if 0 < self._numbers[key] <= num_reports]
@@ -108,14 +106,14 @@ class LeavingChunks:
             self._heard_of.notify_all()
 
     def await_plans(self, *, may_come: bool) -> None:
-        """Whether :meth:`wait` waits: between two steps, nobody shall wait for a plan."""
+        """Whether :meth:`wait` waits: between two steps no plan can come."""
         with self._heard_of:
             self._is_waited_for = may_come
             self._heard_of.notify_all()
 
     def wait(self, heard: int, seconds: float = WAIT_SECONDS) -> bool:
-        """Until a plan has come that was made with more reports than ``heard``, or the ``seconds``
-        are over. False: there was none, or nothing was announced that one could tell of."""
+        """Wait until a plan arrives that knew more reports than ``heard``, up to ``seconds``. False
+        if none did, or no announcement is pending."""
         with self._heard_of:
             if any(number == 0 or number > heard for number in self._numbers.values()):
                 self._heard_of.wait_for(

@@ -1,16 +1,16 @@
-"""The eviction order of one rank's CPU tier, and what each tenant holds there.
+"""The eviction order of one rank's CPU tier, and the bytes that each tenant holds there.
 
-A chunk belongs to one tenant: the salt is part of its key. A full tier evicts in this order:
+A chunk belongs to one tenant: its key includes the salt. A full tier evicts in this order:
 
-1. expired chunks: all requests that used them set a lifetime, and the last one has passed,
+1. expired chunks: every request that used them set a lifetime, and the last one has passed,
 2. chunks of tenants above their share, beginning with the tenant furthest above it,
-3. the least recently used chunks, where each step of priority halves the age that counts.
+3. the least recently used chunks; each step of priority halves a chunk's age.
 
-A pinned chunk stays, as long as pins keep within their bounds. No claim shortens another: of
-several, the longest lifetime and the highest priority count. Where the scheduler side relies on
-chunks, evictions are announced first: see :mod:`lmcache_connector.retention.leaving`.
+Pinned chunks are not evicted; pins are limited. Among several claims on a chunk, the longest
+lifetime and the highest priority count. Evictions of chunks that the scheduler side relies on are
+announced first: see :mod:`lmcache_connector.retention.leaving`.
 
-No chunk is evicted before the chunks that follow it in a prompt. A use of a chunk counts for all
+A chunk is evicted only after the chunks that follow it in a prompt: using a chunk also uses all
 chunks before it, with the same claim, so these are never older, less pinned or shorter-lived.
 """
 
@@ -28,23 +28,23 @@ from lmcache_connector.retention.leaving import LeavingChunks, Memory
 from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
 PIN_SECONDS = 3600.0
-"""How long a pin lasts at most, from the last request that asked for it."""
+"""Longest duration of a pin, from the last request that asked for it."""
 MAX_TOUCHED = 8192
-"""Chunks that noted uses may touch in one call, beside those of the last one of them, and chunks
-whose times end in one."""
+"""Chunks that one call may touch by applying noted uses (the last use may exceed this), and chunks
+whose pins and lifetimes one call may end."""
 _IDLE_SECONDS = 600.0
-"""A tenant that has used nothing for so long loses its guaranteed share."""
+"""A tenant idle for longer loses its guaranteed share."""
 _MAX_AWAITED, _MAX_CLAIMS = 1024, 16
-"""Chunks that are being stored, and claims to each of them."""
+"""Chunks being stored that have claims, and claims per chunk."""
 _STORE_SECONDS = 60.0
-"""A claim waits so long for its chunk to be stored."""
+"""How long a claim waits for its chunk to be stored."""
 _LOOKS = 64
-"""Passed-over chunks that one eviction looks at first."""
+"""Passed-over chunks that an eviction considers first."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """``expected_bytes`` are on their way to the tier."""
+    """``expected_bytes``: of stores in progress."""
 
     name: bytes
     num_bytes: int = 0
@@ -56,13 +56,13 @@ class _Tenant:
 
     @property
     def label(self) -> str:
-        """Tenants share 256 labels, however many salts there are."""
+        """One of 257 labels, however many salts there are."""
         return self.name[:1].hex() or "none"
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Pinned (``pinned_until``), expired, passed over because it was in use, or in its queues."""
+    """Is in exactly one state: pinned, expired, passed over (in use at its turn), or queued."""
 
     num_bytes: int
     tenant: _Tenant
@@ -72,7 +72,7 @@ class _Chunk:
     priority: int = 0
     expires_at: float = math.inf
     pinned_until: float | None = None
-    change: int = 0  # the number of the one that counts
+    change: int = 0  # number of its current entry in `Ledger._changes`
 
     @property
     def next_change(self) -> float:
@@ -80,9 +80,9 @@ class _Chunk:
 
 
 class Ledger:
-    """``clock`` is monotonic, in seconds. The tier's lock guards all but `holdings` and ``notes``;
-    notes take effect in the next call of another method. ``leaving``: evictions are announced there
-    first; ``None``: they are not announced."""
+    """``clock`` is monotonic, in seconds. The tier's lock guards everything except `holdings` and
+    ``notes``; notes are applied by the next call. ``leaving``: where evictions are announced first;
+    ``None``: evictions are not announced."""
 
     def __init__(
         self,
@@ -92,22 +92,22 @@ class Ledger:
     ) -> None:
         self.notes = Notes(clock)
         self._leaving = leaving
-        # Claims to chunks that are being stored, and when they were made: for the newest chunks,
-        # the first claims of each.
+        # Claims on chunks that are still being stored, with their times: of the newest chunks, the
+        # first claims of each.
         self._awaited: dict[bytes, dict[Claim, float]] = {}
         self._limits = limits
         self._clock = clock
-        self._latest = -math.inf  # the last time that a chunk may have been used
+        self._latest = -math.inf  # time of the latest use
         self._chunks: dict[bytes, _Chunk] = {}
         self._tenants: dict[bytes, _Tenant] = {}
         self._nobody = _Tenant(b"")
         self._over: set[_Tenant] = set()
-        self._expecting: set[_Tenant] = set()  # those with expected bytes
+        self._expecting: set[_Tenant] = set()  # tenants with expected bytes
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
-        # In use at their turn: many wait to be written to a slow Redis.
+        # Passed over: in use at their turn, for instance waiting to be written to a slow Redis.
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._changes: list[tuple[float, int, bytes]] = []  # a heap: when pins and lifetimes end
+        self._changes: list[tuple[float, int, bytes]] = []  # a heap of ends of pins and lifetimes
         self._num_changes = 0
         self._pinned_bytes = 0
         self._label_bytes: Counter[str] = Counter()
@@ -117,10 +117,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    # -- the tier's verbs ----------------------------------------------------------------------
+    # -- called by the tier --------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-        """The tier has taken in a chunk. It has no tenant until it is used or fetched."""
+        """The tier stored a chunk. It has no tenant until it is used or fetched."""
         if self._leaving is not None:
             self._leaving.keep((key,))
         self.drop(key)
@@ -130,19 +130,19 @@ class Ledger:
         self._enter(key, chunk, now)
 
     def expect(self, name: bytes, num_bytes: int) -> None:
-        """Stores of the tenant will bring ``num_bytes`` more, or fewer, if negative. While it is
-        above its share, no tenant within its own loses a chunk to them."""
+        """Stores of the tenant will add ``num_bytes`` (negative: fewer than announced). While the
+        tenant is above its share, its stores evict nothing of tenants within theirs."""
         tenant = self._tenant(name)
         tenant.expected_bytes += num_bytes
         (self._expecting.add if tenant.expected_bytes else self._expecting.discard)(tenant)
         self._weigh(tenant)
 
     def use(self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes] = ()) -> None:
-        """A request with ``claim`` has used these chunks, in the order of its prompt: they become
-        the newest, the first one last to go. ``parents[i]``: the chunk before ``keys[i]``, empty
-        for the first of a prompt; no parents where chunks do not build on others.
+        """A request with ``claim`` used these chunks, in prompt order: they become the newest, the
+        first one evicted last. ``parents[i]``: the chunk before ``keys[i]``, empty for the first of
+        a prompt; no parents where chunks do not build on others.
 
-        Keys that are not in the tier are left out. O(chunks, and those before them).
+        Keys not in the tier are ignored. O(chunks and their predecessors).
         """
         now = self.settle()
         self._use(keys, claim, parents, now)
@@ -152,27 +152,27 @@ class Ledger:
                     self._use([key], late, (), now)
 
     def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
-        """These chunks were prefetched for a request of tenant ``name``: they and all chunks before
-        them become the newest. ``parents``: as in `use`."""
+        """Chunks were prefetched for a request of tenant ``name``: they and their predecessors
+        become the newest. ``parents``: as in `use`."""
         now = self.settle()
         self._lapse(now)
         for key, chunk in self._prefix(keys, parents).items():
-            self._leave(key, chunk)  # expired or given up: wanted again
+            self._leave(key, chunk)  # no longer expired or given up
             if not chunk.is_claimed:
                 self._give(chunk, name)
             self._enter(key, chunk, now)
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Expire these chunks, in order: the request they were prefetched for has not used them."""
+        """Expire prefetched chunks that their request did not use; ``keys`` in prompt order."""
         self._give_up(reversed(keys), self.settle())
 
     def settle(self) -> float:
-        """Apply the notes, oldest first; beyond `MAX_TOUCHED` chunks, the next call goes on.
-        Returns the time."""
+        """Apply notes, oldest first, up to `MAX_TOUCHED` chunks; the next call goes on. Returns the
+        time."""
         num_left = MAX_TOUCHED
         while num_left > 0 and (noted := self.notes.take_use()) is not None:
             use, at = noted
-            self._latest = max(self._latest, at)  # a verb may have begun before the note came
+            self._latest = max(self._latest, at)  # another method may have read the clock later
             num_left -= 1 + self._use(use.keys, use.claim, (), self._latest)
             for key in use.keys:
                 if key not in self._chunks:
@@ -182,7 +182,7 @@ class Ledger:
         return now
 
     def drop(self, key: bytes, memory: Memory | None = None) -> None:
-        """The tier has removed the chunk, now or before. It lay in ``memory``."""
+        """The tier has removed the chunk, which lay in ``memory``, now or before."""
         if self._leaving is not None and memory is not None:
             self._leaving.remove(key, memory)
         chunk = self._chunks.pop(key, None)
@@ -192,9 +192,9 @@ class Ledger:
             self._account(chunk, -chunk.num_bytes, -1)
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
-        """The next ``count`` chunks in the order of eviction of those that ``may_go``, for the
-        caller to drop. Empty if there are fewer, if some had to be announced first, or if their
-        room would go to tenants above their share, whose own chunks may not go."""
+        """The next ``count`` chunks in eviction order among those that ``may_go``; the caller drops
+        them. Empty if there are fewer, if some must be announced first, or if only tenants above
+        their share, whose own chunks may not go, would gain the room."""
         victims = self._next_to_go(count, may_go)
         if self._leaving is not None and not self._leaving.announce(victims):
             return []
@@ -202,18 +202,18 @@ class Ledger:
         return list(victims)
 
     def announce(self, count: int, may_go: Callable[[bytes], bool]) -> None:
-        """Announce the chunks that `evict` would find next, so that it need not wait for a plan."""
+        """Announce the chunks that `evict` would return, so that it need not wait for a plan."""
         if self._leaving is not None:
             self._leaving.announce(self._next_to_go(count, may_go))
 
     def _next_to_go(
         self, count: int, may_go: Callable[[bytes], bool]
     ) -> dict[bytes, EvictionReason]:
-        """In the order of eviction."""
+        """In eviction order."""
         now = self.settle()
         while True:
             is_done = self._lapse(now)
-            seen: dict[bytes, bool] = {}  # whether it may go, in the order of eviction
+            seen: dict[bytes, bool] = {}  # whether a chunk may go, in eviction order
 
             def is_free(key: bytes, seen: dict[bytes, bool] = seen) -> bool:
                 if seen.get(key, True):
@@ -228,7 +228,7 @@ class Ledger:
                     break
             is_enough = len(victims) == count
             for key, is_victim in seen.items():
-                # Victims that stay keep their place before what was built on them.
+                # Victims not evicted keep their place before the chunks they build on.
                 if not (is_victim and is_enough):
                     self._pass_over(key)
             if is_enough:
@@ -237,7 +237,7 @@ class Ledger:
                 return {}
 
     def holdings(self) -> Holdings:
-        """O(labels), from any thread."""
+        """Thread-safe, O(labels)."""
         return Holdings(
             tuple(self._label_bytes.items()),
             self._pinned_bytes,
@@ -250,7 +250,7 @@ class Ledger:
     def _use(
         self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
     ) -> int:
-        """Returns how many chunks were used, with those before ``keys``."""
+        """Returns the number of chunks used, predecessors of ``keys`` included."""
         self._lapse(now)
         tail_first = self._prefix(keys, parents)
         pins = claim.pin
@@ -274,7 +274,7 @@ class Ledger:
                 self._enter(key, chunk, now)
 
     def _await(self, key: bytes, claim: Claim) -> None:
-        """The chunk is still being stored: the claim counts once the tier has it."""
+        """Keep the claim until the chunk is stored."""
         claims = self._awaited.pop(key, {})
         if len(claims) < _MAX_CLAIMS:
             claims[claim] = self._latest
@@ -309,8 +309,8 @@ class Ledger:
     def _excess(
         self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
     ) -> Iterator[tuple[EvictionReason, bytes]]:
-        """The tenant's oldest chunks above its share. Chunks that may not go do not count: while
-        Redis is slow, most of the oldest wait to be written to it."""
+        """The tenant's oldest chunks above its share. Chunks that may not go do not count towards
+        it: with a slow Redis, most of the oldest wait to be written."""
         num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
         for key in tenant.queues.oldest_first(now):
             if num_bytes <= 0:
@@ -320,21 +320,21 @@ class Ledger:
                 yield EvictionReason.OVER_SHARE, key
 
     def _are_all_greedy(self) -> bool:
-        """Whether all expected bytes are of tenants that have their share already, counting chunks
-        without a tenant as theirs. Tenants within their share lose nothing to them."""
+        """Whether all expected bytes belong to tenants that already have their share, if chunks
+        without a tenant counted as theirs. Such stores evict nothing of tenants within theirs."""
         least = self._limits.tenant_bytes - self._nobody.num_bytes
         return bool(self._expecting) and all(each.num_bytes >= least for each in self._expecting)
 
     def _is_oldest_idle(self, now: float) -> bool:
-        """Whether the least recently used chunk is of an idle tenant."""
+        """Whether the least recently used chunk belongs to an idle tenant."""
         oldest = next(self._queues.oldest_first(now), None)
         if oldest is None or (tenant := self._chunks[oldest].tenant) is self._nobody:
             return False
         return now - tenant.used_at > _IDLE_SECONDS
 
     def _prefix(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> dict[bytes, _Chunk]:
-        """The chunks under these keys, which follow ``parents``, and those before them, as far as
-        the tier has them, the last ones first."""
+        """The cached chunks of ``keys``, which follow ``parents``, and their predecessors, last
+        first."""
         for key, parent in zip(keys, parents, strict=False):
             if (known := self._chunks.get(key)) is not None:
                 known.parent = parent
@@ -349,7 +349,7 @@ class Ledger:
     # -- claims --------------------------------------------------------------------------------
 
     def _claim(self, chunk: _Chunk, claim: Claim, now: float, *, pins: bool) -> bool:
-        """Returns whether the next chunks may be pinned too: a pinned prefix has no gap."""
+        """Returns whether following chunks may be pinned too: a pinned prefix has no gap."""
         expires_at = now + (math.inf if claim.ttl_seconds is None else claim.ttl_seconds)
         if chunk.is_claimed:
             chunk.expires_at = max(chunk.expires_at, expires_at)
@@ -385,13 +385,13 @@ class Ledger:
             chunk.tenant.pinned_bytes -= chunk.num_bytes
 
     def _watch(self, key: bytes, chunk: _Chunk) -> None:
-        """Look at the chunk when its pin or lifetime ends, and no earlier. Of chunks that end
-        together, the last to be watched ends last."""
+        """Schedule the end of the chunk's pin or lifetime. Among equal times, the chunk scheduled
+        last comes last."""
         self._num_changes += 1
         chunk.change = self._num_changes
         if chunk.next_change < math.inf:
             heapq.heappush(self._changes, (chunk.next_change, chunk.change, key))
-        if len(self._changes) > 4 * len(self._chunks):  # most are of chunks that went
+        if len(self._changes) > 4 * len(self._chunks):  # most entries are stale
             self._changes = [change for change in self._changes if self._is_watched(change)]
             heapq.heapify(self._changes)
 
@@ -401,8 +401,8 @@ class Ledger:
         return chunk is not None and chunk.change == number
 
     def _lapse(self, now: float) -> bool:
-        """End pins and lifetimes that have passed. Returns whether these were all. A chunk whose
-        pin ends counts as just used."""
+        """End pins and lifetimes that have passed; a chunk whose pin ends counts as just used.
+        Returns False if more are left."""
         for _ in range(MAX_TOUCHED):
             if not (self._changes and self._changes[0][0] <= now):
                 return True
@@ -419,7 +419,7 @@ class Ledger:
                 self._watch(key, chunk)
         return False
 
-    # -- places --------------------------------------------------------------------------------
+    # -- queues and accounts -------------------------------------------------------------------
 
     def _enter(self, key: bytes, chunk: _Chunk, now: float) -> None:
         if chunk.is_expired:
@@ -429,14 +429,14 @@ class Ledger:
             chunk.tenant.queues.put(key, chunk.priority, now)
 
     def _pass_over(self, key: bytes) -> None:
-        """Take a chunk in use out of its queues; it is evicted once it is free."""
+        """Remove a chunk in use from its queues; it is evicted once it is free."""
         chunk = self._chunks[key]
         if not chunk.is_expired and key not in self._passed:
             self._leave(key, chunk)
             self._passed[key] = None
 
     def _leave(self, key: bytes, chunk: _Chunk) -> None:
-        """Take it out of the queues, the expired and the passed-over chunks."""
+        """Remove the chunk from its queue, the expired or the passed-over chunks."""
         self._expired.pop(key, None)
         self._passed.pop(key, None)
         chunk.is_expired = False
@@ -450,7 +450,6 @@ class Ledger:
         return tenant
 
     def _give(self, chunk: _Chunk, name: bytes) -> None:
-        """The chunk belongs to the tenant from now on."""
         self._account(chunk, -chunk.num_bytes, -1)
         chunk.tenant = self._tenant(name)
         self._account(chunk, chunk.num_bytes, 1)
@@ -464,7 +463,7 @@ class Ledger:
             self._weigh(tenant)
 
     def _weigh(self, tenant: _Tenant) -> None:
-        """Compare the tenant with its share; forget it if it has no chunk and expects none."""
+        """Update whether the tenant is above its share; forget one without chunks and stores."""
         if tenant.num_bytes + tenant.expected_bytes > self._limits.tenant_bytes:
             self._over.add(tenant)
         else:

@@ -1,4 +1,4 @@
-"""For the ledger: limits of a CPU tier, its chunks by age, and uses that a step notes."""
+"""Parts of the ledger: limits, chunks by age, and uses noted by the engine's step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enum import Enum
 from lmcache_connector.plans import PrefixUse
 
 MAX_USES = 1 << 14
-"""Of notes; the oldest are forgotten."""
+"""Limit of notes; the oldest are dropped."""
 
 
 class EvictionReason(Enum):
@@ -26,8 +26,8 @@ class EvictionReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In bytes. ``tenant_bytes``: what a tenant is guaranteed. ``pin_bytes``:
-    pinned chunks of all tenants; ``tenant_pin_bytes``: of each."""
+    """In bytes. ``tenant_bytes``: guaranteed to each tenant. ``pin_bytes``: pinned chunks of all
+    tenants, ``tenant_pin_bytes`` of each."""
 
     tenant_bytes: float = math.inf
     pin_bytes: float = 0.0
@@ -41,10 +41,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The content of the tier, and its evictions since the start.
-
-    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
-    prompt was not pinned as a whole because pins were at their limit.
+    """Contents of the tier, and evictions since the start. ``tenant_bytes``: by label, at most 257.
+    ``refused_pins``: how often a prompt was not pinned completely because of the limits.
     """
 
     tenant_bytes: tuple[tuple[str, int], ...] = ()
@@ -56,25 +54,25 @@ class Holdings:
 class AgeQueues:
     """Keys, least recently used first. A chunk of priority p ages ``2**p`` times slower.
 
-    Every operation is O(1); :meth:`oldest_first` costs a comparison per priority in use for each
-    key it yields. Not thread-safe.
+    Operations are O(1); :meth:`oldest_first` does one comparison per used priority for each key.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[bytes, float]] = {}  # key -> last use
 
     def put(self, key: bytes, priority: int, now: float) -> None:
-        """Make the key the newest of its priority. It must not be in a queue yet."""
+        """Add the key as the newest of its priority. It must not be in a queue."""
         self._queues.setdefault(priority, OrderedDict())[key] = now
 
     def discard(self, key: bytes, priority: int) -> None:
-        """The key may be missing."""
+        """Does nothing if the key is missing."""
         queue = self._queues.get(priority)
         if queue is not None and queue.pop(key, None) is not None and not queue:
             del self._queues[priority]
 
     def oldest_first(self, now: float) -> Iterator[bytes]:
-        """Of keys of the same age, those of low priority first. Nothing may change meanwhile."""
+        """Among equal ages, low priority first. The queues must not change meanwhile."""
         if len(self._queues) == 1:
             return iter(*self._queues.values())
 
@@ -87,17 +85,16 @@ class AgeQueues:
 
 
 class Notes:
-    """Uses that the engine's step notes; the ledger applies them in its next call.
+    """Uses that the engine's step notes; the ledger's next call applies them.
 
-    So the step never waits while the ledger walks a prompt, and a prompt that is used a hundred
-    times before the next eviction is walked once. ``clock``: the ledger's. Thread-safe; the lock is
-    held only to add and take notes.
+    The step thus never waits while the ledger walks a prompt, and a prompt used repeatedly between
+    two evictions is walked once. ``clock``: the ledger's. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._uses: dict[PrefixUse, float] = {}  # and when each was noted last
+        self._uses: dict[PrefixUse, float] = {}  # time of the latest note
         self._given_up: dict[bytes, None] = {}
 
     def use(self, use: PrefixUse) -> None:
@@ -114,7 +111,7 @@ class Notes:
             self._given_up |= dict.fromkeys(keys)
 
     def take_use(self) -> tuple[PrefixUse, float] | None:
-        """The oldest one, and its time."""
+        """The oldest use, and its time."""
         with self._lock:
             if not self._uses:
                 return None
@@ -122,6 +119,6 @@ class Notes:
             return use, self._uses.pop(use)
 
     def take_given_up(self, limit: int) -> list[bytes]:
-        """Up to ``limit`` of the keys given up, the first ones last."""
+        """Up to ``limit`` keys given up, the latest first."""
         with self._lock:
             return [self._given_up.popitem()[0] for _ in range(min(limit, len(self._given_up)))]

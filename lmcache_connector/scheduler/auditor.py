@@ -1,13 +1,13 @@
-"""Audits: a chunk of a hit is computed all the same, and compared with what is stored.
+"""Audits: recompute one chunk of a hit, and compare the chunk with its stored copy.
 
-Of a hit that is audited, the last chunk is not loaded; of one with images the last chunk an image
-touches, since what follows is computed from it::
+The last chunk of an audited hit is not loaded. In a hit with images, the audited chunk is the last
+one that contains image tokens, since later chunks are computed from these::
 
     |-- vLLM has these --|---- loaded ----| audited |-- computed --|
     0            num_computed          chunk      hit end      num_tokens
 
-Its blocks are read by an :class:`AuditJob` after the forward passes that fill them, under the same
-rules as a store's. The chunk is not stored meanwhile: the tier's copy must not be this one.
+An :class:`AuditJob` reads the chunk's blocks after the forward passes that fill them, under the
+same rules as a store. The chunk itself is not stored, so that it cannot replace the tier's copy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_OWN_CHUNKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _OpenAudit:
-    """``kind``: of the request, in words. ``round``: of resets, as it was planned."""
+    """``kind``: the request's kind, for log lines. ``round``: the number of resets before it."""
 
     job: AuditJob
     subject: AuditSubject
@@ -52,17 +52,9 @@ class _OpenAudit:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What an audit says of a root."""
-
-    root: bytes
-    verdict: Verdict
-
-
 @dataclass(eq=False)
 class Auditor:
-    """Chooses what is audited, plans the jobs, and judges what they found.
+    """Chooses chunks to audit, plans the jobs, and judges the results.
 
     Owns the audit part of every request's state. ``model`` names the model in log lines.
     """
@@ -76,7 +68,7 @@ class Auditor:
     model: str
 
     def __post_init__(self) -> None:
-        # Chunks that this instance computed and stored, the latest ones.
+        # The latest chunks that this instance computed and stored.
         self._own: OrderedDict[bytes, None] = OrderedDict()
         self._open: dict[int, _OpenAudit] = {}
         self._round = 0
@@ -84,7 +76,7 @@ class Auditor:
 
     @property
     def num_open(self) -> int:
-        """Audits under way."""
+        """Audits in progress."""
         return len(self._open)
 
     # -- choosing ------------------------------------------------------------------------------
@@ -100,10 +92,10 @@ class Auditor:
     def _choose(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         chunk = self._chunk_to_audit(state, hit)
         if chunk * self.settings.chunk_size < num_computed_tokens:
-            return  # vLLM has a part of it: it would not be computed whole
+            return  # vLLM has part of the chunk, so the whole chunk would not be computed
         if chunk > hit.first and chunk not in hit.ends:
             return  # no load may end before it
-        # The model's first part stands for all.
+        # Audit the model's first part only, in place of all parts.
         key = part_key(state.keys.keys[chunk], 0, len(self.settings.parts))
         is_own = key in self._own and key in self.index
         identity = state.keys.identity
@@ -127,7 +119,7 @@ class Auditor:
     # -- jobs ----------------------------------------------------------------------------------
 
     def learn(self, job: LoadJob | StoreJob | PrefetchJob) -> None:
-        """Whose chunks the CPU tier holds: a job was planned that brings these."""
+        """Track which chunks in the CPU tier this instance computed, from the planned ``job``."""
         if isinstance(job, AuditJob):
             return
         if isinstance(job, StoreJob):
@@ -142,15 +134,15 @@ class Auditor:
                     self._own.pop(key, None)
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
-        """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``: in
-        its blocks by the end of the step, seen to be computed or loaded."""
+        """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``:
+        tokens witnessed by the end of the step."""
         audit, size = state.audit, self.settings.chunk_size
         if audit.chunk is None:
             return False
         if not audit.is_computing:
             audit.is_computing = True
             if state.request.num_computed_tokens > audit.chunk * size:
-                self.drop(state)  # somebody else has brought it meanwhile
+                self.drop(state)  # vLLM got the chunk elsewhere
                 return False
         return num_witnessed_tokens >= (audit.chunk + 1) * size
 
@@ -160,8 +152,8 @@ class Auditor:
         job_id: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> AuditJob | None:
-        """The comparison of the chunk, which is computed by the end of this step; ``None`` if its
-        window was narrower."""
+        """The job that compares the chunk, which this step completes; ``None`` if blocks of the
+        chunk have left the window."""
         audit, part, size = state.audit, self.settings.parts[0], self.settings.chunk_size
         assert audit.chunk is not None
         assert audit.subject is not None
@@ -186,31 +178,34 @@ class Auditor:
         return job
 
     def drop(self, state: RequestState) -> None:
-        """The request will not compute the chunk: it ended, or was preempted."""
+        """End the request's audit: the request will not compute the chunk."""
         audit = state.audit
         if audit.chunk is not None and audit.subject is not None:
             self.sampler.end(audit.subject, is_answered=False)
         audit.drop()
 
     def forget_all(self) -> None:
-        """No audit is under way any more."""
+        """Drop all audits."""
         self.doubt()
         self.forget()
         self._open.clear()
 
     def doubt(self) -> None:
-        """The weights may be others: what is under way says nothing."""
+        """The weights may have changed: audits in progress are inconclusive."""
         self._round += 1
         self.sampler.abandon()
 
     def forget(self) -> None:
-        """The weights are others: nothing is known of any root."""
+        """The weights have changed: all verdicts on roots are void."""
         self.sampler.forget()
 
     # -- results -------------------------------------------------------------------------------
 
-    def ended(self, state: RequestState, job: AuditJob, results: Collection[JobResult]) -> Finding:
-        """All ranks have reported, or none was asked. Counts and logs what they found."""
+    def ended(
+        self, state: RequestState, job: AuditJob, results: Collection[JobResult]
+    ) -> bytes | None:
+        """Count and log the verdict, once all ranks have reported or none was asked. Returns the
+        root on a mismatch: KV loaded under it may be wrong."""
         state.store.job_ids.discard(job.job_id)
         audit = self._open.pop(job.job_id)
         subject = audit.subject
@@ -225,7 +220,7 @@ class Auditor:
             self.tally.set("audit_error", "last", value=error.largest)
             self.tally.set("audit_error", "largest", value=self._largest_error)
             self._log(audit, verdict, error)
-        return Finding(subject.root, verdict)
+        return subject.root if verdict is Verdict.MISMATCH else None
 
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool

@@ -1,20 +1,21 @@
-"""Which blocks of vLLM's paged cache hold KV that this connector saw come about, and whose it is.
+"""Which blocks of vLLM's paged cache this connector saw being filled, and for which request.
 
-vLLM's own evidence is too weak to store by: its prefix cache names an adapter by its path and an
-image by its client's word, and ``num_computed_tokens`` may be an intention, such as another
-connector's load that was aborted. So a block counts only from the step that computes it, or from
-the load of ours that filled it, until vLLM hands it out again. Then vLLM calls back
-(``BlockPool.unpin_blocks``): whoever asked for the block, and whatever for.
+vLLM's own evidence is too weak to store by: its prefix cache identifies an adapter by its path and
+an image by an id from the client, and ``num_computed_tokens`` may include another connector's load
+that was aborted. So this connector *vouches* for a block only from the step that computes the
+block, or from its own load that filled it, until vLLM reuses the block. vLLM then calls back
+(``BlockPool.unpin_blocks``), whoever gets the block.
 
-The *lineage* of a block says what its KV was computed from: the key that the key of its chunk is
-chained to. It names the request's identity and all tokens before the chunk. vLLM's block hash
-vouches for the tokens inside the chunk, as it is a SHA-256 of them; lineages name them too where it
-is not. It says nothing of the token after a block, from which the KV of a drafter's head follows:
-vLLM may put together blocks of several requests that went on differently. Lineages name it.
+The *lineage* of a block names what its KV was computed from: the parent key of its chunk, which
+covers the request's identity and all tokens before the chunk. vLLM's block hash, a SHA-256, vouches
+for the tokens inside the chunk; with a weaker hash the lineage covers these tokens too. The KV of a
+drafter's head also depends on the token after the block, which the hash leaves out: vLLM may join
+blocks of requests that continued differently. The lineage then covers that token.
 
-A request is *witnessed* as far as its leading blocks are of its own lineage, and then as far as it
-is computed from there. After a gap nothing is, until it begins again: what follows was computed on
-top of it, and with asynchronous scheduling vLLM loses a token of a request whose gap is found out.
+A request is *witnessed* up to the end of its leading blocks with its own lineage, and then as far
+as it is computed from there. After a gap nothing is witnessed until the request begins again: later
+KV builds on the gap, and with asynchronous scheduling vLLM loses a token of a request whose gap is
+detected.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ if TYPE_CHECKING:
 
 
 class BlockWitness:
-    """Remembers the lineage of every block that is vouched for.
+    """Records the lineage of every block that is vouched for.
 
-    Owns the witness part of every request's state. O(1) per block, once per block. ``reused``:
-    blocks once vouched for that vLLM has handed out.
+    Owns the witness part of every request's state. O(1) per block. ``reused``: blocks once vouched
+    for that vLLM has handed out again.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._chunk_size = settings.chunk_size
         self._lookahead = settings.lookahead
         self._parts = settings.parts
-        # Their blocks fill up one by one; those of states are told of.
+        # Blocks of these groups fill up token by token; for states, vLLM names the blocks.
         self._group_sizes = {
             group: part.block_size
             for part in settings.parts
@@ -70,70 +71,68 @@ class BlockWitness:
         self.reused: set[int] = set()
 
     def bind(self, manager: KVCacheManager) -> None:
-        """vLLM's cache manager; until then nothing is witnessed."""
+        """Set vLLM's cache manager; nothing is witnessed before."""
         self._manager = manager
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that one of vLLM's block hashes stands for."""
+        """Tokens per vLLM block hash."""
         return (
             self._least_block if self._manager is None else self._manager.block_pool.hash_block_size
         )
 
     @property
     def num_blocks(self) -> int:
-        """Of vLLM's cache."""
+        """Blocks in vLLM's cache."""
         return len(self._manager.block_pool.blocks) if self._manager is not None else 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Those that nobody holds."""
+        """Blocks that vLLM can hand out."""
         return self._manager.block_pool.get_num_free_blocks() if self._manager is not None else 0
 
     def __len__(self) -> int:
-        """Blocks that are vouched for."""
+        """Number of blocks vouched for."""
         return len(self._lineages)
 
     def forget(self) -> None:
-        """Vouch for no block that was filled until now."""
+        """Vouch for no block filled so far."""
         self._lineages.clear()
 
     def forget_all(self) -> None:
-        """Nor know of any store that reads some: all blocks are vLLM's again."""
+        """Also drop all pins."""
         self.forget()
         self.reused.clear()
         for blocks in list(self._pinned.values()):
             self.unpin(blocks)
 
     def break_off(self, state: RequestState) -> None:
-        """Nothing of the request counts any more, until it begins again."""
+        """Witness nothing more of the request until it begins again."""
         state.witness.num_tokens = state.witness.num_vouched = state.witness.due_at = 0
         state.witness.has_gap = True
 
     def look_again(self, states: Iterable[RequestState]) -> None:
-        """What was sure of these requests may be so no more."""
+        """Check these requests again in the next step."""
         for state in states:
             state.witness.due_at = 0
 
     def disown(self) -> None:
-        """What was loaded into these blocks may be wrong: no further request shall hit it, not in
-        vLLM's own prefix cache either."""
+        """The KV in all vouched blocks may be wrong: no request may hit it any more, neither here
+        nor in vLLM's prefix cache."""
         if self._manager is not None:
             self._manager.block_pool.evict_blocks(set(self._lineages))
         self.forget()
 
     def take_reused(self) -> set[int]:
-        """``reused`` since the last call.
-
-        Nothing is written to them before the step being planned.
-        """
+        """``reused`` since the last call. Nothing writes to these blocks before the step being
+        planned."""
         reused, self.reused = self.reused, set()
         return reused
 
     # -- blocks that stores read -----------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """Nobody is handed these blocks until :meth:`unpin` of the same list."""
+        """Keep vLLM from handing out these blocks until :meth:`unpin` of the returned list."""
         blocks = self._by_id(block_ids)
         if blocks and self._manager is not None:
             self._manager.block_pool.touch(blocks)
@@ -141,7 +140,7 @@ class BlockWitness:
         return blocks
 
     def unpin(self, blocks: list[KVCacheBlock]) -> None:
-        """Those that are free now are handed out after all other free blocks."""
+        """vLLM hands out those of the blocks that are free now after all other free blocks."""
         if self._manager is not None and self._pinned.pop(id(blocks), []):
             self._manager.block_pool.unpin_blocks(reversed(blocks), self._on_reuse)
 
@@ -153,10 +152,9 @@ class BlockWitness:
         states: Mapping[str, RequestState],
         offers: Container[str],
     ) -> list[RequestState]:
-        """The requests of the step being planned that :meth:`scheduled` is to be called for: that
-        fill a block, or are in ``offers``. The others only go on inside a block.
-
-        A decode step has many of those. A look at one costs no call.
+        """The requests of the step being planned that need :meth:`scheduled`: those that fill a
+        block or are in ``offers``. The others, most of a decode step, stay inside a block and cost
+        no call.
         """
         due = []
         for request_id, num_tokens in num_scheduled_tokens.items():
@@ -174,12 +172,12 @@ class BlockWitness:
         return due
 
     def scheduled(self, state: RequestState, num_tokens: int, *, is_sure: bool = False) -> bool:
-        """The step being planned computes ``num_tokens`` more of the request. True: there may be
-        more blocks now that are whole.
+        """The step being planned computes ``num_tokens`` more of the request. True: more blocks
+        may be full now.
 
-        ``is_sure``: further steps will compute their tokens of it, too, from what its keys name.
+        ``is_sure``: later steps, too, will compute the request's tokens from what its keys name.
         """
-        if self._manager is None:  # nobody would tell of blocks that are reused
+        if self._manager is None:  # vLLM would not report reused blocks
             return False
         witness, start = state.witness, state.request.num_computed_tokens
         before, is_first = witness.num_tokens or 0, witness.num_tokens is None
@@ -197,8 +195,7 @@ class BlockWitness:
         return has_more or is_first
 
     def finished(self, state: RequestState, num_computed_tokens: int) -> int:
-        """Of the tokens that were computed: how many are witnessed. Steps not yet run do not
-        count."""
+        """How many of the computed tokens are witnessed, leaving out steps not yet run."""
         num_tokens = min(num_computed_tokens, state.witness.num_tokens or 0)
         self._vouch(state, num_tokens)
         return num_tokens
@@ -206,8 +203,8 @@ class BlockWitness:
     def computes_state(
         self, state: RequestState, group: int, block_id: int, num_tokens: int
     ) -> bool:
-        """The step being planned leaves in this block the state of a recurrent group after so many
-        tokens, if the request is witnessed up to there. Whether it is."""
+        """Whether the request is witnessed up to ``num_tokens``, where the step being planned
+        leaves a recurrent group's state in this block. If so, vouch for the block."""
         witness, size = state.witness, self._state_sizes[group]
         is_witnessed = not witness.has_gap and num_tokens <= (witness.num_tokens or 0)
         if is_witnessed and num_tokens % size == 0 and self._manager is not None:
@@ -218,7 +215,7 @@ class BlockWitness:
         return is_witnessed
 
     def loaded(self, state: RequestState, job: LoadJob, num_chunks: int) -> None:
-        """The leading ``num_chunks`` of the job are in the request's blocks, on all ranks."""
+        """All ranks have loaded the first ``num_chunks`` of the job into the request's blocks."""
         num_parts = len(self._parts)
         for run in job.runs:
             count, num_chunks = num_chunks, num_chunks - len(run.keys)
@@ -227,7 +224,7 @@ class BlockWitness:
             chunks = run.chunks[:count]
             own = state.keys.loadable[chunks[0] : chunks[-1] + 1]
             if tuple(keys_of_part(own, run.part, num_parts)) != run.keys[:count]:
-                return  # since a reset the request has other keys
+                return  # the request got other keys after the load was planned
             size = self._parts[run.part].block_size
             has_tail = run.tail_tokens > 0 and count >= len(run.keys)
             end_token = chunks[-1] * self._chunk_size + (
@@ -255,17 +252,17 @@ class BlockWitness:
         return due_at
 
     def _begin(self, state: RequestState, start: int) -> int:
-        """The request begins, or begins again, with ``start`` tokens that vLLM says are there: how
-        many of them are witnessed."""
+        """The request begins, or begins again, with ``start`` tokens present according to vLLM.
+        Returns how many of them are witnessed."""
         state.keys.extend(state.request.all_token_ids)
-        start = min(start, state.request.num_tokens - self._lookahead)  # drafts may be ahead of it
+        start = min(start, state.request.num_tokens - self._lookahead)  # may include drafts
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
         state.witness.num_vouched = min(start, num_tokens)
         return state.witness.num_vouched
 
     def _own_tokens(self, state: RequestState, group: int, size: int, start: int) -> int:
-        """The tokens before the first block in this group that is not the request's own."""
+        """Tokens before the first block of this group that lacks the request's own lineage."""
         num_blocks = -(-start // size)
         blocks = self._blocks(state, group, 0, num_blocks)
         held = [self._lineages.get(block.block_id) for block in blocks]
@@ -283,8 +280,8 @@ class BlockWitness:
         return num_blocks * size
 
     def _vouch(self, state: RequestState, num_tokens: int) -> bool:
-        """For the blocks full of tokens whose KV is known: drafts may be rejected. True: for more
-        than before."""
+        """Vouch for blocks filled with known tokens; drafts may be rejected. True if there are
+        more than before."""
         before = state.witness.num_vouched
         after = int(min(num_tokens, state.request.num_tokens - self._lookahead))
         if after // self._least_block <= before // self._least_block:
@@ -298,17 +295,18 @@ class BlockWitness:
         return True
 
     def _vouch_for_tail(self, state: RequestState, tail: Tail) -> None:
-        """It may end inside a block. That vLLM hands that out again ends its store, too."""
+        """Vouch for a last block that the tail fills in part, so that its reuse ends the store."""
         for group, size in self._group_sizes.items():
             first = tail.end // size
             if tail.end % size and (first + 1) * size > state.witness.num_vouched:
                 self._remember(self._blocks(state, group, first, first + 1), [tail.key])
 
     def _remember(self, blocks: Sequence[KVCacheBlock], lineages: Sequence[bytes]) -> None:
-        """vLLM forgets whom to call once it has called, or when it is told of another."""
+        """Record lineages, and register for each block's reuse: vLLM calls back once only, and
+        keeps one callback per block."""
         if self._manager is None:
             return
-        if any(block.block_id == NULL_BLOCK for block in blocks):  # a window has left it behind
+        if any(block.block_id == NULL_BLOCK for block in blocks):  # outside the window
             there = [b.block_id != NULL_BLOCK for b in blocks]
             blocks, lineages = list(compress(blocks, there)), list(compress(lineages, there))
         pool = self._manager.block_pool
@@ -337,7 +335,7 @@ class BlockWitness:
         return [self._manager.block_pool.blocks[i] for i in block_ids]
 
     def _lineages_of(self, state: RequestState, size: int, first: int, end: int) -> list[bytes]:
-        """Of the request's blocks ``[first, end)``, in a group with blocks of ``size`` tokens."""
+        """Lineages of the request's blocks ``[first, end)`` of ``size`` tokens each."""
         if self._names_tokens or self._lookahead or state.keys.has_extras:
             return [self._full_lineage(state, size, block) for block in range(first, end)]
         lineages: list[bytes] = []
@@ -349,8 +347,7 @@ class BlockWitness:
         return lineages
 
     def _full_lineage(self, state: RequestState, size: int, block: int) -> bytes:
-        """With all that else goes into the chunk's key, up to the end of what the block's KV
-        follows from."""
+        """The parent key with all other inputs of the block's KV, hashed."""
         chunk = block // (self._chunk_size // size)
         start, end = chunk * self._chunk_size, (block + 1) * size + self._lookahead
         parent, more = state.keys.parent(chunk), state.keys.extras(start, end)

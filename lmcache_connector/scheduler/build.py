@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 from lmcache_connector.scheduler.scheduler import Scheduler
-from lmcache_connector.scheduler.transfers import Transfers, TransferSettings
+from lmcache_connector.scheduler.transfers import Transfers
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
@@ -61,8 +61,8 @@ def build_scheduler(
     kv_events: bool,
     does_both: bool,
 ) -> Scheduler:
-    """Starts the thread that asks Redis and peers, if there are any. ``does_both``: it loads and
-    stores, whatever its role is."""
+    """Build the scheduler side, and start its lookup thread if there are remote tiers.
+    ``does_both``: load and store, whatever the role."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
@@ -78,7 +78,7 @@ def build_scheduler(
         store_generated=config.store_generated,
         window_interval=config.window_interval,
         redis_admission=config.redis_admission,
-        # Two blocks with other tokens may have one hash in vLLM's prefix cache.
+        # vLLM's prefix cache may then hold two blocks of different tokens under one hash.
         weak_block_hashes=not vllm_config.cache_config.prefix_caching_hash_algo.startswith(
             "sha256"
         ),
@@ -182,22 +182,13 @@ def _transfers(
         from lmcache_connector.peers.watch import TransferWatch
 
         watch = TransferWatch(tier_config, str(transfer.engine_id))
-    settings = TransferSettings(
-        Router(address, sends and address is not None, receives, config.peer_hosts),
-        address,
-        str(transfer.engine_id),
-        parallel.tensor_parallel_size,
-        len(model.parts),
-        config.chunk_size,
-        config.transfer_deadline_seconds,
-        limits.LOOKUP_DEADLINE_SECONDS,
-        config.trusts,
-    )
-    return Transfers(settings, tally, watch)
+    router = Router(address, sends and address is not None, receives, config.peer_hosts)
+    told = str(transfer.engine_id), parallel.tensor_parallel_size
+    return Transfers(config, router, *told, len(model.parts), tally, watch)
 
 
 def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) -> AnyLookup | None:
-    """What asks Redis, or peers, or both; ``None``: there are neither."""
+    """The lookup in Redis and peers; ``None`` without either."""
     if not (tiers := config.remote_tiers):
         return None
     from lmcache_connector.lookup.any_lookup import AnyLookup
@@ -232,8 +223,8 @@ def learn_start(
     events: KvEventLog,
     starts: Sequence[RankStart],
 ) -> None:
-    """What all ranks say of their layers: this process sees one of a KV cache group. And what each
-    of them stores."""
+    """Apply what all ranks report: the sizes and formats of their layers (this process sees one
+    layer per KV cache group), and which ranks store what."""
     if any(start.reads for start in starts):
         events.needed = model.owners.needed([start.reads for start in starts])
         index.share(events.needed, model.owners.numbers)
@@ -261,6 +252,6 @@ def learn_start(
 def make_root_hasher(
     config: ConnectorConfig, lookahead: int, configuration: Mapping[str, str]
 ) -> PrefixHasher:
-    """Of a model with this ``configuration``, as all ranks see it."""
+    """A hasher for chunk keys of a model whose ranks report this ``configuration``."""
     root = {"namespace": config.namespace, "configuration": configuration}
     return PrefixHasher(root, config.chunk_size, config.hash_key_bytes, lookahead=lookahead)

@@ -1,7 +1,7 @@
-"""Jobs on their way: from their start, through the ranks' results, back to the request's state.
+"""The life of a job: its start, the ranks' results, and the update of the request's state.
 
-The load planner, the store planner, the prefetcher and the auditor each say what a job of theirs
-is; here it is handed to the workers, and ended. Whoever must hear of that is told here.
+The load planner, the store planner, the prefetcher and the auditor plan jobs. The dispatcher hands
+these to the workers, ends them, and notifies every component concerned.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 @dataclass(eq=False)
 class JobDispatcher:
-    """Starts and ends all jobs. ``kv_events`` is told what they may bring to the tiers, ``spans``
-    when they start and end."""
+    """Starts and ends all jobs. ``kv_events`` gets the chunks that jobs may bring to the tiers,
+    ``spans`` the start and end of each job."""
 
     settings: SchedulerSettings
     book: RequestBook
@@ -59,11 +59,11 @@ class JobDispatcher:
     transfers: Transfers
 
     def start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
-        """The workers hear of it with the next plan."""
+        """Hand the job to the workers with the next plan."""
         for run in job.runs if self.book.has_current_keys(state) else ():
-            if run.part == 0:  # the others have no events: a chunk is told of once
+            if run.part == 0:  # one event per chunk, not per part
                 describe = partial(self._describe, state, run)
-                keys = run.keys[:-1] if run.tail_tokens else run.keys  # no router asks for a tail
+                keys = run.keys[:-1] if run.tail_tokens else run.keys  # routers look for no tails
                 self.kv_events.describe(keys, job.job_id, describe)
         self.auditor.learn(job)
         if self.spans.is_on:
@@ -74,13 +74,12 @@ class JobDispatcher:
             self.policy.store_planned(job)
 
     def stop_prefetch(self, state: RequestState, loaded: Collection[bytes] = ()) -> None:
-        """The request does not wait any more. What it loads now is ``loaded``."""
+        """The request no longer waits; it loads ``loaded`` now."""
         for job in self.prefetcher.release(state, loaded):
             self.jobs.cancel_load(job)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """These requests have other keys now, or none: nobody wants what is loaded or audited for
-        them."""
+        """Cancel loads, prefetches and audits of requests whose keys have changed or are void."""
         for state in states:
             if state.load.job is not None:
                 self.jobs.cancel_load(state.load.job)
@@ -88,23 +87,22 @@ class JobDispatcher:
             self.auditor.drop(state)
 
     def drop_unsent_stores(self) -> None:
-        """What they would read may have been computed with other weights than their keys name: vLLM
-        tells of the end of a request before it hands over what ranks report of the same step."""
+        """Drop stores that might read KV of other weights than their keys name: vLLM announces the
+        end of a request before it passes on the ranks' reports of the same step."""
         for planned in self.jobs.drop_unsent_stores():
             self.index.settle(planned.job.keys, planned.job.job_id)
             self._end(planned)
 
     def cancel_overwritten(self) -> None:
-        """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""
+        """Cancel stores of reused blocks: the step being planned overwrites these."""
         if reused := self.witness.take_reused():
             for planned in self.jobs.vacate(reused):
-                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits any more
+                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits from now on
                 if not self.jobs.is_open(planned.job.job_id):
                     self._end(planned)
 
     def report(self, rank: int, result: JobResult) -> list[ShortLoad]:
-        """What one rank says of one job. Returns it if it is a load that has ended with that and
-        did not bring everything."""
+        """Apply one rank's result of one job. Returns the job's load if it has ended incomplete."""
         if result.job_id < self.jobs.first_id:
             return []
         planned, has_ended = self.jobs.report(result)
@@ -130,27 +128,18 @@ class JobDispatcher:
             for other in self.prefetcher.ended(state, job, planned.results):
                 self.jobs.cancel_load(other)
             if state.load.job is None:
-                state.load.restart()  # more of the hit is in memory than when that was decided
+                state.load.restart()  # decide again: more of the hit is in memory now
         elif isinstance(job, AuditJob):
-            self._end_audit(state, job, planned.results)
+            if (root := self.auditor.ended(state, job, planned.results)) is not None:
+                self.kv_events.clear()  # of all roots: mismatches are rare
+                self.witness.disown()
+                self.abandon(self.book.separate(root))
         else:
             self.policy.store_ended(job.job_id, planned.results)
             self.stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys, job.job_id)
         self.book.forget_if_done(state)
         return [short] if short is not None else []
-
-    def _end_audit(
-        self, state: RequestState, job: AuditJob, results: Collection[JobResult]
-    ) -> None:
-        finding = self.auditor.ended(state, job, results)
-        epoch = self.book.epochs.epoch(finding.root)
-        rekeyed = self.book.follow(finding)
-        if self.book.epochs.epoch(finding.root) != epoch:
-            self.kv_events.clear()  # those of other roots too: it is rare
-        if rekeyed is not None:
-            self.witness.disown()
-            self.abandon(rekeyed)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self.settings.chunk_size, self.witness.hash_block_size

@@ -1,8 +1,8 @@
-"""The start of an engine, as the scheduler side sees it: chunk keys need what all ranks report.
+"""Engine start on the scheduler side: waits for the ranks' reports that chunk keys depend on.
 
-A model may change its configuration when it is built, and with several ranks that happens in their
-processes alone. So every rank reports the configuration it sees with its first step, and no request
-is given a key before. Until then requests are asked about again, for a bounded time.
+A model may change its configuration while it is built, which with several ranks happens in their
+processes only. So every rank reports its configuration with its first step. Until all have
+reported, no request gets keys; vLLM asks again, for a bounded time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.plans import Calibration, RankReport, RankStart
+from lmcache_connector.plans import Fetched, RankReport, RankStart
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,11 @@ _WAIT_SECONDS = 10.0
 
 @dataclass(eq=False)
 class EngineStart:
-    """Makes the hasher once all ``world_size`` ranks have reported configurations that agree.
+    """Makes the hasher once all ``world_size`` ranks have reported the same configuration.
 
-    ``make_hasher`` takes that configuration: digests by name. ``learn`` is told before what they
-    have reported, if that is more than the scheduler's process sees itself. Should the ranks
-    disagree, or not be heard of for ten seconds while a request waits, requests pass the cache by,
-    and one error line says so.
+    ``make_hasher`` takes the configuration: digests by name. ``learn`` first gets the reports if
+    they contain more than the scheduler's process knows. If the ranks disagree, or are silent for
+    ten seconds while a request waits, all requests bypass the connector, and one error is logged.
     """
 
     world_size: int
@@ -47,7 +46,7 @@ class EngineStart:
         return self.hasher
 
     def is_awaited(self) -> bool:
-        """Whether a request shall wait for the hasher. If not, it passes the cache by."""
+        """Whether a request must wait for the hasher; if not, it bypasses the connector."""
         if self._is_given_up:
             return False
         if self._deadline is None:
@@ -58,8 +57,8 @@ class EngineStart:
         self._give_up(f"ranks {missing} have not reported within {_WAIT_SECONDS:g} s of a request")
         return False
 
-    def update(self, reports: Iterable[RankReport]) -> tuple[Calibration, ...]:
-        """What all ranks measured, once all have reported; nothing before."""
+    def update(self, reports: Iterable[RankReport]) -> tuple[tuple[Fetched, ...], ...]:
+        """Process start reports. Returns the measurements of all ranks once all have reported."""
         news = {report.rank: report.start for report in reports if report.start is not None}
         self._starts |= news
         if not news or len(self._starts) < self.world_size:
@@ -68,13 +67,13 @@ class EngineStart:
         if differing := _differing(starts):
             self._give_up(f"ranks see different configurations: they differ in {differing}")
         else:
-            # A part that only some have is of layers that only they have: stages of a pipeline.
+            # Only ranks with the same layers share a part: pipeline stages have different parts.
             if all(start.layer_widths for start in starts):
                 self.learn(starts)
             parts = sorted({part for start in starts for part in start.configuration})
             self.configuration = dict(parts)
             self.hasher = self.make_hasher(self.configuration)
-        return tuple(start.calibration for start in starts)
+        return tuple(start.measured for start in starts)
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True
@@ -82,7 +81,7 @@ class EngineStart:
 
 
 def _differing(starts: list[RankStart]) -> str:
-    """Names of the parts that are not the same on all ranks that have them."""
+    """Names of the parts that differ between ranks that have them."""
     found: dict[str, set[str]] = {}
     for start in starts:
         for name, digest in start.configuration:

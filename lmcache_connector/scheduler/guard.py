@@ -1,9 +1,9 @@
-"""Keeps vLLM's engine going when the scheduler side raises: it starts over, and costs hits.
+"""Keeps vLLM's engine running when the scheduler side raises: a failure costs hits only.
 
-vLLM's calls raise nothing. A call that has failed gives the answer of a connector that has nothing,
-and the scheduler side forgets all requests and jobs at once. The next plan tells the workers to
-cancel what they have. What vLLM was promised by then is kept here, out of reach of the failure: a
-request that waits for a load is computed once no rank writes its blocks any more.
+Guarded calls never raise: a failed call answers like a connector without KV, and the scheduler side
+forgets all requests and jobs; the next plan tells the workers to cancel theirs. The guard keeps
+what was promised to vLLM, out of reach of the failure: a request that waits for a load is computed
+once no rank writes its blocks any more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
 def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
-    """A call of vLLM's that answers so if the scheduler side raises. Its object has a ``_guard``;
-    without one it is of a worker, and nothing is guarded."""
+    """Decorate a call of vLLM's: it returns ``answer`` if the scheduler side raises. Methods of an
+    object whose ``_guard`` is ``None`` (a worker) are not guarded."""
 
     def decorate(call: CallT) -> CallT:
         @functools.wraps(call)
@@ -41,7 +41,7 @@ def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
                 return answer
             try:
                 return call(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - logged there
+            except Exception as error:  # noqa: BLE001 - logged by the guard
                 guard.failed(call.__name__, error)
                 return answer
 
@@ -51,9 +51,9 @@ def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
 
 
 class SchedulerGuard:
-    """``has_news``: for the next plan. ``is_down``: starting over has failed, too; it is tried
-    again with every plan. ``unsent``: loads promised since the last plan, by request.
-    ``unsent_in_step``: what vLLM has planned to compute on from in the next step."""
+    """``has_news``: something for the next plan. ``is_down``: starting over failed too; each plan
+    tries again. ``unsent``: ids of requests promised a load since the last plan.
+    ``unsent_in_step``: loads inside the next step, which vLLM counts on."""
 
     def __init__(self, side: Scheduler, failures: FailureLog) -> None:
         self.has_news = False
@@ -61,17 +61,16 @@ class SchedulerGuard:
         self._side = side
         self._failures = failures
         self._must_reset = False
-        self._starts_over = False  # and the workers must hear of it
-        # Loads that vLLM waits for; false once what they bring does not count.
+        self._starts_over = False  # not yet told to the workers
+        # Requests that vLLM keeps waiting for a load; False: ignore what the load brings.
         self._promised: dict[str, tuple[Request, bool]] = {}
         self.unsent: list[str] = []
         self.unsent_in_step: list[LoadJob] = []
-        self._lost_in_step: list[LoadJob] = []  # with the plan they were for, and due all the same
-        self._refused: list[str] = []  # promised, and no worker will hear of a job
+        self._lost_in_step: list[LoadJob] = []  # lost with their plan, and still due
+        self._refused: list[str] = []  # promised, but no job reaches the workers
         self._last_id = 0
 
     def failed(self, call: str, error: Exception) -> None:
-        """A call has raised."""
         self._failures.note(call, error)
         self._side.tally.count("scheduler_failures")
         self._must_reset |= call == "reset_cache"
@@ -84,7 +83,7 @@ class SchedulerGuard:
         self._start_over()
 
     def promised(self, request: Request, *, is_planned: bool) -> None:
-        """vLLM waits for a load from now on."""
+        """vLLM keeps the request waiting for a load from now on."""
         self._promised[request.request_id] = request, is_planned
         if is_planned:
             self.unsent.append(request.request_id)
@@ -93,7 +92,7 @@ class SchedulerGuard:
             self.has_news = True
 
     def add_news(self, plan: StepPlan | None, *, is_idle: bool) -> StepPlan:
-        """The plan with what the workers must hear of failures."""
+        """Add to the plan what the workers must know of failures."""
         if self.is_down:
             self._start_over()
         plan = plan or StepPlan(idle=is_idle)
@@ -105,8 +104,7 @@ class SchedulerGuard:
         return plan
 
     def ended(self, request_ids: Iterable[str], manager: KVCacheManager | None) -> None:
-        """All ranks have let go of the blocks of these loads. To be called before vLLM learns of
-        it."""
+        """No rank writes the blocks of these loads any more. Call before vLLM learns of the end."""
         for request_id in request_ids:
             request, counts = self._promised.pop(request_id, (None, True))
             if request is None or manager is None or counts:
@@ -121,12 +119,12 @@ class SchedulerGuard:
             if self._must_reset:
                 self._side.reset_cache()
             self.is_down = self._must_reset = False
-        except Exception:  # nothing of ours runs then, until it can
+        except Exception:  # the connector stays passive until starting over succeeds
             if not self.is_down:
                 logger.exception("LMCacheTieredConnector could not start over")
             self.is_down = True
 
     def _empty_load(self, request_id: str) -> LoadJob:
-        """It ends at once and brings nothing."""
+        """A load that ends at once without chunks."""
         self._last_id -= 1
         return LoadJob(self._last_id, request_id, (), 0.0, needs_redis=False, after_job=0)

@@ -1,20 +1,19 @@
-"""Blocks that a store reads and vLLM would hand out meanwhile.
+"""Keeps vLLM from reusing blocks that a store still reads.
 
-What a window has left behind vLLM frees when it schedules the next step, and hands out again in the
-same step. A store of such blocks that has not ended by then would be cancelled, as a rule. So they
-are *pinned*: vLLM counts them as in use until the store has ended.
+vLLM frees blocks that have left a window when it schedules the next step, and reuses them in the
+same step, which would cancel most stores of such blocks. So the blocks are *pinned*: vLLM counts
+them as in use until the store has ended.
 
 The free of a finished request's blocks is *delayed* within one call of vLLM, to schedule a step or
-to see to its output, and never between two calls: a reset would find them. A request that waits for
-blocks waits a little longer then.
+to process its output, and never between two calls: a reset would find the blocks in use. A request
+that waits for blocks waits a little longer.
 
-Neither may cost vLLM more than that. Both hold so many blocks at most, for so many steps and
-seconds. Stores run in order: while one is overdue and a request waits to begin, nothing is held for
-those behind it. Nothing is held when no request runs. Before free blocks run out, pins end: the
-newest first, whose stores would take longest, and whose requests have what was stored before.
+Both are bounded in blocks, steps and seconds. Stores run in order: while one is overdue and a
+request waits to begin, no blocks are kept for later stores. None are kept when no request runs.
+Before free blocks run out, pins end, newest first: the newest stores would take longest, and their
+requests have stored earlier chunks already.
 
-Blocks that are held no longer are the last to be handed out. A store that still reads one is
-cancelled when vLLM hands it out.
+vLLM reuses released blocks last, and reuse cancels a store that still reads the block.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock
 
 MAX_STEPS = 32
-"""A store takes some milliseconds, and on CPU begins 30 later."""
+"""A store takes a few milliseconds; on CPU it starts 30 ms late."""
 MAX_SECONDS = 0.5
-"""Steps with long prompts take a quarter of a second."""
+"""Steps with long prompts take 0.25 s."""
 MAX_SHARE = 0.5
-"""Of all blocks."""
+"""Share of all blocks."""
 
 
 @dataclass(slots=True)
 class _Pin:
-    """The blocks that are pinned for one store, and since when. Those whose free is delayed are not
-    listed here."""
+    """Blocks pinned for one store, and since when; blocks whose free is delayed are not listed."""
 
     since: float
     blocks: list[KVCacheBlock]
@@ -55,8 +53,8 @@ class _Pin:
 
 
 class HeldBlocks:
-    """Owns all that is held. ``is_holding``: whether anything is; a plain attribute, cheap to look
-    at in every step. ``clock`` is monotonic, in seconds."""
+    """Owns all pins and delayed frees. ``is_holding``: whether there are any; a plain attribute,
+    cheap to poll every step. ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -70,9 +68,9 @@ class HeldBlocks:
         self._clock = clock
         self._pins: dict[int, _Pin] = {}  # by store, the oldest first
         self._num_pinned = 0
-        self._is_short = False  # vLLM had to leave a request out
-        self._waited_for: dict[int, _Pin] = {}  # by store of a finished request
-        self._overdue: set[int] = set()  # stores
+        self._is_short = False  # vLLM could not schedule a request
+        self._waited_for: dict[int, _Pin] = {}  # by job id, of finished requests' stores
+        self._overdue: set[int] = set()  # job ids
         self._delayed: list[list[KVCacheBlock]] = []
         self._has_delayed = False  # since `free_delayed`
         self._is_crowded = False  # a request waited to begin in the last step
@@ -86,7 +84,6 @@ class HeldBlocks:
         return sum(map(len, self._delayed))
 
     def next_step(self) -> None:
-        """A step is being planned."""
         self._is_crowded = self._has_delayed
         self.free_delayed()
         now = self._clock()
@@ -108,7 +105,7 @@ class HeldBlocks:
     # -- pins ------------------------------------------------------------------------------------
 
     def pin(self, job: StoreJob) -> None:
-        """What it reads of windows and states, if there is room for it."""
+        """Pin the blocks of windows and states that the store reads, if the bounds allow."""
         runs = [run for run in job.runs if run.part not in self._lasting]
         block_ids = [i for run in runs for ids in run.block_ids for i in ids]
         if not block_ids or self._must_yield:
@@ -119,7 +116,7 @@ class HeldBlocks:
             self.is_holding = True
 
     def unpin(self, job_id: int) -> None:
-        """The job has ended, or has been pinned for long enough."""
+        """The job has ended, or its time is over."""
         pin = self._pins.pop(job_id, None)
         if pin is not None:
             self._num_pinned -= len(pin.blocks)
@@ -130,8 +127,8 @@ class HeldBlocks:
             self.unpin(job_id)
 
     def unpin_for(self, num_blocks: int) -> None:
-        """The next step may take so many. What is pinned may be in use by its request as well, and
-        is free with the next step."""
+        """End pins until ``num_blocks`` are free for the next step. A block that its request still
+        uses counts too: it is free in the next step."""
         num_free = self._witness.num_free_blocks
         for job_id in reversed(list(self._pins)):
             if num_free >= num_blocks:
@@ -140,21 +137,21 @@ class HeldBlocks:
             self.unpin(job_id)
 
     def will_free(self) -> bool:
-        """vLLM has found too few free blocks, and asks whether to wait for more instead of taking
-        a request's: it waits for one step, in which all pins end."""
+        """vLLM found too few free blocks, and asks whether to wait one step instead of preempting
+        a request: yes if pins can end in that step."""
         self._is_short = bool(self._pins)
         return self._is_short
 
     # -- delayed within a call -------------------------------------------------------------------
 
     def delay_free(self, block_ids: Iterable[int]) -> None:
-        """Nobody is handed these blocks until :meth:`free_delayed`."""
+        """Keep vLLM from reusing these blocks until :meth:`free_delayed`."""
         self._delayed.append(self._witness.pin(block_ids))
         self.is_holding = True
 
     def delay_free_for_stores(self, jobs: PlannedJobs) -> None:
-        """What stores of finished requests read, of the oldest first. Once until
-        :meth:`free_delayed`."""
+        """Delay the free of blocks that stores of finished requests read, oldest first. Acts once
+        until :meth:`free_delayed`."""
         if self._has_delayed:
             return
         self._has_delayed = self.is_holding = True
@@ -171,8 +168,8 @@ class HeldBlocks:
             self.delay_free(block_ids)
 
     def free_delayed(self) -> None:
-        """vLLM would hand out a finished request's blocks first where they are not in its prefix
-        cache: now they are the last."""
+        """Free these blocks so that vLLM reuses them last. vLLM itself would put blocks outside its
+        prefix cache first."""
         delayed, self._delayed, self._has_delayed = self._delayed, [], False
         for blocks in delayed:
             self._witness.unpin(blocks)

@@ -12,9 +12,9 @@ from lmcache_connector.scheduler.request_state import RequestState
 
 @dataclass(slots=True)
 class PlannedJob:
-    """A job and what has been heard of it: one of ``results`` per rank that has reported,
-    ``num_chunks`` leading chunks that arrived on all of these. ``reads``: blocks that must not
-    change before it has ended."""
+    """A planned job and its reports: one of ``results`` per rank that has reported, ``num_chunks``
+    leading chunks that arrived on all of these ranks. ``reads``: blocks that must not change before
+    the job ends."""
 
     state: RequestState
     job: LoadJob | StoreJob | PrefetchJob
@@ -24,9 +24,9 @@ class PlannedJob:
 
 
 class PlannedJobs:
-    """A job waits here for the step's plan, and then for the reports of ``num_ranks`` ranks.
+    """Holds each job until the step's plan, and then until ``num_ranks`` ranks have reported.
 
-    Jobs before ``first_id`` are nobody's any more. ``last_id``: of the last one.
+    Jobs before ``first_id`` are void. ``last_id``: id of the last job.
     """
 
     def __init__(self, num_ranks: int, last_id: int = 0) -> None:
@@ -34,7 +34,6 @@ class PlannedJobs:
         self._jobs: dict[int, PlannedJob] = {}
         self.first_id = last_id + 1
         self.last_id = last_id
-        # For the next plan.
         self._loads: list[LoadJob] = []
         self._prefetches: list[PrefetchJob] = []
         self._stores: list[StoreJob] = []
@@ -42,11 +41,11 @@ class PlannedJobs:
         self._vacated_stores: list[int] = []
 
     def __len__(self) -> int:
-        """Jobs that have not ended."""
+        """Number of open jobs."""
         return len(self._jobs)
 
     def new_id(self) -> int:
-        """Greater than all before, over loads and stores together."""
+        """A greater id than all before, across all kinds of jobs."""
         self.last_id += 1
         return self.last_id
 
@@ -62,22 +61,22 @@ class PlannedJobs:
             self._stores.append(job)
 
     def cancel_load(self, job: LoadJob | PrefetchJob) -> None:
-        """Tell the workers with the next plan that nobody wants it any more."""
+        """Tell the workers with the next plan to cancel the job."""
         self._cancelled_loads.append(job.job_id)
 
     @property
     def has_unattended(self) -> bool:
-        """Whether a job has not ended that no request of vLLM's waits for."""
+        """Whether there is an open job that no vLLM request waits for."""
         jobs = (planned.job for planned in self._jobs.values())
         return any(not isinstance(job, LoadJob) or job.in_step for job in jobs)
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
-        """The step being planned may overwrite these blocks: the stores that read them are
-        cancelled, and returned. Those that no worker has heard of yet have ended with that."""
+        """Cancel and return the stores that read these blocks, which the step being planned may
+        overwrite. Stores not yet sent to the workers end at once."""
         vacated = [p for p in self._jobs.values() if not p.reads.isdisjoint(block_ids)]
         unsent = {job.job_id for job in self._stores}
         for planned in vacated:
-            planned.reads = frozenset()  # once is enough
+            planned.reads = frozenset()  # cancel once only
             if planned.job.job_id in unsent:
                 del self._jobs[planned.job.job_id]
             else:
@@ -86,24 +85,24 @@ class PlannedJobs:
         return vacated
 
     def drop_unsent_stores(self) -> list[PlannedJob]:
-        """Stores and audits that no worker has heard of yet end with that."""
+        """End all stores and audits not yet sent to the workers."""
         dropped = [self._jobs.pop(job.job_id) for job in self._stores]
         self._stores = []
         return dropped
 
     def blocks_read_of(self, state: RequestState) -> list[int]:
-        """Blocks that the request's open stores read."""
+        """Blocks read by the request's open stores."""
         planned = [self._jobs[job_id] for job_id in state.store.job_ids]
         return [block for p in planned if p.reads for block in p.reads]
 
     def read_after_the_end(self) -> Iterator[tuple[int, Set[int]]]:
-        """Stores of finished requests, the oldest first, and the blocks that they read."""
+        """Stores of finished requests, oldest first, with the blocks that they read."""
         for job_id, planned in self._jobs.items():
             if planned.reads and planned.state.is_finished:
                 yield job_id, planned.reads
 
     def is_open(self, job_id: int) -> bool:
-        """Whether some rank has yet to report the job."""
+        """Whether some rank has not reported the job."""
         return job_id in self._jobs
 
     def take_plan(
@@ -113,9 +112,9 @@ class PlannedJobs:
         idle: bool,
         **news: Any,
     ) -> StepPlan | None:
-        """The plan of a step: all that was added since the last one, and ``news``, other fields of
-        the plan. ``None``, as for nearly every decode step: nothing. ``heard``: of each rank, the
-        adapters and the weights that are known."""
+        """The plan of a step: everything added since the last plan, and ``news``, further fields;
+        ``None`` if both are empty, as for most decode steps. ``heard``: per rank, the adapters and
+        weights that are known."""
         added = self._loads or self._stores or self._prefetches
         if not (
             added or self._cancelled_loads or self._vacated_stores or idle or any(news.values())
@@ -137,7 +136,7 @@ class PlannedJobs:
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:
-        """The job after one rank's ``result``, and whether it has ended with that."""
+        """Apply one rank's ``result``. Returns the job, and whether it has ended."""
         planned = self._jobs[result.job_id]
         planned.num_chunks = min(planned.num_chunks, result.num_chunks)
         planned.results.append(result)

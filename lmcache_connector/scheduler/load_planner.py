@@ -1,4 +1,4 @@
-"""How much of a request's hit shall be loaded, and the job that loads it."""
+"""Decides how much of a request's hit to load, and plans the load job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LoadPlanner:
-    """Loads the part of a hit that ``policy`` finds quicker to load than to compute.
+    """Plans to load the part of a hit that ``policy`` finds faster to load than to compute.
 
     Owns the load part of every request's state.
     """
@@ -38,11 +38,11 @@ class LoadPlanner:
     def offer(
         self, state: RequestState, num_computed_tokens: int, hit: Hit, *, may_be_in_step: bool
     ) -> int:
-        """How many tokens after the computed ones shall be loaded of the hit; ``load.in_step`` says
-        then whether inside the step being planned, if that ``may_be``.
+        """How many tokens after the computed ones to load. Sets ``load.in_step``: whether to load
+        them inside the step being planned, if ``may_be_in_step``.
 
-        Decided once, until the request is preempted, vLLM has more or less of it computed, or more
-        or less of it can be loaded inside the step.
+        The decision stands until the request is preempted, or until the computed tokens or the
+        chunks loadable inside the step change.
         """
         load = state.load
         num_firm = self._num_firm(state, num_computed_tokens, hit) if may_be_in_step else 0
@@ -53,22 +53,22 @@ class LoadPlanner:
         end_token = state.keys.end_of(end)
         keys = self._keys_of(state, num_computed_tokens, end_token)
         load.in_step = (
-            load.job is None  # or it would not be planned, and vLLM counts on it
+            load.job is None  # else no job is planned, and vLLM would count on it
             and 0 < end - hit.first <= num_firm
             and self.index.num_firm(keys) == len(keys)
             and self.policy.fits_in_step(sum(map(self.policy.bytes_of, keys)))
         )
-        if load.in_step:  # beside the steps, vLLM sees to it
+        if load.in_step:  # for loads between steps, vLLM itself recomputes the last token
             end_token = min(end_token, state.request.num_tokens - 1)
         num_tokens = end_token - num_computed_tokens
-        # Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
-        # load that has nothing to do.
+        # At the end of a run of chunked attention no KV is needed, and vLLM would wait for a load
+        # without chunks.
         if num_tokens <= 0 or not keys:
             return 0
         load.offered_from = num_computed_tokens
         if load.is_second:
-            # Once: what is left to compute of a request whose load failed, vLLM keeps free while
-            # it admits loads. It might never admit another one of the same request.
+            # One retry only: whenever vLLM admits a load, it reserves blocks for requests whose
+            # load has failed, and might never admit another load of such a request.
             load.is_allowed = False
         return num_tokens
 
@@ -79,8 +79,8 @@ class LoadPlanner:
         num_tokens: int,
         in_use: BlocksInUse,
     ) -> LoadJob:
-        """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
-        blocks (per KV cache group), of which some may be ``in_use``."""
+        """The load of the ``num_tokens`` that vLLM accepted of the offer, into the request's blocks
+        (per KV cache group), some of which may be ``in_use``."""
         load, chunk_size = state.load, self.settings.chunk_size
         end_token = load.offered_from + num_tokens
         if load.in_step and end_token == state.request.num_tokens - 1:
@@ -103,8 +103,8 @@ class LoadPlanner:
         )
 
     def planned(self, state: RequestState, job: LoadJob, num_tokens: int) -> None:
-        """``job`` is on its way, for ``num_tokens``. Inside the step, it has ended with that as far
-        as the request goes."""
+        """Account for ``job``, planned for ``num_tokens``. For the request, a load inside the step
+        ends at once."""
         load, tiers = state.load, self._tiers(state, job.keys)
         if job.in_step:
             self.policy.load_planned_in_step(sum(map(self.policy.bytes_of, job.keys)))
@@ -113,7 +113,7 @@ class LoadPlanner:
             num_tokens = state.keys.end_of(job.runs[-1].chunks[-1] + 1) - load.offered_from
         else:
             load.job = job
-            if job.source is None:  # it tells nothing of other peers
+            if job.source is None:  # a named source says nothing about other peers
                 self.policy.load_planned(job, tiers)
         self.tally.count("load_jobs")
         by_chunk: dict[int, Tier] = {}
@@ -131,10 +131,10 @@ class LoadPlanner:
     def ended(
         self, state: RequestState, job: LoadJob, num_chunks: int, results: Sequence[JobResult]
     ) -> ShortLoad | None:
-        """All ranks have reported: the leading ``num_chunks`` of the job's arrived on each.
+        """All ranks have reported; the job's first ``num_chunks`` chunks arrived on each.
 
-        Where there is more than full attention, that is of no use unless all did: the request
-        begins again. If nothing but chunks were missing, it may be offered what is still there.
+        A model with more than full attention cannot use an incomplete load: the request begins
+        again, and if chunks were merely missing, one more load may be offered.
         """
         load, keys = state.load, state.keys
         load.job = None
@@ -158,7 +158,7 @@ class LoadPlanner:
                 self.tally.count("p2p_failed_loads", "missing")
         if is_whole:
             return None
-        # The tier that failed is not asked again for this request: it is recomputed.
+        # Do not retry a tier that failed: recompute this request.
         may_try_again = load.is_allowed and not self.settings.is_prefix_only
         were_missing = all(each.outcome in (Outcome.DONE, Outcome.MISSING) for each in results)
         load.is_allowed = may_try_again and not load.is_second and were_missing
@@ -170,7 +170,7 @@ class LoadPlanner:
         return ShortLoad(state.request, max(load.offered_from, end))
 
     def _keys_of(self, state: RequestState, start: int, end_token: int) -> list[bytes]:
-        """What a load of tokens ``[start, end_token)`` takes from the tiers."""
+        """Keys that a load of tokens ``[start, end_token)`` reads."""
         parts, size, keys = self.settings.parts, self.settings.chunk_size, state.keys.loadable
         return [
             key
@@ -180,8 +180,8 @@ class LoadPlanner:
         ]
 
     def _num_firm(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
-        """How many chunks of the hit may be loaded inside the step, from its first one on. Before
-        it loads anything, vLLM copies states on from where it takes them to be."""
+        """How many chunks from the hit's first one may be loaded inside the step. None for models
+        with states: vLLM copies states before any load runs."""
         if (
             not hit
             or state.transfer.loads
@@ -197,8 +197,8 @@ class LoadPlanner:
     def _runs(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], end_token: int
     ) -> tuple[PartRun, ...]:
-        """What a load up to ``end_token`` brings. States and windows come first: without them the
-        rest is of no use."""
+        """The runs of a load up to ``end_token``. States and windows come first, because the rest
+        is useless without them."""
         parts, chunk_size = self.settings.parts, self.settings.chunk_size
         start, end, keys = state.load.offered_from, -(-end_token // chunk_size), state.keys.loadable
         tail, runs = state.keys.loaded_tail, []
@@ -208,21 +208,17 @@ class LoadPlanner:
                 continue
             first = first_token_to_load(part, start, end_token)
             is_state = part.rule is Rule.STATE
+            own = tuple(keys_of_part(keys[chunks.start : end], number, len(parts)))
             run = PartRun(
                 part=number,
-                keys=tuple(keys_of_part(keys[chunks.start : end], number, len(parts))),
+                keys=own,
                 chunks=tuple(chunks),
                 block_ids=blocks_between(part, block_ids, first, end_token),
                 skip_blocks=0
                 if is_state
                 else (first - chunks.start * chunk_size) // part.block_size,
                 parents=parents_of_part(
-                    state.keys.keys,
-                    chunks if part.rule is Rule.PREFIX else (),
-                    keys[chunks.start : end],
-                    number,
-                    len(parts),
-                    self.index.num_owners(number),
+                    parts, number, state.keys.keys, chunks, own, self.index.num_owners(number)
                 ),
                 tail_tokens=end_token % chunk_size if tail and tail.chunk in chunks else 0,
             )
@@ -236,7 +232,7 @@ class LoadPlanner:
         load.end, load.deadline_seconds = hit.stop, self.settings.load_deadline_seconds
         load.decided_from, load.num_firm = num_computed_tokens, num_firm
         if num_computed_tokens >= request.num_tokens or state.transfer.loads:
-            return  # what was computed for this request elsewhere is not computed again
+            return  # a transferred prompt is never computed again
         keys = [
             keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self.settings.parts))
             for i, part in enumerate(self.settings.parts)
@@ -268,8 +264,8 @@ class LoadPlanner:
     def _other_bytes(
         self, state: RequestState, num_computed_tokens: int, first: int, num_chunks: int
     ) -> dict[Tier, int]:
-        """What a load that ends ``num_chunks`` after chunk ``first`` needs of windows and states,
-        by the tier that has it."""
+        """Bytes of windows and states that a load ending ``num_chunks`` after chunk ``first``
+        needs, by tier."""
         parts, end = self.settings.parts, first + num_chunks
         found = dict.fromkeys(Tier, 0)
         for number, part in enumerate(parts):
@@ -283,7 +279,7 @@ class LoadPlanner:
         return found
 
     def _tiers(self, state: RequestState, keys: Sequence[bytes]) -> list[Tier]:
-        """Where each of the keys is, as far as is known."""
+        """The tier that each key is expected in."""
         place_of = state.lookup.place_of
         in_cpu = self.index.has_each(keys)
         return [Tier.CPU if held else place_of(k) for k, held in zip(keys, in_cpu, strict=True)]

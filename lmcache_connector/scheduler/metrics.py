@@ -1,6 +1,6 @@
-"""When ``/metrics`` is told what the scheduler side has counted.
+"""Decides when the scheduler side's samples go to ``/metrics``.
 
-Asked after every engine step. While requests run, most of those cost one look at the clock.
+Polled after every engine step. While requests run, most polls cost one reading of the clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REFRESH_SECONDS = 0.1
 
 @dataclass(eq=False)
 class SchedulerMetrics:
-    """``take_lookup_seconds()``: durations of the questions to tiers that have ended since the last
-    call. ``read_servers()``: the servers asked and the states of their circuits."""
+    """``take_lookup_seconds()``: durations of the lookups that have ended since the last call.
+    ``read_servers()``: the servers asked, with the state of their circuit breakers."""
 
     tally: Tally
     clock: Callable[[], float]
@@ -34,10 +34,8 @@ class SchedulerMetrics:
         self._last_servers: tuple[tuple[str, CircuitState], ...] = ()
 
     def take(self, *, is_idle: bool) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is, or it can wait.
-
-        ``is_idle``: no request runs, so there may be no next step to tell it with.
-        """
+        """New samples since the last call; ``None`` if there are none or they can wait. With
+        ``is_idle``, no request runs, so samples do not wait for a next step."""
         now = self.clock()
         if now < self._look_at and not is_idle:
             return None
@@ -55,7 +53,7 @@ class SchedulerMetrics:
             return
         gone = dict(self._last_servers).keys() - dict(servers).keys()
         self._last_servers = servers
-        for node in gone:  # or its last state would be told for ever
+        for node in gone:  # else its last state would remain
             samples.set("circuit_state", _SCHEDULER, node, value=0.0)
         for node, state in servers:
             samples.set("circuit_state", _SCHEDULER, node, value=state.value)

@@ -1,12 +1,11 @@
-"""What is fetched from Redis while a request waits in vLLM's queue, so that it finds it in memory.
+"""Prefetching: fetches chunks from Redis into memory while their request waits in vLLM's queue.
 
-A request that vLLM could not schedule in a step waits for others. Chunks of its hit that Redis has
-and memory lacks come into the CPU tier meanwhile, in jobs of a few chunks: a load that wants the
-same ones waits for the job under way and no longer, and all loads go first.
+Jobs are small: a load of the same chunks waits for one job at most, and all loads go first.
 
-``prefetch_bytes`` bounds what is fetched ahead and not yet used: a request takes its share when it
-is planned, first come, first served, and gives it back when vLLM schedules or drops it. What it did
-not use then is the next to be evicted, so requests that come and go push out nothing.
+``prefetch_bytes`` bounds the prefetched bytes that are not yet used. A request takes its share of
+this budget when its jobs are planned, first come, first served, and returns the share when vLLM
+schedules or drops the request. Prefetched chunks that the request did not use are evicted next, so
+requests that come and go evict no other chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.cost_model.policy import LoadPolicy
-from lmcache_connector.kv_parts.part import Rule, parents_of_part
+from lmcache_connector.kv_parts.part import parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
@@ -25,23 +24,23 @@ from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
 from lmcache_connector.scheduler.request_state import AheadState, RequestState, SchedulerSettings
 
 _JOB_SECONDS = 0.05
-"""A job is about so long on its way: a load of the same chunks may have to wait for it."""
+"""Target duration of a job: a load of the same chunks may have to wait for the job."""
 _MAX_JOB_BYTES = 16 << 20
 _CHUNKS_PER_STEP = 256
-"""Looked at, and those of one prompt at least: a step shall not take longer with a long queue."""
+"""Chunks examined per step, at least one prompt's: a long queue must not slow down the step."""
 _CHUNKS_PER_REQUEST = 8
-"""What a request costs beside its chunks."""
+"""The cost of examining a request, beside its chunks'."""
 
 _Chunk = tuple[int, int, bytes]
-"""Part, chunk, and the key it is stored under."""
+"""Part, index of the chunk, and key."""
 
 
 @dataclass(eq=False)
 class Prefetcher:
-    """Plans prefetches, and knows whose they are. Owns the ahead part of every request's state.
+    """Plans prefetches, and owns the ahead part of every request's state.
 
-    ``waiting``: requests by id that nothing is fetched for yet. ``unwanted``: chunks fetched ahead
-    for requests that did not use them, to be told to the workers.
+    ``waiting``: requests by id without prefetches so far. ``unwanted``: prefetched chunks that
+    their requests did not use, to report to the workers.
     """
 
     settings: SchedulerSettings
@@ -52,34 +51,34 @@ class Prefetcher:
 
     def __post_init__(self) -> None:
         self._room = self.settings.prefetch_bytes
-        self._is_full = False  # for the request that is next
+        self._is_full = False  # too full for the request that is next
         self.waiting: OrderedDict[str, RequestState] = OrderedDict()
-        self._next: set[str] = set()  # wait for Redis' answer only, in the step being planned
-        # By how many requests it is wanted what is in memory, or on its way, for one that waits.
+        self._next: set[str] = set()  # wait only for Redis' answer, in the step being planned
+        # Number of waiting requests per chunk that is prefetched or being prefetched.
         self._wanted_by: Counter[bytes] = Counter()
         self.unwanted: list[bytes] = []
 
     def queued(self, state: RequestState) -> None:
-        """vLLM has put the request into its queue, and Redis was asked for its chunks."""
+        """vLLM has queued the request, and Redis was asked for its chunks."""
         if self.settings.prefetch_bytes and self.settings.loads:
             self.waiting[state.request.request_id] = state
 
     def is_next(self, request_id: str) -> None:
-        """vLLM has asked for its hit in the step being planned, and asks again in the next one. Its
-        load would only have to wait for what is fetched ahead."""
+        """vLLM has asked for the request's hit in this step, and will in the next: a prefetch would
+        only delay the load."""
         if request_id in self.waiting:
             self._next.add(request_id)
 
     def plan(self, hits: HitFinder) -> Iterator[tuple[RequestState, PrefetchJob]]:
-        """For requests that vLLM leaves in its queue in the step being planned: as many as there is
-        room for, in the order they came."""
+        """Prefetches for requests that stay in vLLM's queue in this step, in order of arrival, as
+        far as the budget allows."""
         num_looked_at = 0
         loads_next, self._next = self._next, set()
         while self.waiting and num_looked_at < _CHUNKS_PER_STEP:
             if self._is_full or self.policy.are_tiers_stalled:
                 return
             request_id, state = next(iter(self.waiting.items()))
-            if request_id in loads_next:  # those behind it come after it
+            if request_id in loads_next:  # vLLM takes those behind it later
                 return
             num_looked_at += _CHUNKS_PER_REQUEST + len(state.keys.keys)
             ahead = hits.find_ahead(state.lookup, self._num_computed(state))
@@ -97,8 +96,8 @@ class Prefetcher:
                 yield state, job
 
     def release(self, state: RequestState, loaded: Collection[bytes] = ()) -> list[PrefetchJob]:
-        """The request waits no more: it computes, it loads the chunks ``loaded``, or it is gone.
-        Returns jobs that are to be cancelled."""
+        """The request stops waiting: it computes, loads the chunks ``loaded``, or is gone.
+        Returns the jobs to cancel."""
         self.waiting.pop(state.request.request_id, None)
         self._is_full = False
         ahead = state.ahead
@@ -117,7 +116,7 @@ class Prefetcher:
     def ended(
         self, state: RequestState, job: PrefetchJob, results: Sequence[JobResult]
     ) -> list[PrefetchJob]:
-        """All ranks have reported. Returns jobs that are to be cancelled."""
+        """All ranks have reported. Returns the jobs to cancel."""
         _, num_bytes = state.ahead.jobs.pop(job.job_id)
         self._is_full = False
         if state.ahead.keys:
@@ -130,12 +129,11 @@ class Prefetcher:
         return []
 
     def take_unwanted(self) -> tuple[bytes, ...]:
-        """What is ``unwanted`` since the last call."""
         unwanted, self.unwanted = tuple(self.unwanted), []
         return unwanted
 
     def check_integrity(self) -> None:
-        """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
+        """Raises ``AssertionError`` if anything is left once all requests are gone."""
         assert not self.waiting, f"{len(self.waiting)} requests left to prefetch for"
         assert not self._wanted_by, f"{len(self._wanted_by)} chunks left that were fetched ahead"
         assert self._room == self.settings.prefetch_bytes, f"{self._room} bytes left to prefetch"
@@ -143,12 +141,12 @@ class Prefetcher:
     # -- details -------------------------------------------------------------------------------
 
     def _num_computed(self, state: RequestState) -> int:
-        """Tokens that vLLM has itself, if it has asked for the rest already."""
+        """Tokens in vLLM's cache, known once vLLM has asked for the hit."""
         return state.load.decided_from if state.load.end is not None else 0
 
     def _take(self, state: RequestState, ahead: FetchAhead) -> list[_Chunk] | None:
-        """What is to be fetched: the leading chunks that there is room for, apart from those that
-        others have fetched. ``None``: nothing fits before others give room back."""
+        """Chunks to fetch: the leading ones that the budget allows, without those prefetched for
+        other requests. ``None``: nothing fits before other requests return their share."""
         size = self.settings.chunk_size
         num_bytes = sum(self.policy.bytes_of(key) for _, _, key in ahead.missing)
         context = self._num_computed(state)
@@ -171,7 +169,7 @@ class Prefetcher:
         return chunks
 
     def _jobs(self, state: RequestState, chunks: list[_Chunk]) -> Iterator[tuple[PrefetchJob, int]]:
-        """Of consecutive chunks each, and the bytes they may bring."""
+        """Jobs of consecutive chunks, each with the most bytes that it may bring."""
         most = min(_MAX_JOB_BYTES, self.policy.fetchable_bytes_in(_JOB_SECONDS))
         start = 0
         while start < len(chunks):
@@ -196,17 +194,16 @@ class Prefetcher:
         )
 
     def _run(self, state: RequestState, chunks: list[_Chunk]) -> PartRun:
-        """``chunks`` of one part."""
+        """``chunks`` must be of one part."""
         part, parts = chunks[0][0], self.settings.parts
         numbers = tuple(chunk for _, chunk, _ in chunks)
         keys = tuple(key for _, _, key in chunks)
-        builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
             keys=keys,
             chunks=numbers,
             block_ids=(),
             parents=parents_of_part(
-                state.keys.keys, builds_on, keys, part, len(parts), self.index.num_owners(part)
+                parts, part, state.keys.keys, numbers, keys, self.index.num_owners(part)
             ),
         )

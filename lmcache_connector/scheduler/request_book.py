@@ -1,8 +1,8 @@
-"""The requests in flight, each under the keys that its root has now.
+"""The requests in flight, each under the current keys of its root.
 
-A request is entered once all ranks have told which model they run and what its weights are, and its
-content is read. After an audit that found other KV, its root has another epoch: the request goes on
-under other keys. When the weights may be others, all requests are forgotten: they are computed.
+A request is entered once all ranks have reported their configuration and weights, and its content
+is read. When an audit finds a mismatch, the root gets another epoch and the request other keys.
+When the weights may have changed, all requests are dropped: they are computed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector import __version__
-from lmcache_connector.audit.verdicts import RootEpochs, Verdict
+from lmcache_connector.audit.verdicts import RootEpochs
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.retention.hints import read_hints
-from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import (
     NO_TRANSFER,
@@ -40,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RequestBook:
-    """Owns which requests there are, and their keys. ``states``: of those in flight, by id; once a
-    request has ended, another may have its id. ``adapters``: of those that vLLM has in its queue.
+    """Owns the requests and their keys. ``states``: requests in flight by id; a later request may
+    reuse the id of an ended one. ``adapters``: those of the requests in vLLM's queue.
 
-    ``start`` makes the hasher, ``weights`` names what it is made with, ``identifier`` says what
-    makes a request's KV unique, ``epochs`` tells whose keys a root has.
+    ``start`` makes the hasher, ``weights`` names the weights, ``identifier`` finds what makes a
+    request's KV unique, ``epochs`` names the current epoch of each root.
     """
 
     settings: SchedulerSettings
@@ -63,11 +62,11 @@ class RequestBook:
         self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
-        """Requests in flight, and finished ones with open jobs."""
+        """Number of requests in flight and of finished ones with open jobs."""
         return len(self._states) + len(self._ended)
 
     def get(self, request_id: str) -> RequestState | None:
-        """Of a request in flight; ``None`` if it bypasses us."""
+        """State of a request in flight; ``None`` if the request bypasses the connector."""
         return self._states.get(request_id)
 
     # -- one request ---------------------------------------------------------------------------
@@ -75,8 +74,8 @@ class RequestBook:
     def enter(
         self, request: Request, wait: StepWait | None = None
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
-        """The request with all its full chunks hashed. ``UNREAD``: ask again, nothing can be said
-        of it yet, though it was waited for as ``wait`` allows. ``None``: it bypasses us."""
+        """The request's state, with all full chunks hashed. ``UNREAD``: still unidentified after
+        ``wait``, ask again. ``None``: the request bypasses the connector."""
         if self.start.hasher is None:
             return UNREAD if self.start.is_awaited() else None
         if not self.weights.name:
@@ -92,33 +91,33 @@ class RequestBook:
         return state
 
     def is_current(self, request: Request, wait: StepWait | None) -> bool | NotYet:
-        """Whether vLLM would still compute what the request's keys name. ``UNREAD``: ask again."""
+        """Whether vLLM would still compute what the keys name. ``UNREAD``: ask again."""
         return self.identifier.is_current(request, wait)
 
     def computes_its_own(self, state: RequestState, num_tokens: int) -> tuple[bool, bool]:
-        """Whether vLLM computes the request's next tokens from what the request's keys name; and
-        whether that is sure of all that follow, as long as no rank lists other adapters."""
+        """Whether vLLM computes the next ``num_tokens`` from what the request's keys name, and
+        whether all later tokens too, as long as no rank reports other adapters."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
         end, spans = start + num_tokens, identity.multimodal
         if not self.identifier.adapters.may_compute(state.request, identity.lora):
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
-        # An adapter that is read in place is not listed before it is.
+        # A rank lists an adapter that it reloads in place only after the reload.
         is_sure = identity.lora is None or start > 0
         return True, is_sure and all(span.end <= end for span in spans)
 
     def is_shared(self, state: RequestState) -> bool:
-        """Whether the request's keys are not this instance's alone."""
+        """Whether other instances use the same keys as this request."""
         return state.keys.identity.weights == self.epochs.name
 
     def has_current_keys(self, state: RequestState) -> bool:
-        """Whether a later request would look for this one's keys."""
+        """Whether later requests would look up the same keys."""
         identity = state.keys.identity
         return identity.weights == self.epochs.epoch(identity.kv_root)
 
     def finish(self, request: Request) -> RequestState | None:
-        """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
+        """vLLM has finished the request. Returns its state; ``None`` without one."""
         self.identifier.forget(request)
         state = self._states.pop(request.request_id, None)
         if state is not None:
@@ -128,12 +127,11 @@ class RequestBook:
         return state
 
     def forget_if_done(self, state: RequestState) -> None:
-        """Nothing is kept of a finished request once its jobs have ended."""
+        """Drop a finished request once its jobs have ended."""
         if not state.has_jobs:
             self._ended.pop(id(state), None)
 
     def forget_all(self) -> None:
-        """Nothing is known of any request any more."""
         self._states.clear()
         self._ended.clear()
         self._encoders.clear()
@@ -142,19 +140,18 @@ class RequestBook:
     # -- all requests --------------------------------------------------------------------------
 
     def of_adapters(self, adapters: Collection[AdapterRef]) -> list[RequestState]:
-        """Those named as computed with one of these."""
+        """Requests whose keys name one of ``adapters``."""
         return [state for state in self._states.values() if adapter_of(state) in adapters]
 
     def step_planned(self, scheduler_output: SchedulerOutput) -> None:
-        """A step is about to run: what it computes of requests not read by now, nobody can name."""
+        """Give up on requests in the step that are still unread: their KV cannot be named."""
         for new in scheduler_output.scheduled_new_reqs:
             self.identifier.give_up(new.req_id)
         if scheduler_output.free_encoder_mm_hashes or scheduler_output.scheduled_encoder_inputs:
             self._encoders.next_step(scheduler_output, self.identifier.multimodal)
 
     def drop_all(self) -> list[RequestState]:
-        """What is computed of these requests from now on may be of other weights than their keys
-        name. Returns them."""
+        """Drop and return all requests: the weights may no longer be those in their keys."""
         states = list(self._states.values())
         self._states.clear()
         for state in states:
@@ -162,26 +159,24 @@ class RequestBook:
         return states
 
     def forget_encoded(self) -> None:
-        """What encoders have computed may be of other weights."""
+        """Encoder outputs may come from other weights."""
         self._encoders.clear()
 
     def rename(self, weights: str) -> None:
-        """The weights have another name from now on: all roots are shared again."""
+        """The weights have a new name: every root is shared again."""
         self._show_root(0.0)
         self.epochs.rename(weights)
         self._show_root(1.0)
         self.forget_encoded()
         self._count_apart()
 
-    def follow(self, finding: Finding) -> list[RequestState] | None:
-        """Do what an audit calls for. If what was loaded under the root may be wrong, returns its
-        requests, under the keys they have now; else ``None``."""
-        if finding.verdict is not Verdict.MISMATCH:
-            return None
-        self.epochs.separate(finding.root)
+    def separate(self, root: bytes) -> list[RequestState]:
+        """KV loaded under ``root`` may be wrong: give the root a new epoch. Returns its requests,
+        under their new keys."""
+        self.epochs.separate(root)
         self._count_apart()
         known = (*self._states.values(), *self._ended.values())
-        rekeyed = [s for s in known if s.keys.identity.kv_root == finding.root]
+        rekeyed = [s for s in known if s.keys.identity.kv_root == root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed
@@ -210,7 +205,7 @@ class RequestBook:
         return RequestKeys(self.start.known_hasher, replace(identity, weights=name))
 
     def _show_root(self, value: float) -> None:
-        """In metrics: 1 for the root of requests without salt and adapter, 0 for earlier ones."""
+        """Set metric ``info``: 1 for the root of plain requests, 0 for the one before."""
         if not self.epochs.name:
             return
         identity = RequestIdentity(weights=self.epochs.name)

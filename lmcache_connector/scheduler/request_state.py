@@ -1,4 +1,4 @@
-"""What the scheduler side knows of one request, and the settings it works by."""
+"""Everything the scheduler side knows of one request, and the scheduler side's settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RedisAdmission = Literal["all", "reused"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What the scheduler side needs of the configuration. Sizes in tokens, times in seconds."""
+    """The configuration of the scheduler side. Sizes in tokens, times in seconds."""
 
     chunk_size: int
-    parts: tuple[Part, ...]  # those every chunk is needed of come first
+    parts: tuple[Part, ...]  # parts needed of every chunk come first
     world_size: int
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
@@ -28,14 +28,14 @@ class SchedulerSettings:
     redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
-    step_wait_seconds: float = 0.001  # for answers, of all requests together
-    num_batches: int = 1  # steps under way at once
+    step_wait_seconds: float = 0.001  # per step, to wait for answers for all requests
+    num_batches: int = 1  # steps in flight at once
     window_interval: int | None = None  # None: eight windows
-    has_rings: bool = False  # vLLM has none of a block's latest tokens after a hit inside it
-    lookahead: int = 0  # the KV of a token follows from so many tokens after it too
-    prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
-    loads_in_step: bool = True  # what is in memory, if it is copied quickly
-    drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
+    has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
+    lookahead: int = 0  # the KV of a token also depends on so many tokens after it
+    prefetch_bytes: int = 0  # limit per rank for requests that wait
+    loads_in_step: bool = True  # load chunks in memory inside the step, if that is fast
+    drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
 
     @property
     def is_prefix_only(self) -> bool:
@@ -43,20 +43,20 @@ class SchedulerSettings:
 
     @property
     def has_tails(self) -> bool:
-        """A state has a snapshot at the end of a chunk, and of nothing behind it."""
+        """Whether a chunk may be a tail: states have snapshots at chunk ends only."""
         return not self.has_rings and all(part.rule is not Rule.STATE for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A request that is handed over: another instance is to have its KV, or has computed it."""
+    """A request's role in KV transfers: another instance loads its KV, or has computed it."""
 
     stores: bool = False
     loads: bool = False
 
     @classmethod
     def of(cls, params: object, settings: SchedulerSettings) -> Transfer:
-        """By its ``kv_transfer_params``, as NIXL's routers send them."""
+        """From ``kv_transfer_params`` in the form that NIXL's routers send."""
         if not isinstance(params, dict):
             return NO_TRANSFER
         stores, loads = params.get("do_remote_decode"), params.get("do_remote_prefill")
@@ -70,11 +70,10 @@ NO_TRANSFER: Final = Transfer()
 class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
-    ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
-    computed. ``offered_from``: computed tokens
-    when it was offered to vLLM. ``fetched_tokens``: of the load planned last, those that memory
-    lacked. ``is_second``: one has failed before. ``num_firm``: leading chunks of the hit that were
-    firm when that was decided. ``in_step``: it was offered to be made inside the step.
+    ``end``: chunk where the load ends, decided with ``decided_from`` tokens computed and
+    ``num_firm`` leading chunks of the hit firm. ``offered_from``: computed tokens when the load was
+    offered. ``fetched_tokens``: tokens of the last planned load that memory lacked. ``is_second``:
+    a load has failed before. ``in_step``: offered as a load inside the step.
     """
 
     is_allowed: bool = True
@@ -92,7 +91,7 @@ class LoadState:
         self.end = None
 
     def reset(self) -> None:
-        """Its keys name nothing that is stored."""
+        """The keys changed: nothing is stored under the new ones."""
         self.is_allowed = False
         self.end = None
 
@@ -101,11 +100,10 @@ class LoadState:
 class WitnessState:
     """How far a request is witnessed. Written by the :class:`BlockWitness`.
 
-    ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
-    scheduled since it began, or began again. The blocks that the leading ``num_vouched`` tokens
-    fill are vouched for. Up to ``due_at`` tokens, steps that go on computing it change no more
-    than ``num_tokens``.
-    ``has_gap``: it went on from tokens that are not witnessed.
+    ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
+    scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
+    are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
+    compute continued from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
@@ -118,7 +116,7 @@ class WitnessState:
         self.has_gap = False
 
     def reset(self) -> None:
-        """Its blocks belong to keys of before. What is computed behind a gap stays so."""
+        """The blocks belong to the former keys. A gap stays a gap."""
         self.num_tokens = None
         self.num_vouched = self.due_at = 0
 
@@ -127,10 +125,9 @@ class WitnessState:
 class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
-    Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
-    have been counted as wanted, once however often they are planned.
-    ``junction``: the chunk before which others that share the request's beginning will want its
-    windows to end. ``has_tail``: the tail has been planned.
+    Chunks before ``next_chunk`` are planned or stored. Chunks before ``num_sighted`` are counted
+    for admission to Redis, once even if planned again. ``junction``: the number of leading chunks
+    after which requests that share them will need windows. ``has_tail``: the tail is planned.
     """
 
     next_chunk: int = 0
@@ -145,8 +142,8 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class AuditSubject:
-    """What a first audit is due for. ``kinds``: of the request. ``is_own``: this instance computed
-    the chunk itself."""
+    """Each subject gets a first audit. ``kinds``: has images, has embeddings. ``is_own``: this
+    instance computed the chunk."""
 
     root: bytes
     kinds: tuple[bool, ...]
@@ -157,8 +154,8 @@ class AuditSubject:
 class AuditState:
     """The audit of a request. Written by the :class:`Auditor`.
 
-    ``chunk`` is left to compute, and compared with what is stored under ``key``; ``None``: no
-    audit, or none any more. ``is_computing``: its forward passes have begun.
+    ``chunk`` is left to compute, and compared with the copy stored under ``key``; ``None``: no
+    audit. ``is_computing``: the chunk's forward passes have begun.
     """
 
     is_decided: bool = False
@@ -169,16 +166,16 @@ class AuditState:
     is_computing: bool = False
 
     def drop(self) -> None:
-        """Nothing is to be audited any more. ``key`` stays: the chunk is not to be stored."""
+        """Audit nothing more. ``key`` stays, so that the chunk is not stored."""
         self.is_decided, self.chunk = True, None
 
 
 @dataclass(slots=True)
 class AheadState:
-    """What is fetched ahead for a request that waits. Written by the :class:`Prefetcher`.
+    """Prefetches for a waiting request. Written by the :class:`Prefetcher`.
 
-    ``jobs``: those that have not ended, with the bytes they may bring. ``keys``: all that is to be
-    in memory when the request is scheduled. ``held_bytes``: what ended jobs may have brought.
+    ``jobs``: open jobs and the most bytes each may bring. ``keys``: chunks that should be in memory
+    when the request is scheduled. ``held_bytes``: the most bytes that ended jobs may have brought.
     """
 
     jobs: dict[int, tuple[PrefetchJob, int]] = field(default_factory=dict)
@@ -188,9 +185,8 @@ class AheadState:
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything known about one request. Owned by the scheduler side, on its one thread.
-    ``claim``: how it asks for its chunks to be kept. ``source``: the instance that they come from.
-    """
+    """Everything known about one request. Used on the scheduler thread only. ``claim``: how the
+    CPU tier retains its chunks. ``source``: the instance that sends its KV."""
 
     request: Any
     keys: RequestKeys
@@ -209,13 +205,13 @@ class RequestState:
         self.lookup = RequestLookup(self.request, self.keys)
 
     def restart(self) -> None:
-        """The request was preempted: it is computed, or loaded, from its first token again."""
+        """The request was preempted: it starts again from its first token."""
         self.load.restart()
         self.witness.restart()
         self.store.restart()
 
     def reset(self, keys: RequestKeys) -> None:
-        """An audit found other KV: the request goes on under other keys."""
+        """An audit found a mismatch: the request continues under other ``keys``."""
         self.keys = keys
         self.lookup.reset(keys)
         self.load.reset()

@@ -6,11 +6,11 @@ Token ranges of one request, chunks of ``chunk_size`` tokens::
     0            num_computed                  hit end        num_tokens
               first chunk ^ may begin inside a chunk
 
-One :class:`RequestState` per request holds everything known about it, and outlives the request
-while store jobs still read what were its blocks. The request book owns which there are, and under
-which keys; the hit finder, the load planner, the block witness, the store planner and the auditor
-each own a part of every state. The scheduler calls them in vLLM's order. Runs on the engine's
-scheduler thread only.
+One :class:`RequestState` per request holds everything known about it. The state outlives the
+request while store jobs still read the request's former blocks. The request book owns the set of
+states and their keys; the hit finder, the load planner, the block witness, the store planner and
+the auditor each own one part of every state. The scheduler calls them in vLLM's order, and runs on
+the engine's scheduler thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
-from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import (
     LoadedAdapterList,
@@ -60,15 +60,15 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 _ASK_AGAIN_SECONDS = 10.0
-"""After its first ask for a hit a request is computed, whatever it still waits for."""
+"""How long a request may wait for its hit after vLLM's first query; then it is computed."""
 
 
 @dataclass(eq=False)
 class Scheduler:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``kv_events`` is told what the tiers take in and let go, ``wanted`` what prompts ask for,
-    ``loaded_adapters`` what the ranks have loaded, ``spans`` what begins and ends for a request.
+    ``kv_events`` records chunks that enter and leave the tiers, ``wanted`` the chunks of prompts,
+    ``loaded_adapters`` the adapters on the ranks, ``spans`` the trace of each request.
     """
 
     settings: SchedulerSettings
@@ -96,7 +96,7 @@ class Scheduler:
         self._begin(PlannedJobs(self.settings.world_size))
 
     def _begin(self, jobs: PlannedJobs) -> None:
-        """With no request and no job."""
+        """Set up everything that holds requests or jobs, empty."""
         settings, policy, tally = self.settings, self.policy, self.tally
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
@@ -128,10 +128,9 @@ class Scheduler:
         self._ask_until: dict[str, float] = {}  # by request that vLLM was told to ask for again
 
     def start_over(self) -> None:
-        """A call has raised, and what it has left half done is not known. Forget all requests and
-        jobs: the workers are to cancel theirs. Requests in flight bypass from now on, blocks are
-        vLLM's again, and nothing computed until now counts. What the tiers hold, what was measured,
-        and whose keys a root has stays."""
+        """Recover from a call that raised and left an unknown state: forget all requests and jobs.
+        Workers cancel theirs. Requests in flight bypass the connector, vLLM may reuse all blocks,
+        and no KV computed so far is stored. Tier contents, measurements and root epochs stay."""
         self.witness.forget_all()
         self.book.forget_all()
         self.auditor.forget_all()
@@ -150,7 +149,7 @@ class Scheduler:
     # -- find and decide -----------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
+        """Hash the prompt and query Redis now, so that the answer is there at scheduling."""
         self.policy.request_arrived(request.request_id)
         self.transfers.arrived(request)
         self._enter(request)
@@ -158,11 +157,11 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
-        between steps; ``None``: ask again in the next step."""
+        """Tokens to load beyond ``num_computed_tokens``, and whether the load runs between steps.
+        ``None`` tokens: vLLM asks again in the next step."""
         self._was_asked = True
         if not self.is_idle:
-            # While others run, a request that waits may wait for a store to have read its blocks.
+            # While others run, a waiting request may wait until a store has read its blocks.
             self.held.delay_free_for_stores(self.jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
@@ -201,35 +200,40 @@ class Scheduler:
         return state
 
     def _find(self, request: Request, num_computed_tokens: int) -> int | None:
-        """How many tokens can be loaded after the computed ones; ``None``: ask again."""
+        """Tokens to load after the computed ones; ``None``: vLLM must ask again."""
         self._wait.is_idle = self.is_idle
         wait = self._wait if self.is_idle else None
         state = self._enter(request, wait)
         is_current = self.book.is_current(request, wait)
         if state is UNREAD or is_current is UNREAD:
-            # Even if it will load nothing: what is computed before it has a name is not stored.
+            # Even without a hit: KV computed before the request is identified is not stored.
             return None
         if state is None or not is_current:
             return 0
         if not (self.settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
-        if self.transfers.find(state, self._wait) is PENDING:
+        if self.transfers.find(state, num_computed_tokens, self._wait) is PENDING:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
+        if state.source is not None and hit is not PENDING:
+            elsewhere = self.hits.find_ahead(state.lookup, num_computed_tokens)
+            if isinstance(elsewhere, FetchAhead) and elsewhere.stop > hit.stop:
+                self.transfers.turn_down(state)
+                hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:
             return None
         self._stores.found(state, hit)
-        if not state.transfer.loads:  # it is loaded to the end, or to no purpose
+        if not state.transfer.loads:  # a transferred prompt is loaded whole: no audit
             hit = self.auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(
             state, num_computed_tokens, hit, may_be_in_step=self._unseen.are_excluded()
         )
 
     def _will_never_be_taken(self, request_id: str) -> bool:
-        """Whether vLLM has refused to load for the request while nothing ran that frees blocks. It
-        keeps blocks free for whoever had a load that came to nothing, and those may wait behind
-        this one. To compute, it needs no more than there is."""
+        """Whether vLLM has refused this request's load although nothing runs that could free
+        blocks. vLLM reserves blocks for requests whose load failed, and such a request may queue
+        behind this one. Computing the request needs only blocks that exist."""
         name, times = self._refused
         waits = name == request_id and self.is_idle and not len(self.jobs)
         self._refused = request_id, times + 1 if waits else 0
@@ -238,16 +242,16 @@ class Scheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> LoadJob | None:
-        """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
-        group. ``None``: it was not offered. What else there is to do is up to
-        :meth:`load_planned`: vLLM counts on a load inside the step, whatever comes of that."""
+        """Plan the load of ``num_external_tokens`` into the request's blocks (per KV cache group).
+        ``None``: no load was offered. Side effects belong in :meth:`load_planned`: vLLM counts on
+        a load inside the step even if a side effect raises."""
         state = self.book.get(request.request_id)
         if state is None or state.load.end is None or state.load.job is not None:
             return None
         return self._loads.plan(state, block_ids, num_external_tokens, self.in_use)
 
     def load_planned(self, request: Request, job: LoadJob, num_external_tokens: int) -> None:
-        """The load is made."""
+        """Hand ``job`` to the workers, and stop prefetching for the request."""
         self._ask_until.pop(request.request_id, None)
         self._refused = ("", 0)
         state = self.book.states[request.request_id]
@@ -260,25 +264,25 @@ class Scheduler:
             self._begins(request, left)
 
     def admitted(self, request: Request) -> None:
-        """The step being planned computes of the request, unless it is waiting for its load."""
+        """vLLM has scheduled the request without a load, or after its load."""
         self._ask_until.pop(request.request_id, None)
         self._begins(request, request.num_tokens - request.num_computed_tokens)
         if (state := self.book.get(request.request_id)) is not None:
             self._dispatcher.stop_prefetch(state)
 
     def _begins(self, request: Request, num_tokens: int) -> None:
-        """``num_tokens`` of it are left to compute."""
+        """``num_tokens`` of the request remain to compute."""
         self._to_compute.pop(request.request_id, None)
         self.transfers.let_go(request.request_id)
         self.policy.request_admitted(request.request_id, num_tokens)
 
     def compute(self, request: Request) -> None:
-        """Offer the request no load until it has begun: it had one that came to nothing, and what
-        vLLM keeps free while it admits loads may be more than there is for another."""
+        """Offer the request no load until it runs: its load failed, and the blocks that vLLM
+        reserves for such requests may leave too few to admit a further load."""
         self._to_compute[request.request_id] = request
 
     def fetched_hit_tokens(self, request: Request) -> int:
-        """Of the load planned last for this request: tokens that memory lacked."""
+        """How many tokens of the request's last planned load were not in memory."""
         state = self.book.get(request.request_id)
         return state.load.fetched_tokens if state is not None else 0
 
@@ -290,10 +294,8 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
-        """Everything planned since the last step, and the stores this step makes possible.
-
-        ``None``: neither. What could be asked here is looked at first: a call takes longer.
-        """
+        """Everything planned since the last step, and the stores that this step makes possible;
+        ``None`` if there is neither. Attributes are checked before each call, to save time."""
         if scheduler_output.preempted_req_ids:
             self.in_use.mark_all_in_use()
         if self.in_use.changes:
@@ -321,8 +323,8 @@ class Scheduler:
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
         work = self._prefill_work(scheduler_output) if not only_decodes else None
         left = self._prompt_tokens_left(scheduler_output) if work is not None else 0
-        # Where loads are made inside the step, they are part of its time, and vLLM starts all loads
-        # before its forward pass: that is not timed.
+        # Loads inside the step add to its time, and vLLM starts all loads before the forward pass:
+        # such a step is not timed.
         has_loads = scheduler_output.has_sync_kv_loads
         has_prefill = work is not None or has_loads
         self.policy.step_planned(len(scheduled), left, has_prefill=has_prefill)
@@ -342,12 +344,12 @@ class Scheduler:
             transfers=tuple(transfers.updates) if transfers.updates else (),
             heard_leaving=self.index.take_heard() if self.index.heard_leaving else (),
         )
-        if transfers.updates:  # they are on their way: no failure has lost them
+        if transfers.updates:  # cleared only now, so that no failure loses them
             transfers.updates.clear()
         return plan
 
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
-        """The stores and audits that a step makes possible by what it computes."""
+        """Plan the stores and audits of the KV that a step computes."""
         if self.held.is_holding:
             self.held.next_step()
         if self.witness.reused:
@@ -360,7 +362,7 @@ class Scheduler:
         for state in self.witness.due(scheduled, self.book.states, offers):
             self._plan_stores_of(state, scheduler_output, is_drafted=is_drafted)
         if self.held.is_holding:
-            # Should the next step compute as much.
+            # Assume that the next step computes as many tokens.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
             self.held.unpin_for(self._num_groups * (num_blocks + len(scheduled)))
 
@@ -372,7 +374,7 @@ class Scheduler:
         num_tokens = scheduler_output.num_scheduled_tokens[request_id]
         is_own, is_sure = self.book.computes_its_own(state, num_tokens)
         num_own = num_tokens if is_own and is_drafted else 0
-        is_sure &= self.settings.drafted_len is None  # else every step decides
+        is_sure &= self.settings.drafted_len is None  # with a limit, each step is checked
         may_be_more = self.witness.scheduled(state, num_own, is_sure=is_sure)
         offers = block_state.boundary_state_offloads.get(request_id, ())
         if not (may_be_more or offers):
@@ -403,8 +405,8 @@ class Scheduler:
     def _snapshots(
         self, state: RequestState, offers: Sequence[tuple[int, int, int]]
     ) -> list[Snapshot]:
-        """The states that the step being planned computes: group, block, and after how many tokens.
-        Each where a chunk ends, and whole: vLLM offers those of all groups of a part."""
+        """Recurrent states that the step being planned computes at chunk ends, in parts for which
+        vLLM offers the states of all groups."""
         blocks = {
             (group, num_tokens): block
             for group, block, num_tokens in offers
@@ -421,8 +423,8 @@ class Scheduler:
         ]
 
     def _prefill_work(self, scheduler_output: SchedulerOutput) -> PrefillWork | None:
-        """The prompt tokens that a step computes; ``None`` if its duration would teach nothing of
-        what recompute costs."""
+        """The prompt tokens that a step computes; ``None`` if the step's duration says nothing
+        about prefill speed."""
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
             return None
@@ -434,7 +436,7 @@ class Scheduler:
             if state is None:
                 return None  # a request that bypasses the cache
             context = state.request.num_computed_tokens
-            if context < state.request.num_tokens - 1:  # else it is speculation
+            if context < state.request.num_tokens - 1:  # else the tokens are speculative
                 num_tokens += count
                 num_reads += count * (context + count / 2)
                 num_prompts += 1
@@ -444,7 +446,7 @@ class Scheduler:
         return PrefillWork(num_tokens, context, len(scheduled) - num_prompts)
 
     def _prompt_tokens_left(self, scheduler_output: SchedulerOutput) -> int:
-        """Of the prompts in a step, what it leaves to later steps."""
+        """Prompt tokens that the requests of a step leave to later steps."""
         left = 0
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             if count > 1 and (state := self.book.get(request_id)) is not None:
@@ -457,10 +459,10 @@ class Scheduler:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again.
-        If vLLM ``is_updating`` from a step's output, they are kept until :meth:`take_events`, to be
-        handed out last. True: they are kept until the ranks have told that they were read, for
-        another instance. With it come parameters for the router."""
+        """Give the request's blocks back to vLLM; stores read them until vLLM reuses them. If vLLM
+        ``is_updating`` from a step's output, the free is delayed until :meth:`take_events`. Returns
+        True if vLLM must keep the blocks until all ranks have stored them for another instance, and
+        the parameters for the router."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
@@ -469,19 +471,19 @@ class Scheduler:
         self.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._store_the_rest(state, block_ids)
-        if self.is_idle:  # a user who steps the engine may reset it next
+        if self.is_idle:  # whoever steps the engine may reset the cache next
             self.held.unpin_all()
         if state is not None and is_updating:
             self.held.delay_free(self.jobs.blocks_read_of(state))
         return self.transfers.finished(request, state, block_ids)
 
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
-        """Of a request that has ended. Nothing more is loaded for it."""
+        """Store what remains of a finished request, and cancel its load."""
         self.auditor.drop(state)
         self._dispatcher.stop_prefetch(state)
         request = state.request
         if state.load.job is not None:
-            # vLLM itself keeps the blocks of an aborted load until it is reported.
+            # vLLM itself keeps the blocks of an aborted load until the load is reported.
             self.jobs.cancel_load(state.load.job)
         elif self.settings.stores:
             computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -489,30 +491,29 @@ class Scheduler:
         self.book.forget_if_done(state)
 
     def take_events(self) -> Sequence[KvEvent]:
-        """What the tiers took in and let go since the last call. vLLM has seen to all that a step
-        has brought."""
+        """KV events since the last call. vLLM has processed the step's output: delayed blocks are
+        freed."""
         if self.held.is_holding:
             self.held.free_delayed()
         return self.kv_events.take() if self.kv_events.has_news else ()
 
     def will_free_blocks(self) -> bool:
-        """A step has found no free blocks: whether it does better to wait than to preempt."""
+        """vLLM found too few free blocks: whether it should wait for a step, not preempt."""
         return self.held.will_free()
 
     @property
     def has_unattended_jobs(self) -> bool:
-        """Whether steps must go on, for a job to be reported that no request waits for, or for the
-        weights after a reset."""
+        """Whether the engine must keep stepping: for jobs that no request waits for, updates of KV
+        transfers, or the weights after a reset."""
         is_asked_for = self.book.weights.is_asked_for
         return self.jobs.has_unattended or is_asked_for or bool(self.transfers.updates)
 
     def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
-        """``reports``: of all ranks that had something to report in one step. Returns the loads
-        that have ended with it and did not bring everything."""
-        for report in reports:  # whatever raises below: a rank may rely on having been heard
+        """Process one step's reports of all ranks. Returns the loads that ended incomplete."""
+        for report in reports:  # first: workers rely on this even if a later call raises
             self.index.apply(report.rank, report.events, report.num_leaving)
         if self.book.start.hasher is None:
-            self.policy.calibrate(self.book.start.update(reports))
+            self.policy.observe_measured(self.book.start.update(reports))
         self.policy.observe_reports(reports)
         short_loads: list[ShortLoad] = []
         for report in reports:
@@ -532,25 +533,25 @@ class Scheduler:
         return short_loads
 
     def take_metrics(self) -> Samples | None:
-        """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
+        """Samples for ``/metrics`` since the last call; ``None`` if there are none."""
         return self.metrics.take(is_idle=not self._scheduled)
 
     def before_reset(self) -> None:
-        """vLLM is about to reset its prefix cache. Trainers have it do so when they have changed
-        the weights: until all ranks have read theirs, nothing is stored or loaded. O(requests in
+        """vLLM is about to reset its prefix cache, as trainers request after changing the weights:
+        nothing is stored or loaded until all ranks have read their weights again. O(requests in
         flight)."""
         self.in_use.mark_all_in_use()
         self.book.weights.reset(is_external=False)
         self._doubt_weights()
 
     def reset_cache(self) -> None:
-        """The user asks for a reset of this connector too: what weights have changed may be named
-        by a label. What is stored of the weights in memory stays a hit."""
+        """The user resets this connector too; a label may then name the weights. Chunks stored
+        under the current weights remain hits."""
         self.book.weights.reset(is_external=True)
         self._doubt_weights()
 
     def check_integrity(self) -> None:
-        """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
+        """Raises ``AssertionError`` if anything is left once all requests are gone."""
         assert len(self.book) == 0, f"{len(self.book)} requests left"
         assert len(self.jobs) == 0, f"{len(self.jobs)} jobs left"
         assert self.index.num_planned == 0, "planned chunks left"
@@ -568,7 +569,7 @@ class Scheduler:
     # -- weights and adapters ------------------------------------------------------------------
 
     def _doubt_weights(self) -> None:
-        """What is computed from now on may be of other weights."""
+        """The weights may have changed: trust no KV computed so far, and drop all requests."""
         self.auditor.doubt()
         self.witness.forget()
         self.held.unpin_all()
@@ -593,8 +594,7 @@ class Scheduler:
 
 
 def _is_drafted(scheduler_output: SchedulerOutput, max_len: int) -> bool:
-    """Whether the model's drafter computes the step's tokens too: for all requests together, or for
-    none."""
+    """Whether the drafter runs in this step: it runs for all requests or for none."""
     new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts |= {request.req_id: request.num_computed_tokens for request in new}

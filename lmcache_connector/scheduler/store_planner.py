@@ -1,4 +1,4 @@
-"""Which chunks of a request a store job shall take, and from which blocks."""
+"""Decides which chunks of a request to store, and from which blocks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, Sto
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4
-"""Chunks with generated tokens are stored so many at a time: what a job costs beside its bytes is
-the same for one chunk as for four, and nobody can want them before the answer is there."""
+"""How many chunks of generated tokens one job stores: a job's overhead is the same for four chunks
+as for one, and no request can use the chunks before the answer ends."""
 _MAX_TRACKED_CHUNKS = 1 << 18
 """About 40 MB; with 256 tokens each, 67 million tokens."""
 
 
 class ReuseTracker:
-    """Counts how often each chunk is wanted.
-
-    Remembers the ``capacity`` chunks seen last. O(1) per chunk. Not thread-safe.
-    """
+    """Counts requests per chunk, for the ``capacity`` most recent chunks. O(1) per chunk. Not
+    thread-safe."""
 
     def __init__(self, capacity: int = _MAX_TRACKED_CHUNKS) -> None:
         self._capacity = capacity
         self._times: OrderedDict[bytes, int] = OrderedDict()
 
     def sight(self, key: bytes) -> int:
-        """The chunk is wanted: for how many times now."""
+        """Count one more request for the chunk. Returns the new count."""
         times = self._times[key] = self._times.get(key, 0) + 1
         self._times.move_to_end(key)
         if len(self._times) > self._capacity:
@@ -45,7 +43,7 @@ class ReuseTracker:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a part after ``num_chunks``, in one block of each of the part's groups."""
+    """The recurrent state of ``part`` after ``num_chunks`` chunks, one block per group."""
 
     part: int
     num_chunks: int
@@ -54,14 +52,14 @@ class Snapshot:
 
 @dataclass(eq=False)
 class StorePlanner:
-    """Plans what is stored of each full chunk once, unless some tier has it: of the prompt as soon
-    as it is computed, of the rest in runs, and what is left when the request ends.
+    """Plans one store of each full chunk that no tier has: prompt chunks once computed, generated
+    chunks in runs, and the remainder when the request ends.
 
-    Windows are stored where a hit is likely to end, see :class:`PlannedEnds`. Their blocks do not
-    last: they are planned in the step that computes the chunk, and so is the rest of it.
+    Windows are stored where a hit is likely to end: see :class:`PlannedEnds`. vLLM frees the blocks
+    of a window soon, so a window is planned in the step that computes the chunk, with the chunk.
 
-    With ``redis_admission`` "reused" a chunk goes to the CPU tier alone at first, and on to Redis
-    with the next request that has it in its prompt. Owns the store part of every request's state.
+    With ``redis_admission`` "reused", a chunk first goes to the CPU tier only, and on to Redis with
+    the next request whose prompt has the chunk. Owns the store part of every request's state.
     """
 
     settings: SchedulerSettings
@@ -78,7 +76,7 @@ class StorePlanner:
         self._run_chunks = GENERATED_RUN_CHUNKS if self.settings.is_prefix_only else 1
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
-        """Whether there may be something to store. Cheap: asked for every block that is full."""
+        """Whether there may be something to store. Cheap: called for every filled block."""
         first, size = state.store.next_chunk, self.settings.chunk_size
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
@@ -89,13 +87,13 @@ class StorePlanner:
         return state.transfer.stores and self._tail(state, num_witnessed_tokens) is not None
 
     def found(self, state: RequestState, hit: Hit) -> None:
-        """Learn what the tiers hold of the request's beginning. Where it is shared further than a
-        hit may go, the next that shares as much shall find what this one lacks."""
+        """Note how far the request's beginning is shared. If that is further than the hit, store
+        there what the next request that shares as much needs for a longer hit."""
         if hit.shared_end <= hit.stop:
             return
         state.store.junction = hit.shared_end
         if self._has_states:
-            # vLLM ends a step there then, and offers the states.
+            # vLLM then ends a step at the junction, and offers the states.
             request, junction = state.request, hit.shared_end * self.settings.chunk_size
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
@@ -106,11 +104,10 @@ class StorePlanner:
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
         snapshots: Sequence[Snapshot] = (),
     ) -> StoreJob | None:
-        """A store of what no tier has of the full chunks among the first ``num_witnessed_tokens``,
-        and of ``snapshots``.
+        """A store of ``snapshots`` and of the full chunks among the first ``num_witnessed_tokens``,
+        as far as no tier has them.
 
-        ``resolve_block_ids`` lists the request's blocks per KV cache group; it is called if there
-        is something to store.
+        ``resolve_block_ids`` lists the request's blocks per KV cache group; called only if needed.
         """
         store = state.store
         end = self._storable_chunks(state, num_witnessed_tokens)
@@ -148,15 +145,15 @@ class StorePlanner:
         return job
 
     def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
-        """All ranks have reported, or none was asked: the blocks were reused too soon."""
+        """All ranks have reported, or none was asked because vLLM reused the blocks too soon."""
         state.store.job_ids.discard(job.job_id)
         if all(result.outcome is Outcome.CANCELLED for result in results):
             self.tally.count("dropped_stores", amount=len(job.keys))
         self.index.settle(job.keys, job.job_id)
 
     def _storable_chunks(self, state: RequestState, num_witnessed_tokens: int) -> int:
-        """Full chunks whose token ids are known: with asynchronous scheduling or speculation the
-        number of computed tokens runs ahead of them."""
+        """Full chunks with known token ids: with asynchronous scheduling or speculation the number
+        of computed tokens runs ahead of the ids."""
         request = state.request
         known = request.num_tokens
         if not self.settings.store_generated:
@@ -165,8 +162,8 @@ class StorePlanner:
         return int(min(num_witnessed_tokens, known) // self.settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
-        """Chunks that this request is the second to want, and those wanted before that no memory
-        holds: Redis may have lost them too."""
+        """Chunks that this request is the second to use, and chunks used more often that the CPU
+        tier lacks: Redis may have lost these too."""
         new = state.keys.keys[state.store.num_sighted : end]
         state.store.num_sighted = max(state.store.num_sighted, end)
         times = {key: self._reuse_tracker.sight(key) for key in new}
@@ -186,7 +183,7 @@ class StorePlanner:
         redis_keys: frozenset[bytes] | None,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> list[PartRun]:
-        """What shall be stored of these chunks, and whose blocks are there."""
+        """Runs of the ``new`` chunks to store whose blocks still exist."""
         block_ids: Sequence[Sequence[int]] | None = None
         runs = []
         for number, part in enumerate(self.settings.parts):
@@ -212,8 +209,7 @@ class StorePlanner:
         return runs
 
     def _tail(self, state: RequestState, num_witnessed_tokens: int) -> Tail | None:
-        """What is behind the last full chunk of a prompt that is handed over, once it is
-        computed."""
+        """The tail of a transferred prompt, once computed and not yet planned."""
         tail = state.keys.tail
         if tail is None or state.store.has_tail or num_witnessed_tokens < tail.end:
             return None
@@ -222,8 +218,8 @@ class StorePlanner:
     def _tail_runs(
         self, tail: Tail, block_ids: Sequence[Sequence[int]], state: RequestState
     ) -> list[PartRun]:
-        """Of each part what a load that ends with the tail needs of it, unless it is gone from one
-        of them, or there already."""
+        """Per part, what a load that ends with the tail needs; nothing if any part has lost blocks.
+        Leaves out parts that the CPU tier has."""
         parts, size, runs = self.settings.parts, self.settings.chunk_size, list[PartRun]()
         start, num_parts = tail.chunk * size, len(parts)
         for number, part in enumerate(parts):
@@ -233,14 +229,13 @@ class StorePlanner:
             if not are_there(blocks, -(-tail.end // part.block_size) - first // part.block_size):
                 return []
             if first < tail.end and key not in self.index:
-                builds_on = (tail.chunk,) if part.rule is Rule.PREFIX else ()
                 run = PartRun(
                     part=number,
                     keys=(key,),
                     chunks=(tail.chunk,),
                     block_ids=blocks,
                     skip_blocks=(first - start) // part.block_size,
-                    parents=self._parents(state, builds_on, (key,), number),
+                    parents=self._parents(state, number, (tail.chunk,), (key,)),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -250,21 +245,20 @@ class StorePlanner:
         self, state: RequestState, part: int, chunk: int, redis_keys: frozenset[bytes] | None
     ) -> bool:
         key = part_key(state.keys.keys[chunk], part, len(self.settings.parts))
-        if key == state.audit.key:  # what an audit compares with must not be this
+        if key == state.audit.key:  # an audit must not compare the chunk with itself
             return False
         return key not in self.index or (redis_keys is not None and key in redis_keys)
 
     def _run(
         self, state: RequestState, part: int, chunks: list[int], blocks: list[BlockIds]
     ) -> PartRun:
-        """``blocks`` of each chunk, per group."""
+        """``blocks``: per chunk, then per group."""
         keys, parts = state.keys.keys, self.settings.parts
         own = keys_of_part([keys[chunk] for chunk in chunks], part, len(parts))
-        builds_on = chunks if parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
             keys=tuple(own),
-            parents=self._parents(state, builds_on, own, part),
+            parents=self._parents(state, part, chunks, own),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
@@ -272,13 +266,13 @@ class StorePlanner:
         )
 
     def _parents(
-        self, state: RequestState, chunks: Sequence[int], keys: Sequence[bytes], part: int
+        self, state: RequestState, part: int, chunks: Sequence[int], keys: Sequence[bytes]
     ) -> tuple[bytes, ...]:
-        num_parts, num_owners = len(self.settings.parts), self.index.num_owners(part)
-        return parents_of_part(state.keys.keys, chunks, keys, part, num_parts, num_owners)
+        parts, num_owners = self.settings.parts, self.index.num_owners(part)
+        return parents_of_part(parts, part, state.keys.keys, chunks, keys, num_owners)
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:
-    """The adapter that the request's KV must have been computed with."""
+    """The adapter that must have computed the request's KV."""
     identity = state.keys.identity
     return AdapterRef(identity.lora_number, identity.lora) if identity.lora is not None else None

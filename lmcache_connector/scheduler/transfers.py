@@ -1,10 +1,10 @@
-"""KV transfers, on the scheduler side: prompts that go to other instances, or come from there.
+"""KV transfers on the scheduler side: prompts sent to other instances, or received from them.
 
-A prompt that goes is stored as any other is. The workers are told which of its chunks another
-instance will ask for, and vLLM keeps its blocks until they are stored. A prompt that comes waits in
-vLLM's queue, and holds no blocks, until it is known what can be read; then it is loaded.
+A sent prompt is stored like any other. The scheduler side tells the workers which of its chunks
+another instance will read, and vLLM keeps its blocks until they are stored. A received prompt waits
+in vLLM's queue, without blocks, until the sender offers its chunks; then the chunks are loaded.
 
-The requests here outlive a failure of the scheduler side: whoever waits elsewhere is told the end.
+Transfers survive a failure of the scheduler side, so that the instance that waits hears of the end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from lmcache_connector.config import limits
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.metrics.samples import Tally
@@ -33,27 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """``address`` and ``engine_id``: what the readers of prompts from here are told. A prompt from
-    elsewhere is waited for ``deadline_seconds``, and what may be elsewhere is asked for
-    ``lookup_seconds``. ``is_trusted(address)``: whether
-    what comes from there may be kept and passed on."""
-
-    router: Router
-    address: Address | None
-    engine_id: str
-    tp_size: int
-    num_parts: int
-    chunk_size: int
-    deadline_seconds: float
-    lookup_seconds: float
-    is_trusted: Callable[[Address], bool]
-
-
 @dataclass(slots=True)
 class _Sent:
-    """``num_told``: leading chunks that the workers know of, ``has_tail``: the tail as well."""
+    """``num_told``, ``has_tail``: leading chunks, and the tail, that the workers know of."""
 
     request: Request
     transfer_id: str
@@ -64,10 +48,14 @@ class _Sent:
 
 @dataclass(eq=False)
 class Transfers:
-    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
-    next plan."""
+    """``router``, ``engine_id`` and ``tp_size`` describe this instance to readers of its prompts.
+    ``watch`` queries senders; ``None``: nothing is received. ``updates`` go into the next plan."""
 
-    settings: TransferSettings
+    config: ConnectorConfig
+    router: Router
+    engine_id: str
+    tp_size: int
+    num_parts: int
     tally: Tally
     watch: TransferWatch | None
     clock: Callable[[], float] = time.monotonic
@@ -75,22 +63,22 @@ class Transfers:
     def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
         self._awaited: dict[str, Awaited] = {}
-        self._sources: dict[str, Address] = {}  # to be asked once the keys are known
+        self._sources: dict[str, Address] = {}  # to ask once the keys are known
         self.updates: list[TransferUpdate] = []
 
     def __len__(self) -> int:
         return len(self._sent) + len(self._awaited) + len(self._sources)
 
     def arrived(self, request: Request) -> None:
-        """One that cannot be understood is served as if it asked for no KV transfer."""
+        """Start the request's KV transfer. A malformed one is counted, and the prompt computed."""
         name = request.request_id
         if name in self._sent or name in self._awaited or name in self._sources:
             return
         try:
-            part = self.settings.router.part_in(name, request.kv_transfer_params)
+            part = self.router.part_in(name, request.kv_transfer_params)
         except ValueError as error:
             self.tally.count("p2p_malformed_requests")
-            logger.warning("Request %s is computed here: %s", name[:256], error)
+            logger.warning("Request %.256r is computed here: %s", name, error)
             return
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
@@ -98,27 +86,29 @@ class Transfers:
         elif isinstance(part, Receive) and not part.transfer_id and self.watch is not None:
             self._sources[name] = part.source
         elif isinstance(part, Receive) and self.watch is not None:
-            seconds = self.settings.deadline_seconds
+            seconds = self.config.transfer_deadline_seconds
             self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
 
     # -- prompts that come -----------------------------------------------------------------------
 
     def is_coming(self, request_id: str) -> bool:
-        """Whether the request still waits: it has a deadline of its own."""
+        """Whether the request still waits for its sender, until the transfer's own deadline."""
         awaited = self._awaited.get(request_id)
         if awaited is None or awaited.answer is not None:
             return False
-        if self.clock() >= awaited.until:  # looking up a name may take longer
+        if self.clock() >= awaited.until:  # e.g. during a slow host name lookup
             awaited.settle(Offered(cause=Cause.DEADLINE))
             return False
         return True
 
-    def find(self, state: RequestState, wait: StepWait) -> Pending | None:
-        """Learn which chunks of the request can be had. ``PENDING``: ask again."""
+    def find(self, state: RequestState, num_computed_tokens: int, wait: StepWait) -> Pending | None:
+        """Learn which chunks the sender offers behind the computed tokens. ``PENDING``: ask
+        again."""
         name = state.request.request_id
         source = self._sources.pop(name, None)
-        if source is not None and self.watch is not None:
-            seconds, keys = self.settings.lookup_seconds, self._told(state.keys.loadable)
+        num_chunks = num_computed_tokens // self.config.chunk_size
+        if source is not None and self.watch is not None and state.keys.loadable[num_chunks:]:
+            seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._told(state.keys.loadable)
             self._awaited[name] = self.watch.ask(source, "", seconds, keys)
         awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
@@ -141,13 +131,18 @@ class Transfers:
             awaited.source.host,
             awaited.source.port,
             offered.num_ranks,
-            self.settings.is_trusted(awaited.source),
+            self.config.trusts(awaited.source),
             offered.engine_id,
         )
         return None
 
+    def turn_down(self, state: RequestState) -> None:
+        """Others have more of the request than the instance that it names."""
+        state.source, state.lookup.offered_keys = None, frozenset()
+        self.let_go(state.request.request_id)
+
     def let_go(self, request_id: str) -> None:
-        """The request needs no more from elsewhere."""
+        """The request needs nothing more from another instance."""
         self._sources.pop(request_id, None)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and self.watch is not None:
@@ -156,19 +151,19 @@ class Transfers:
     # -- prompts that go -------------------------------------------------------------------------
 
     def part_of(self, request: Request) -> Transfer:
-        """What becomes of the request's KV."""
+        """The request's role in KV transfers."""
         name = request.request_id
         awaited = self._awaited.get(name)
         loads = awaited is not None and bool(awaited.transfer_id)
         return Transfer(stores=name in self._sent, loads=loads)
 
     def planned(self, state: RequestState) -> None:
-        """Stores of the request may have been planned: tell of what they bring, and of what is
-        there already."""
+        """Stores of the request may have been planned: tell the workers which prompt chunks are
+        planned or stored."""
         if (sent := self._sent.get(state.request.request_id)) is None:
             return
         end = min(state.store.next_chunk, len(state.keys.keys))
-        end = min(end, state.request.num_prompt_tokens // self.settings.chunk_size)
+        end = min(end, state.request.num_prompt_tokens // self.config.chunk_size)
         keys = state.keys.keys[sent.num_told : end]
         if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
             keys, sent.has_tail = [*keys, state.keys.tail.key], True
@@ -179,9 +174,9 @@ class Transfers:
     def finished(
         self, request: Request, state: RequestState | None, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM is to keep the request's blocks until its stores have read them on all
-        ranks, and what the router shall pass on. ``state``: ``None`` for a request that is not
-        stored."""
+        """Whether vLLM must keep the request's blocks until its stores have ended on all ranks,
+        and the parameters for the router. ``state`` is ``None`` for a request that is not stored.
+        """
         self.let_go(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None
@@ -190,16 +185,16 @@ class Transfers:
             self.planned(state)
             job_ids = frozenset(state.store.job_ids)
         params = self._params(sent, block_ids) if sent.answers else None
-        # vLLM keeps the blocks of an aborted load by itself, until that is reported.
+        # vLLM itself keeps the blocks of an aborted load until the load is reported.
         is_held = state is None or state.load.job is None
         held = request.request_id if is_held else ""
         self.tally.count("p2p_handovers")
         del self._sent[request.request_id]
         self.updates.append(TransferUpdate(sent.transfer_id, (), job_ids, held))
-        return is_held, params  # nothing has raised: vLLM will hear of it what it is told
+        return is_held, params  # from here on nothing raises: vLLM gets this answer
 
     def start_over(self) -> None:
-        """A call has failed, perhaps that of a request's end."""
+        """A call has failed, maybe that of a request's end: end the transfers of ended requests."""
         for request_id, sent in list(self._sent.items()):
             if sent.request.is_finished():
                 del self._sent[request_id]
@@ -210,22 +205,21 @@ class Transfers:
             self.watch.close()
 
     def _told(self, chunk_keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The keys of all parts of these chunks, as workers know them."""
-        num_parts = self.settings.num_parts
-        by_part = (keys_of_part(chunk_keys, part, num_parts) for part in range(num_parts))
+        """The keys of all parts of these chunks."""
+        by_part = (keys_of_part(chunk_keys, part, self.num_parts) for part in range(self.num_parts))
         return tuple(chain.from_iterable(by_part))
 
     def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        settings = self.settings
-        assert settings.address is not None
+        address = self.router.own
+        assert address is not None
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": settings.engine_id,
+            "remote_engine_id": self.engine_id,
             "remote_request_id": sent.transfer_id,
-            "remote_host": settings.address.host,
-            "remote_port": settings.address.port,
+            "remote_host": address.host,
+            "remote_port": address.port,
             "remote_block_ids": [list(ids) for ids in block_ids],
             "remote_num_tokens": sent.request.num_prompt_tokens,
-            "tp_size": settings.tp_size,
+            "tp_size": self.tp_size,
         }

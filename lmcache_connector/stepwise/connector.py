@@ -13,8 +13,8 @@
 
 ``kv_caches`` has one entry per layer, K and V: a tensor ``[2, blocks, block_size, heads,
 head_dim]`` or a pair of tensors ``[blocks, block_size, heads, head_dim]``, of any strides with
-whole heads, the same ones in every call. All layers keep all tokens: one block table says nothing
-of sliding windows or recurrent states. Not thread-safe.
+contiguous heads, the same in every call. All layers keep all tokens: one block table cannot
+describe sliding windows or recurrent states. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LMCacheConnector:
 
     ``rank`` and ``local_rank``: of this process in its group, and on this host. ``config``: the
     keys of ``kv_connector_extra_config``, see the README. ``agree``: for ranks that hold parts of
-    one model, and must restore alike: the element-wise least of what all ranks pass to it (an
+    one model and must restore alike: returns the element-wise minimum of all ranks' arguments (an
     ``all_reduce``). Without it, ranks are replicas and share what they store. ``label``: your name
-    for the code of the model; change it with the code, which nothing else tells apart.
+    for the model's code, to be changed with the code, since nothing else identifies it.
 
-    Raises ``ConfigError`` with all that is wrong with it, or ``UnsupportedError`` for an LMCache
-    that cannot be used. Memory is taken with the first ``recv``.
+    Raises ``ConfigError`` with all problems of the settings, or ``UnsupportedError`` for an
+    unusable LMCache. Memory is allocated by the first ``recv``.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class LMCacheConnector:
 
     @property
     def counts(self) -> Counts:
-        """What was looked up, restored and stored so far."""
         return self._paged.tiers.counts if self._paged is not None else Counts()
 
     def recv_kv_caches_and_hidden_states(
@@ -77,16 +76,15 @@ class LMCacheConnector:
         """Restore the longest stored prefix of every sequence into its blocks, before the forward
         pass. Returns ``(hidden_or_intermediate_states, bypass_model_exec, model_input)``.
 
-        The ``model_input`` returned has shorter ``query_lens``: what was restored need not be
-        computed. Positions whose hidden states the caller reads are always computed, the last one
-        of each sequence unless it says otherwise, so hidden states are never stored.
-        ``bypass_model_exec`` is true only where the caller reads none and all KV is there. The
-        first value is ``None``: there are no hidden states but those of computed positions.
+        The returned ``model_input`` has shorter ``query_lens``, without restored tokens. Positions
+        whose hidden states the caller reads are always computed, by default the last one of each
+        sequence, so hidden states are never stored and the first value is always ``None``.
+        ``bypass_model_exec`` is true only if the caller reads no hidden states and all KV is there.
 
-        Waits for loads, each up to its deadline; what has not arrived by then is computed. Raises
-        ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` at the first
-        call, for a model or caches that cannot be served, and ``ValueError`` if these are others
-        later, for block tables that cannot be right, and after :meth:`close`.
+        Waits for each load up to its deadline; chunks that have not arrived are computed. The first
+        call raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for
+        an unsupported model or caches. Raises ``ValueError`` for another model or caches later, for
+        inconsistent block tables, and after :meth:`close`.
         """
         paged = self._bound(model_executable, kv_caches)
         rows = list(model_input.rows())
@@ -114,12 +112,11 @@ class LMCacheConnector:
         kv_caches: KVCaches,
         hidden_or_intermediate_states: Any,
     ) -> None:
-        """Store every chunk that has become whole, after the forward pass of the ``model_input``
-        that ``recv`` returned. Returns once nothing reads the blocks; writes to Redis go on.
+        """Store every completed chunk, after the forward pass of the ``model_input`` that ``recv``
+        returned. Returns once nothing reads the blocks; writes to Redis go on.
 
-        ``hidden_or_intermediate_states`` are not kept: whoever restores KV computes the positions
-        it reads. Nothing is stored if the model has changed since ``recv``. Raises ``ValueError``
-        as ``recv`` does.
+        ``hidden_or_intermediate_states`` is ignored. Nothing is stored if the model has changed
+        since ``recv``. Raises ``ValueError`` as ``recv`` does.
         """
         paged = self._bound(model_executable, kv_caches)
         paged.tiers.forward_ended()
@@ -132,8 +129,8 @@ class LMCacheConnector:
         paged.tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within 5 s, and let go of all memory and
-        threads. Idempotent."""
+        """Write what is queued for Redis, within 5 s, and release memory and threads.
+        Idempotent."""
         self._is_closed = True
         if self._paged is not None and os.getpid() == self._process:
             self._paged.tiers.close()

@@ -1,7 +1,7 @@
-"""The form of a model's KV, and tensors seen as blocks of it.
+"""The form of a model's KV, and tensors viewed as blocks of it.
 
-K and V of a layer are tensors of their own here, so each is what the copies call a layer, with the
-content of one token and one head as its width.
+K and V of a layer are separate tensors here, so each counts as one layer of the copies, with the
+content of one token and head as its width.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _HALVES = ("keys", "values")
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """``widths``: elements of one token and one head, of K and V of each layer in turn. ``dtype``
-    in torch's words, without its ``torch.``"""
+    """``widths``: elements of one token and head, for K and V of each layer in turn. ``dtype``: as
+    in torch, without ``torch.``."""
 
     num_heads: int
     widths: tuple[int, ...]
@@ -31,7 +31,7 @@ class KVForm:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> KVForm:
         """``tensors``: K and V of each layer in turn, ``[..., heads, tokens, content]``. Raises
-        :class:`UnsupportedError` for what does not fit one form."""
+        :class:`UnsupportedError` if they differ in heads, dtype or device."""
         if not tensors:
             raise UnsupportedError("This model keeps no KV: there is nothing to store.")
         heads, dtypes = {each.shape[-3] for each in tensors}, {each.dtype for each in tensors}
@@ -51,7 +51,7 @@ class KVForm:
         )
 
     def is_of(self, tensors: Sequence[torch.Tensor], num_tokens: int, device: torch.device) -> bool:
-        """Whether tensors as :meth:`of` takes them have this form, and lie on ``device``."""
+        """Whether ``tensors``, as in :meth:`of`, have this form and are on ``device``."""
         found = [(*each.shape[-3:], each.dtype, each.device) for each in tensors]
         rest = (self.torch_dtype, device)
         return found == [(self.num_heads, num_tokens, width, *rest) for width in self.widths]
@@ -62,7 +62,6 @@ class KVForm:
         return found
 
     def geometry(self, chunk_size: int) -> ChunkGeometry:
-        """Of a chunk of ``chunk_size`` tokens."""
         size = self.torch_dtype.itemsize
         return ChunkGeometry(
             num_tokens=chunk_size,
@@ -74,8 +73,8 @@ class KVForm:
         )
 
     def part(self, blocks: Sequence[torch.Tensor], chunk_size: int) -> PagedPart:
-        """``blocks``: K and V of each layer in turn, ``[blocks, heads, tokens, content]``, whatever
-        their strides. Raises ``LayoutError`` for what cannot be proved."""
+        """``blocks``: K and V of each layer in turn, ``[blocks, heads, tokens, content]``, of any
+        strides. Raises ``LayoutError`` for a layout that is not proved."""
         geometry = self.geometry(chunk_size)
         caches = {f"layer {i // 2} {_HALVES[i % 2]}": each for i, each in enumerate(blocks)}
         specs = {
@@ -86,7 +85,7 @@ class KVForm:
         return PagedPart(geometry, (paged,), (tuple(range(len(blocks))),))
 
     def empty(self, num_tokens: int, device: torch.device) -> list[torch.Tensor]:
-        """K and V of each layer in turn, ``[1, heads, num_tokens, content]``, not initialised."""
+        """K and V of each layer in turn, ``[1, heads, num_tokens, content]``, uninitialised."""
         dtype = self.torch_dtype
         return [
             torch.empty((1, self.num_heads, num_tokens, width), dtype=dtype, device=device)
@@ -95,8 +94,8 @@ class KVForm:
 
 
 def as_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
-    """A view of the whole blocks of one sequence: ``[1, heads, tokens, content]`` as ``[blocks,
-    heads, block_size, content]``."""
+    """View one sequence's whole blocks: ``[1, heads, tokens, content]`` as ``[blocks, heads,
+    block_size, content]``."""
     num_blocks = tensor.shape[2] // block_size
     return (
         tensor[0, :, : num_blocks * block_size]

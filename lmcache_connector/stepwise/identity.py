@@ -1,14 +1,13 @@
-"""What makes the KV of a module in memory its own: the state of the model, not its code.
+"""Identity of a model in memory: its state, not its code.
 
-The identity of a model is the classes that its modules are of, by name, and their plain attributes;
-its whole configuration; every byte of its weights as they are in memory; the form of its KV; and
-the name of the engine, so what engines store never mixes. Files are not asked: a model in memory
-may be loaded in another dtype, merged with an adapter or trained further. A model whose code is not
-its release's own is told apart by the ``label`` that its caller gives it.
+It consists of the names of the modules' classes and their plain attributes; the configuration;
+every byte of the weights in memory; the form of the KV; and the name of the engine, so that engines
+never share KV. Files do not count: a model in memory may have been cast, merged with an adapter or
+trained further. The caller's ``label`` identifies code that is not part of a release.
 
-The state is read before every prompt, so it has to be quick. Neither the place of a tensor nor its
-version shows every write: fused optimizers, merges of adapters by ``.data`` and weights made in
-inference mode leave no trace in them. So some elements of each tensor are read as well.
+The state is read before every prompt, so this must be fast. A tensor's address and version do not
+show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
+mode leave no trace. So some elements of each tensor are compared too.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Training mode is asked for before every pass; the others change no KV.
+# Training mode is checked before every pass; the others do not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
 
 class ModelIdentity:
-    """Names the KV of ``model``, and notices when its weights or settings change.
+    """Identifies the KV of ``model``, and detects changes of its weights and settings.
 
-    ``engine`` is the program that steps the model, with its release; ``label`` the caller's name
-    for the model's code; ``place`` tells ranks apart that hold parts of one model. Raises
-    :class:`UnsupportedError` for a model that cannot be told apart from others.
+    ``engine``: name and release of the program that steps the model. ``label``: the caller's name
+    for the model's code. ``place``: distinguishes ranks that hold parts of one model. Raises
+    :class:`UnsupportedError` for a model without an identity.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class ModelIdentity:
         self._settings: object = None
         self._hasher: PrefixHasher | None = None
         self.version = 0
-        """How often the model has become another one, the first time included."""
+        """Number of changes of the model, the first state included."""
 
     def refresh(self) -> bool:
-        """Whether the model has changed since the last call. If its weights have, and at the first
-        call, all of them are read."""
+        """Whether the model has changed since the last call. Reads all weights if they have, and at
+        the first call."""
         is_first, module = self._hasher is None, self._module
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
@@ -107,13 +106,13 @@ class ModelIdentity:
         return not is_first
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
-        """Chunk keys of a sequence, of the model as it was at the last :meth:`refresh`."""
+        """Chunk keys of a sequence, for the model as of the last :meth:`refresh`."""
         assert self._hasher is not None
         label = read_weights_label(self._config.weights_label)
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weights=label))
 
     def _name_of_weights(self, is_first: bool) -> str:
-        if self._config.model_digest != "full":  # a name is about the weights at the start
+        if self._config.model_digest != "full":  # the name covers the weights at start only
             name = f"named:{self._config.model_digest}"
             return name if is_first else f"changed:{uuid.uuid4().hex}"
         if self._module is None:
@@ -126,7 +125,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """Of all parameters and buffers: name, place, version, dtype and shape, and a sample of their
+    """Name, address, version, dtype and shape of all parameters and buffers, and samples of their
     bytes."""
 
     places: tuple[tuple[object, ...], ...]
@@ -147,22 +146,22 @@ class TensorState:
 
 
 def weights_in_memory(module: torch.nn.Module) -> str:
-    """Hexadecimal digest of all parameters and buffers by their names, types and bytes. Raises
-    :class:`UnsupportedError` for those whose bytes are not here."""
+    """Hexadecimal digest of all parameters and buffers: names, dtypes and bytes. Raises
+    :class:`UnsupportedError` if bytes are not readable here."""
     for name, each in (*_all_tensors(module), *module.state_dict(keep_vars=True).items()):
         if not isinstance(each, torch.Tensor) or not _is_readable(each):
             raise UnsupportedError(
                 f"The bytes of the weight {name} cannot be read: set model_digest to a name of "
                 "your own."
             )
-    # Which vLLM makes anew, and its digest leaves out; here they may have been rounded by a cast.
+    # model_digest omits these, since vLLM recomputes them; here a cast may have rounded them.
     rotary = (tensor_digest(each) for name, each in module.named_buffers() if "cos_sin" in name)
     return str(model_digest({"model": module}, packed=rotary))
 
 
 def _modules(module: torch.nn.Module) -> dict[str, tuple[type, Mapping[str, object]]]:
-    """Class of every module by the module's name, and those of its attributes that are plain values
-    or functions, as a ``forward`` that was set in the place of the class's own."""
+    """By module name: class, and attributes that are plain values or functions, such as a
+    ``forward`` set on the instance."""
     return {
         name: (
             type(each),
@@ -189,13 +188,13 @@ def _text(value: object) -> str:
 
 
 def _class_names(kinds: Iterable[type]) -> list[str]:
-    """Sorted. Raises :class:`UnsupportedError` for adapters that are not merged."""
+    """Sorted. Raises :class:`UnsupportedError` for unmerged adapters."""
     packages = {kind: kind.__module__.partition(".")[0] for kind in kinds}
     if _ADAPTERS in packages.values():
         raise UnsupportedError(
             "Adapters of peft can be switched without a trace: merge them (merge_and_unload)."
         )
-    # The module of a model's own code is named after the place where it lies.
+    # The module name of a model's own code depends on its path.
     return sorted(
         f"{kind.__module__}.{kind.__qualname__}" if package in _RELEASED else kind.__qualname__
         for kind, package in packages.items()
@@ -212,26 +211,26 @@ def _configuration(model: object) -> Any:
 
 
 def _float32_arithmetic() -> list[str]:
-    """To how many bits torch rounds the factors of products."""
+    """Precision of float32 products in torch."""
     matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     found = [each.fp32_precision for each in matmul]
     return ["ieee" if each == "none" else each for each in found]
 
 
 def _all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name, those included that no file holds."""
+    """Parameters and buffers by name, including non-persistent ones."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is bytes at a place of its own, and no wrapper of others."""
+    """Whether the tensor has memory of its own, rather than wrapping other tensors."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta
     return is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def _leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """With the parts of those that are made of others, as some quantized weights are."""
+    """Replaces wrapper tensors, such as some quantized weights, by their parts."""
     for name, each in tensors:
         if is_traceable_wrapper_subclass(each):
             parts = each.__tensor_flatten__()[0]
@@ -249,6 +248,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     span = 1 + sum((size - 1) * stride for size, stride in sizes)
     number = min(_NUM_SAMPLES, span)
     step = span // number
-    step -= step > 1 and step % 2 == 0  # an odd step meets every column of a matrix
+    step -= step > 1 and step % 2 == 0  # an odd step reaches every column of a matrix
     some = tensor.detach().as_strided((number,), (step,), tensor.storage_offset())
     return some.view(as_integer)

@@ -1,4 +1,4 @@
-"""What one step of an engine that is stepped by hand computes."""
+"""The input of one step of an engine that is stepped by hand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 class Row:
     """One sequence of a :class:`ModelInput`. Counts are in tokens.
 
-    The first ``context_len`` of ``token_ids`` have their KV in ``blocks``; this step computes the
-    rest. ``wanted_from``: the first position whose hidden state the caller reads; the length of the
-    sequence if it reads none.
+    ``blocks`` hold the KV of the first ``context_len`` of ``token_ids``; this step computes the
+    rest. ``wanted_from``: first position whose hidden state the caller reads, or the sequence's
+    length if none.
     """
 
     token_ids: tuple[int, ...]
@@ -27,20 +27,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The sequences of one step, in one order throughout. Raises ``ValueError`` if they disagree.
-    Each field may be a tensor of whole numbers.
+    """The sequences of one step, in the same order in all fields. Raises ``ValueError`` if fields
+    disagree. Each field may be an integer tensor.
 
     - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
-      those included whose KV is there. Chunks are named by everything before them.
+      including those with KV, since a chunk's key depends on all tokens before it.
     - ``seq_lens``, ``[sequences]``: tokens of each.
-    - ``query_lens``, ``[sequences]``: how many of the last tokens of each this step computes. The
-      KV of those before is in the sequence's blocks.
-    - ``block_tables``, ``[sequences][blocks]``: token ``t`` of a sequence lies in its block number
-      ``t // block_size``, at place ``t % block_size``. There are blocks for all its tokens.
-    - ``sampling_positions``, ``[sequences][any number]``: the positions, counted from the beginning
-      of the sequence, whose hidden states the caller reads; they are always computed. ``None``: the
-      last one of each sequence. An empty tuple: none, as where KV is only to be produced.
-    - ``cache_salts``, ``[sequences]`` or empty: sequences share KV with those of the same salt.
+    - ``query_lens``, ``[sequences]``: number of last tokens of each that this step computes. The
+      sequence's blocks hold the KV of the others.
+    - ``block_tables``, ``[sequences][blocks]``: token ``t`` is in block number ``t // block_size``
+      of its sequence, at position ``t % block_size``. Blocks exist for all tokens.
+    - ``sampling_positions``, ``[sequences][any number]``: positions in the sequence whose hidden
+      states the caller reads; they are always computed. ``None``: the last one of each sequence.
+      An empty tuple: none, to produce KV only.
+    - ``cache_salts``, ``[sequences]`` or empty: KV is shared between sequences of equal salts.
     """
 
     token_ids: Sequence[int]
@@ -69,7 +69,6 @@ class ModelInput:
                 raise ValueError(f"a sampling position of sequence {index} is not computed")
 
     def rows(self) -> Iterator[Row]:
-        """The sequences one by one."""
         start = 0
         for index, seq_len in enumerate(self.seq_lens):
             context_len = seq_len - self.query_lens[index]
@@ -85,12 +84,11 @@ class ModelInput:
             start += seq_len
 
     def with_query_lens(self, query_lens: Sequence[int]) -> ModelInput:
-        """The same sequences, of which less is left to compute."""
         return replace(self, query_lens=tuple(query_lens))
 
     @property
     def num_query_tokens(self) -> int:
-        """Tokens this step computes, over all sequences."""
+        """Tokens that this step computes, over all sequences."""
         return sum(self.query_lens)
 
     @property
@@ -100,11 +98,11 @@ class ModelInput:
 
     @property
     def query_positions(self) -> list[int]:
-        """``[num_query_tokens]``: the place of each in its sequence."""
+        """``[num_query_tokens]``: position of each in its sequence."""
         return [p for row in self.rows() for p in range(row.context_len, len(row.token_ids))]
 
     def slot_mapping(self, block_size: int) -> list[int]:
-        """``[num_query_tokens]``: ``block * block_size + place`` of each, where its KV goes."""
+        """``[num_query_tokens]``: ``block * block_size + position in the block``, for its KV."""
         return [
             row.blocks[position // block_size] * block_size + position % block_size
             for row in self.rows()
@@ -113,7 +111,7 @@ class ModelInput:
 
 
 def _plain(values: Any) -> Any:
-    """Whole numbers, whatever they are kept in: tensors are not equal as numbers are."""
+    """Tensors as lists, which compare as numbers do."""
     if isinstance(values, torch.Tensor):
         return values.tolist()
     if isinstance(values, list | tuple) and values and isinstance(values[0], torch.Tensor):

@@ -1,8 +1,8 @@
-"""Sequences in a paged cache: restores their stored chunks, and stores new ones.
+"""Restores and stores chunks of sequences in a paged cache.
 
-The caller may be wrong about which tokens a block holds: it may have reused the block, or computed
-on top of missing KV. So a chunk is stored only if ``recv`` restored or ``send`` saw every token up
-to its end, in these blocks.
+The caller may be wrong about a block's tokens: it may have reused the block, or computed on top of
+missing KV. So a chunk is stored only if ``recv`` restored or ``send`` saw every token up to its
+end, in these blocks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class _HashedSequence:
 
 
 class PagedSequences:
-    """The sequences in ``kv_caches``, as the connector's module describes them.
-
-    ``place`` and ``label``: see :class:`ModelIdentity`. Raises ``UnsupportedError``,
-    ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be served.
+    """The sequences in ``kv_caches``, whose form :mod:`.connector` describes. ``place`` and
+    ``label``: see :class:`ModelIdentity`. Raises ``UnsupportedError``, ``ConfigError``,
+    ``LayoutError`` or ``SelfTestError``.
     """
 
     def __init__(
@@ -61,41 +60,40 @@ class PagedSequences:
         self.tiers = Tiers(config, self._part, self._identity.root)
 
     def is_of(self, kv_caches: KVCaches) -> bool:
-        """Whether these are the tensors that the sequences lie in."""
+        """Whether ``kv_caches`` are the tensors of this object."""
         ours = self._part.groups[0].owners
         theirs = as_layers(kv_caches)
         return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
 
     def may_restore(self, row: Row) -> bool:
-        """Whether there is a chunk to look for."""
+        """Whether there is a chunk to look up."""
         size = self._config.chunk_size
         return row.wanted_from // size * size > row.context_len
 
     def completes_chunks(self, row: Row) -> bool:
-        """Whether the row's forward pass reaches the end of a chunk."""
         size = self._config.chunk_size
         return row.context_len // size < len(row.token_ids) // size
 
     def is_same_model(self) -> bool:
-        """Whether the model has not changed; if it has, forgets all blocks. Call it before every
-        restore and store."""
+        """Whether the model is unchanged; forgets all blocks if not. Call it before every restore
+        and store."""
         is_changed = self._identity.refresh()
         if is_changed:
             self.forget_all()
         return not is_changed
 
     def forget_all(self) -> None:
-        """The content of all blocks is unknown from now on."""
+        """Treat the content of all blocks as unknown."""
         self._witness.forget_all()
         self._sequences.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The content of these blocks is unknown from now on."""
+        """Treat the content of these blocks as unknown."""
         self._witness.forget(blocks)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Raises ``ValueError`` for block tables that cannot be right: their chunks would be stored
-        with the KV of other tokens."""
+        """Raise ``ValueError`` for inconsistent block tables: chunks would be stored with the KV of
+        other tokens."""
         for row in rows:
             self._check_blocks(row)
         written = {
@@ -111,7 +109,7 @@ class PagedSequences:
 
     def restore(self, row: Row) -> int:
         """Load stored chunks of a sequence that will be computed from ``row.context_len`` on.
-        Returns how many of its tokens have KV then."""
+        Returns the number of its tokens that have KV afterwards."""
         keys, size = self._keys(row), self._config.chunk_size
         if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
@@ -127,13 +125,13 @@ class PagedSequences:
         return max(row.context_len, (plan.first + arrived) * size if arrived else 0)
 
     def restored(self, row: Row, num_tokens: int) -> None:
-        """The sequence has KV of ``num_tokens`` now, and had KV of ``row.context_len``."""
+        """The sequence now has KV of ``num_tokens``, before of ``row.context_len``."""
         if num_tokens > row.context_len:
             tokens = row.token_ids[:num_tokens]
             self._witness.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
 
     def keep(self, row: Row) -> None:
-        """Store the chunks that a forward pass from ``row.context_len`` on has made whole."""
+        """Store the chunks that a forward pass from ``row.context_len`` on has completed."""
         keys, size = self._keys(row), self._config.chunk_size
         parents = _parents(keys)
         if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
@@ -161,8 +159,8 @@ class PagedSequences:
             raise ValueError("a block table names a block twice, for different tokens")
 
     def _check_shared(self, block: int, one: Row, other: Row) -> None:
-        """``one`` may have a block that ``other`` writes only inside a common prefix. Raises
-        ``ValueError`` otherwise."""
+        """Raise ``ValueError`` if ``one`` has a block that ``other`` writes, unless both have the
+        same tokens up to its end."""
         index = one.blocks.index(block)
         num_tokens = min((index + 1) * self._block_size, len(one.token_ids), len(other.token_ids))
         is_same_place = other.blocks.index(block) == index
@@ -173,7 +171,7 @@ class PagedSequences:
         return self._config.require_cache_salt and not row.cache_salt
 
     def _keys(self, row: Row) -> RequestKeys:
-        """Hashes only the tokens that no earlier step of the sequence has hashed."""
+        """Hashes only tokens that no earlier step of the sequence has hashed."""
         known = self._sequences.get(row.blocks[0]) if row.blocks else None
         if (
             known is None
@@ -193,7 +191,7 @@ class PagedSequences:
 
 def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
     """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``. Raises
-    ``UnsupportedError`` for tensors of another form."""
+    ``UnsupportedError`` for other forms."""
     for layer in kv_caches:
         halves = list(layer) if isinstance(layer, torch.Tensor | Sequence) else []
         if len(halves) != 2 or any(_dimensions(half) != 4 for half in halves):
@@ -209,7 +207,7 @@ def _dimensions(half: object) -> int:
 
 
 def _parents(keys: RequestKeys) -> list[bytes]:
-    """The key that each chunk's key is chained to, and that of the chunk after the last."""
+    """The parent key of each chunk's key, and of the next chunk's."""
     return [keys.parent(0), *keys.keys]
 
 
@@ -226,13 +224,12 @@ def _chunk_size(config: ConnectorConfig, block_size: int) -> int:
 
 
 Lineage = tuple[bytes, tuple[int, ...]]
-"""Of a block: the key that its chunk's key is chained to, and the chunk's tokens up to the last one
-in the block."""
+"""Of a block: the parent of its chunk's key, and the chunk's tokens up to the block's last."""
 
 
 class BlockWitness:
-    """Which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in tokens.
-    O(1) per block and step."""
+    """Tracks which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in
+    tokens. O(1) per block and step."""
 
     def __init__(self, block_size: int, chunk_size: int) -> None:
         self._block_size = block_size
@@ -240,13 +237,13 @@ class BlockWitness:
         self._lineages: dict[int, Lineage] = {}
 
     def __len__(self) -> int:
-        """Blocks whose tokens are known."""
+        """Number of blocks with known tokens."""
         return len(self._lineages)
 
     def begin(self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
-        """A step writes into ``blocks`` behind ``tokens``. Returns whether the blocks begin with
-        the KV of ``tokens``, and forgets their tokens behind these. ``parents[c]``: the key that
-        chunk c's key is chained to."""
+        """A step will write into ``blocks`` behind ``tokens``. Returns whether the blocks begin
+        with the KV of ``tokens``, and forgets what follows. ``parents[c]``: the parent of chunk
+        c's key."""
         wanted = list(self._of(parents, tokens, 0))
         is_known = all(self._holds(blocks[index], lineage) for index, lineage in wanted)
         first_written = len(tokens) // self._block_size
@@ -260,8 +257,8 @@ class BlockWitness:
     def learn(
         self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int], start: int
     ) -> None:
-        """``blocks`` hold the KV of ``tokens`` from index ``start`` on now, behind the tokens that
-        :meth:`begin` was called with."""
+        """``blocks`` now hold the KV of ``tokens`` from index ``start`` on, behind the tokens
+        passed to :meth:`begin`."""
         for index, lineage in self._of(parents, tokens, start):
             self._lineages[blocks[index]] = lineage
 
@@ -271,18 +268,18 @@ class BlockWitness:
             self._lineages.pop(block, None)
 
     def forget_all(self) -> None:
-        """The tokens of all blocks are unknown from now on."""
+        """Treat the tokens of all blocks as unknown."""
         self._lineages.clear()
 
     def _holds(self, block: int, lineage: Lineage) -> bool:
-        """Whether the block holds the tokens of ``lineage``, and maybe more behind them."""
+        """Whether the block holds the tokens of ``lineage``, maybe followed by others."""
         parent, tokens = self._lineages.get(block, (b"", ()))
         return parent == lineage[0] and tokens[: len(lineage[1])] == lineage[1]
 
     def _of(
         self, parents: Sequence[bytes], tokens: Sequence[int], start: int
     ) -> Iterator[tuple[int, Lineage]]:
-        """Index and lineage of the blocks with tokens from ``start`` on."""
+        """Index and lineage of the blocks that hold tokens from ``start`` on."""
         size = self._block_size
         for index in range(start // size, -(-len(tokens) // size)):
             chunk = index * size // self._chunk_size

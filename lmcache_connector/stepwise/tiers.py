@@ -1,8 +1,8 @@
-"""The tiers, for an engine that waits for its loads.
+"""The tiers for an engine that waits for its loads.
 
-The engine's thread looks chunks up, decides, and waits for a load, within its deadline. Stores run
-behind it. All of it is what vLLM's workers and scheduler use, without the two sides and the plans
-between them: here both are one thread.
+The engine's thread looks chunks up, decides, and waits for a load until its deadline. Stores run in
+the background. This uses the parts of vLLM's scheduler side and workers, without plans between
+them, since both sides are one thread here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
@@ -39,20 +38,20 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBE_CHUNKS = 8
 _MIN_TIMED_TOKENS = 32
 _MAX_HOLD_SECONDS = 10.0
-"""Nobody says that a forward pass has failed."""
+"""Limit of a hold on writes, since a failed forward pass is not reported."""
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
-    """Of an engine without vLLM: the same keys, ``kv_connector_extra_config``. With an LMCache that
-    nobody has tested, nothing is shared with tested ones. Raises ``ConfigError`` with all that is
-    wrong, or ``UnsupportedError``."""
+    """Parse ``kv_connector_extra_config`` for an engine without vLLM. With an untested LMCache, the
+    namespace is not shared with tested ones. Raises ``ConfigError`` with all problems, or
+    ``UnsupportedError``."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
     settings, standing = parse_config(config), check_lmcache()
@@ -68,14 +67,14 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
 
 
 class StuckCopyError(RuntimeError):
-    """A load did not end long after its deadline: its blocks must not be used or reused."""
+    """A load has not ended long after its deadline: its blocks must not be used or reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Since the start, in chunks of ``chunk_size`` tokens. ``redis_chunks`` are those of
-    ``hit_chunks`` that Redis held; ``lost_chunks`` were to be loaded and did not arrive in time, or
-    not sound."""
+    """Since the start, in chunks of ``chunk_size`` tokens. ``redis_chunks``: those of
+    ``hit_chunks`` loaded from Redis. ``lost_chunks`` were planned to be loaded but arrived late or
+    invalid."""
 
     lookups: int = 0
     hit_chunks: int = 0
@@ -86,14 +85,13 @@ class Counts:
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that were restored."""
         return self.hit_chunks * self.chunk_size
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is worth loading: ``keys`` of consecutive chunks from number ``first`` on, which are in
-    these ``tiers``."""
+    """Chunks worth loading: ``keys`` of consecutive chunks from number ``first`` on, and the tier
+    of each."""
 
     first: int
     keys: tuple[bytes, ...]
@@ -107,11 +105,11 @@ class LoadPlan:
 
 
 class Tiers:
-    """The CPU tier and Redis behind it, of one rank.
+    """One rank's CPU tier, and Redis behind it.
 
-    ``part`` is a cache that holds one chunk or more; the self-test writes to it, and leaves it as
-    it was. ``probe_root`` names the model. Runs on the engine's thread. Raises ``ConfigError`` or
-    ``SelfTestError`` for what cannot be used.
+    ``part``: a cache of at least one chunk; the self-test writes to it and restores it.
+    ``probe_root`` identifies the model. Runs on the engine's thread. Raises ``ConfigError`` or
+    ``SelfTestError``.
     """
 
     def __init__(
@@ -126,17 +124,14 @@ class Tiers:
         self.chunk_bytes = part.geometry.chunk_bytes
         self.counts = Counts(chunk_size=config.chunk_size)
         redis_config, geometries = config.redis_tier_config(), PartGeometries((part.geometry,))
-        redis, probe_keys = None, list[bytes]()
+        redis = None
         if redis_config is not None:
-            # Imported here: without a Redis tier its modules are not needed.
+            # Late import: unused without Redis.
             from lmcache_connector.lookup.any_lookup import AnyLookup
             from lmcache_connector.storage.redis.lookup import RedisLookup
             from lmcache_connector.storage.redis.tier import RedisTier
 
             redis = RedisTier(redis_config, geometries)
-            if config.compute_or_load != "always":
-                hasher = PrefixHasher(probe_root, config.chunk_size, config.hash_key_bytes)
-                probe_keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
         settings = EngineSettings(
             rank=0,
             world_size=1,
@@ -144,7 +139,7 @@ class Tiers:
             overrides=config.lmcache,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         )
-        self._rank = RankTiers(settings, [part], redis, probe_keys=probe_keys, clock=clock)
+        self._rank = RankTiers(settings, [part], redis, None, probe_keys(config, probe_root), clock)
         self._lookup: BackgroundLookup | None = None
         if redis_config is not None:
             lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)
@@ -158,11 +153,11 @@ class Tiers:
         )
         while self._rank.is_calibrating:
             time.sleep(0.01)
-        self._policy.calibrate([self._rank.calibration()])
+        self._policy.observe_measured([self._rank.measured()])
         self._last_job = 0
 
     def __str__(self) -> str:
-        """What is in effect; no secrets."""
+        """Settings in effect, without secrets."""
         config, redis = self._config, self._config.redis_tier_config()
         return (
             f"CPU tier {config.cpu_gib:g} GiB, "
@@ -174,8 +169,8 @@ class Tiers:
     # -- before the forward pass ---------------------------------------------------------------
 
     def plan(self, keys: Sequence[bytes], context_tokens: int, num_tokens: int) -> LoadPlan | None:
-        """What to load of a sequence of ``num_tokens``, whose first ``context_tokens`` are there;
-        ``None``: nothing. ``keys`` are those of all its chunks that may be loaded."""
+        """Chunks to load of a sequence of ``num_tokens`` with ``context_tokens`` in place, or
+        ``None``. ``keys``: of all its chunks that may be loaded."""
         first = context_tokens // self._config.chunk_size
         self._learn()
         self._count(lookups=1)
@@ -198,9 +193,9 @@ class Tiers:
         return LoadPlan(first, load, tiers[: len(load)], decision.deadline_seconds)
 
     def load(self, plan: LoadPlan, part: PagedPart, blocks: Sequence[int], skipped: int = 0) -> int:
-        """How many leading chunks of the plan arrived in ``blocks`` of ``part``, whole and sound.
+        """Load the plan's chunks. Returns how many leading ones arrived in ``blocks``, verified.
 
-        ``blocks`` are those of all chunks, but for the first ``skipped``. Waits up to the plan's
+        ``blocks``: of all the chunks, without the first ``skipped``. Waits until the plan's
         deadline. Raises :class:`StuckCopyError`.
         """
         self._last_job += 1
@@ -226,7 +221,7 @@ class Tiers:
         return result.num_chunks
 
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
-        """Right before the forward pass, which computes so many tokens after so many."""
+        """A forward pass of ``num_tokens`` behind ``context_tokens`` is about to begin."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
         self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
         self._rank.timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
@@ -234,15 +229,15 @@ class Tiers:
     # -- after it ------------------------------------------------------------------------------
 
     def forward_ended(self) -> None:
-        """Right after the forward pass was run or, on CUDA, queued."""
+        """The forward pass has run or, on CUDA, been queued."""
         self._rank.timer.stop()
         self._rank.hold_writes(self._clock())
 
     def store(
         self, keys: Sequence[bytes], first: int, part: PagedPart, blocks: Sequence[int]
     ) -> None:
-        """Store consecutive chunks from number ``first`` on, which lie in ``blocks`` of ``part``
-        and stay as they are until the store has ended: see :meth:`finish_stores`."""
+        """Store consecutive chunks from number ``first`` on. Their ``blocks`` must not change
+        before :meth:`finish_stores` returns."""
         self._learn()
         if all(self._index.has_each(keys)):
             return
@@ -258,12 +253,12 @@ class Tiers:
         self._rank.jobs.submit(job, self._rank.copier.fence(), context)
 
     def finish_stores(self) -> None:
-        """Wait until all that is to be stored has been copied; what takes too long is dropped."""
+        """Wait until all stores are copied; stores that take too long are dropped."""
         self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
         self._learn()
 
     def close(self) -> None:
-        """Bounded: queued writes to Redis get 5 s, and what is stored as much."""
+        """Bounded: 5 s for stores, and 5 s for queued writes to Redis."""
         seconds = limits.SHUTDOWN_SECONDS
         self._rank.jobs.finish_stores(seconds)
         self._learn()
@@ -296,13 +291,13 @@ class Tiers:
                 self._count(stored_chunks=each.result.num_chunks if each.result else 0)
         return ended
 
-    # -- what is known -------------------------------------------------------------------------
+    # -- observations --------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """What jobs, forward passes and probes have told since the last call."""
+        """Process results of jobs, forward passes and probes since the last call."""
         self._settle()
         probe, timer = self._rank.probe, self._rank.timer
-        report = RankReport(0, (), (), forwards=timer.take(), redis=probe.take())
+        report = RankReport(0, (), (), forwards=timer.take(), measured=probe.take())
         self._policy.observe_reports([report])
         if self._policy.probes.take():
             probe.request()
@@ -310,7 +305,7 @@ class Tiers:
     def _ask_redis(
         self, keys: tuple[bytes, ...], are_in_cpu: list[bool], context_tokens: int, num_tokens: int
     ) -> Collection[bytes]:
-        """Which of the keys that memory lacks Redis holds, as far as it says so in time."""
+        """The keys that Redis is known in time to hold, of those missing in the CPU tier."""
         missing = [key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu]
         if self._lookup is None or not missing:
             return frozenset()
@@ -323,7 +318,7 @@ class Tiers:
         if isinstance(answer, Pending):
             pending.cancel()
             return frozenset()
-        return answer.places
+        return answer
 
     def _count(self, **more: int) -> None:
         counts = self.counts
@@ -338,8 +333,8 @@ def _run_of(keys: Sequence[bytes], first: int, blocks: Sequence[int], skipped: i
 
 
 class UnwrittenGate(StepGate):
-    """What is copied of ``tensors`` passes if nobody has written to them since this was made, as
-    torch counts writes."""
+    """Passes a copy of ``tensors`` only if they were not written to since construction, according
+    to torch's version counters."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -351,5 +346,5 @@ class UnwrittenGate(StepGate):
 
 
 def writes_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each was written to; those made in inference mode do not say."""
+    """Version counters; 0 for tensors made in inference mode, which have none."""
     return [0 if each is None or each.is_inference() else each._version for each in tensors]

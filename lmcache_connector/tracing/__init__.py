@@ -1,1 +1,1 @@
-"""What happens to a request's KV, as spans of the request's own trace."""
+"""Spans for a request's KV, in the request's own trace."""

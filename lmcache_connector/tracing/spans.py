@@ -1,8 +1,8 @@
-"""Spans for look-ups, loads, stores and hand-overs, where vLLM exports traces.
+"""Spans for lookups, loads, stores and KV transfers, if vLLM exports traces.
 
-A client that sends a ``traceparent`` has a trace; vLLM hands its headers on with the request. Spans
-are made once something has ended, with the times at which it began and ended: nothing is open in
-between, and no other process takes part. Runs on the scheduler's thread.
+A client that sends a ``traceparent`` has a trace; vLLM passes its headers on with the request. A
+span is created when its operation has ended, with both times, so no span stays open, and no other
+process is involved. Runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Attributes = Mapping[str, str | int | float]
 
 
 class Spans:
-    """Exports through ``tracer``; without one, nothing is told. ``clock_ns`` reads nanoseconds
-    since 1970, as spans have them."""
+    """Exports through ``tracer``; without one, nothing is recorded. ``clock_ns`` reads nanoseconds
+    since 1970, as spans need them."""
 
     def __init__(
         self, tracer: Tracer | None = None, clock_ns: Callable[[], int] = time.time_ns
@@ -33,21 +33,20 @@ class Spans:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any use in telling."""
         return self._tracer is not None
 
     def __len__(self) -> int:
-        """Requests of which something has begun and not ended."""
+        """Number of requests with an operation begun and not ended."""
         return len(self._begun)
 
     def begin(self, request: Request, what: str) -> None:
-        """``what`` (``lookup``, ``load``, ``store``, with a number where there are several) begins
-        for the request. A second time before its end, it goes on."""
+        """Operation ``what`` (``lookup``, or ``load`` or ``store`` with a number) begins. A second
+        beginning before the end is ignored."""
         if self.is_on and request.trace_headers:
             self._begun.setdefault(request.request_id, {}).setdefault(what, self._clock_ns())
 
     def end(self, request: Request, what: str, attributes: Attributes) -> None:
-        """It has ended. Without a beginning, nothing is told of it."""
+        """The operation has ended. Ignored without a beginning."""
         if self._tracer is None or (started := self._take(request, what)) is None:
             return
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -61,11 +60,10 @@ class Spans:
         span.end(self._clock_ns())
 
     def drop(self, request: Request, what: str) -> None:
-        """It will not end any more."""
+        """Forget an operation that will not end."""
         self._take(request, what)
 
     def drop_all(self) -> None:
-        """Nothing that has begun will end any more."""
         self._begun.clear()
 
     def _take(self, request: Request, what: str) -> int | None:
@@ -77,7 +75,7 @@ class Spans:
 
 
 def make_spans(vllm_config: VllmConfig) -> Spans:
-    """By whether vLLM exports traces. It has made the exporter itself, or refused to start."""
+    """Spans if vLLM exports traces; vLLM has then created the exporter, or refused to start."""
     if vllm_config.observability_config.otlp_traces_endpoint is None:
         return Spans()
     from opentelemetry import trace

@@ -1,4 +1,4 @@
-"""The cache object of one sequence, the tokens in it, and the forward passes that continue it."""
+"""The cache of one sequence, its tokens, and the forward passes that continue it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.tiers import writes_of
 
-# These say nothing of what KV is, or are checked below. Whatever else is asked for, as images,
-# embeddings or the attention of all tokens, has nothing to do with the tiers.
+# Arguments that do not affect KV or are checked below. Passes with others, such as images,
+# embeddings or attentions to return, bypass the tiers.
 _UNDERSTOOD = frozenset(
     {
         "input_ids",
@@ -31,41 +31,41 @@ _UNDERSTOOD = frozenset(
 
 
 class TieredCache(DynamicCache):
-    """A ``DynamicCache`` whose KV may come from the tiers, and goes to them.
+    """A ``DynamicCache`` whose KV is restored from and stored in the tiers.
 
-    Made by ``KVTiers.new_cache()``, for one sequence: several calls of ``generate`` may continue
-    it. What it holds was computed from ``token_ids``, as the model was seen to be given them; once
-    that is not known of all of it, it is a ``DynamicCache`` like any other.
+    Made by ``KVTiers.new_cache()`` for one sequence, which several calls of ``generate`` may
+    continue. Its KV was computed from ``token_ids``, as observed at the model. Once part of the KV
+    has unknown tokens, it is a plain ``DynamicCache``.
     """
 
     def __init__(
         self, config: PreTrainedConfig, owner: object, cache_salt: str | None = None
     ) -> None:
-        """``owner``: the tiers it belongs to."""
+        """``owner``: the tiers that made it."""
         super().__init__(config=config.get_text_config(decoder=True))
         self.owner = owner
         self.cache_salt = cache_salt
         self.running: ForwardCall | None = None
-        """The forward pass that is under way with it."""
+        """The forward pass in progress."""
         self.keys: RequestKeys | None = None
         """Of the sequence, from its first pass on."""
         self.version = 0
-        """Of the model that the keys name."""
+        """The model's version that the keys are for."""
         self.bypasses = False
-        """Whether it has nothing to do with the tiers any more."""
+        """Whether it no longer uses the tiers."""
         self.token_ids: list[int] = []
-        """Of the tokens whose KV is known to be here."""
+        """Tokens whose KV is known to be here."""
         self.num_prompt_tokens = 0
-        """Where tokens that came one by one begin: those are taken for generated."""
+        """Number of tokens before those computed one by one, which count as generated."""
         self.num_kept = 0
-        """Leading chunks that came from the tiers, or were given to them."""
+        """Leading chunks restored from or stored in the tiers."""
         self._left: list[torch.Tensor] = []
         self._writes: list[int] = []
         self._leave()
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether nobody else has written to the KV, or exchanged it."""
+        """Whether no other code has written to or replaced the KV."""
         now = self.tensors()
         return (
             len(now) == len(self._left)
@@ -78,8 +78,8 @@ class TieredCache(DynamicCache):
         return [half for layer in self.layers for half in (layer.keys, layer.values)]
 
     def put(self, tensors: Sequence[torch.Tensor], token_ids: Sequence[int]) -> None:
-        """``tensors``, as :meth:`tensors` gives them, take the place of what is here: the KV of the
-        tokens known so far, and of ``token_ids`` after them."""
+        """Replace the content by ``tensors``, of the form that :meth:`tensors` returns: KV of the
+        tokens so far, followed by ``token_ids``."""
         for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=True):
             if not layer.is_initialized:
                 layer.update(keys[..., :0, :], values[..., :0, :])
@@ -89,16 +89,16 @@ class TieredCache(DynamicCache):
         self._leave()
 
     def computed(self, token_ids: Sequence[int]) -> None:
-        """A forward pass has computed the KV of these, after what was there."""
+        """A forward pass has appended the KV of ``token_ids``."""
         self.token_ids += token_ids
         if len(token_ids) > 1:
             self.num_prompt_tokens = len(self.token_ids)
         self._leave()
 
-    # -- what generate does to caches ----------------------------------------------------------
+    # -- called by generate --------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As assisted decoding does with tokens that were not accepted."""
+        """Called by assisted decoding to remove rejected tokens."""
         if not self.is_unmodified:
             self.bypasses = True
         super().crop(tokens_to_remove)
@@ -111,7 +111,7 @@ class TieredCache(DynamicCache):
         self._leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        """For another continuation, of the same tiers."""
+        """For another continuation, with the same tiers."""
         is_unmodified = self.is_unmodified
         new = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
@@ -136,7 +136,7 @@ class TieredCache(DynamicCache):
         raise several_sequences()
 
     def _leave(self) -> None:
-        """As it is now, KV is what the tokens say."""
+        """Record the current KV as that of the tokens."""
         self._left = self.tensors()
         self._writes = writes_of(self._left)
 
@@ -150,9 +150,9 @@ def several_sequences() -> UnsupportedError:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """``token_ids`` are to be computed after those that the cache holds. ``num_read``: of how many
-    of the last ones the caller reads logits. ``is_checked``: whether the model was looked at right
-    before the pass."""
+    """A pass that computes ``token_ids`` behind the cached tokens. ``num_read``: number of last
+    tokens whose logits the caller reads. ``is_checked``: the model was checked right before the
+    pass."""
 
     token_ids: tuple[int, ...]
     num_read: int
@@ -160,8 +160,8 @@ class ForwardCall:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | str:
-        """Or why tokens do not say all of the pass. ``arguments``: of ``forward``, by name. Raises
-        :class:`UnsupportedError` for batches, padding and positions of one's own."""
+        """A string says why tokens do not determine the pass. ``arguments``: of ``forward``, by
+        name. Raises :class:`UnsupportedError` for batches, padding and custom positions."""
         asked = {
             name for name, value in arguments.items() if value is not None and value is not False
         }
@@ -191,8 +191,8 @@ class ForwardCall:
 
 
 def without_first(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The arguments of a pass that need not compute its first ``number`` tokens: masks are as long
-    as all tokens, those in the cache included."""
+    """The arguments of a pass without its first ``number`` tokens. Masks keep their length: they
+    cover cached tokens too."""
     shorter = dict(arguments)
     for name in ("input_ids", "position_ids", "cache_position"):
         if shorter.get(name) is not None:
@@ -214,5 +214,5 @@ def _check_mask(mask: Any, num_tokens: int) -> None:
 
 
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name. ``names``: of the function's parameters, in order."""
+    """All arguments by name. ``names``: the function's parameters in order."""
     return {**dict(zip(names, args, strict=False)), **kwargs}

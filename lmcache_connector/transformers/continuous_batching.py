@@ -8,10 +8,10 @@
         ...
         manager.stop()
 
-Transformers asks its paged cache for a prompt's prefix when it schedules the prompt, and tells it
-of whole blocks after the pass that filled them. Both questions go on to the tiers from there: what
-they restore lies in the request's own blocks, and shortens its prefill. All of it runs on the
-manager's thread.
+Transformers asks its paged cache for a prompt's prefix when it schedules the prompt, and reports
+whole blocks after the pass that filled them. Both calls are forwarded to the tiers: restored KV
+goes into the request's own blocks and shortens its prefill. Everything runs on the manager's
+thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENGINE = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What transformers' cache asks of a request to which it gives blocks."""
+    """The part of a request that transformers' cache reads when it allocates blocks."""
 
     request_id: str
     num_tokens: int
@@ -53,14 +53,13 @@ class _Place:
 
 
 class TieredBatching(AbstractContextManager["TieredBatching"]):
-    """The tiers of one manager, which has not started yet, until :meth:`close`.
+    """The tiers of one manager that has not started yet, until :meth:`close`.
 
-    ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as
-    ``KVTiers`` takes it. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
-    ``SelfTestError`` for what cannot be served.
+    ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as for
+    ``KVTiers``. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
     """
 
-    @computing_alone()  # another thread may generate, with all cores
+    @computing_alone()  # another thread may generate on all cores
     def __init__(
         self, manager: ContinuousBatchingManager, config: Mapping[str, Any], label: str = ""
     ) -> None:
@@ -79,7 +78,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
             raise UnsupportedError(
                 "TieredBatching needs layers of full attention alone, and allow_block_sharing."
             )
-        manager.batch_processor = processor  # which start() takes over
+        manager.batch_processor = processor  # used by start()
         settings = read_settings(config)
         self._manager = manager
         self._cache = cache
@@ -97,8 +96,8 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         )
         self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}
-        """Tokens of each request that lie in whole blocks, and are known to the tiers. A request
-        that is not in it passes them by."""
+        """Tokens of each request in whole blocks that the tiers know. Requests not listed bypass
+        the tiers."""
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (
@@ -109,13 +108,11 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
 
     @property
     def counts(self) -> Counts:
-        """What was looked up, restored and stored so far."""
         return self._paged.tiers.counts
 
     def close(self) -> None:
-        """Stop the manager, unless it has: its requests fail then. Write what is queued for Redis,
-        within 5 s, and let go of the manager and all memory and threads.
-        Idempotent."""
+        """Stop a running manager, whose requests then fail. Write what is queued for Redis, within
+        5 s, and release the manager, memory and threads. Idempotent."""
         if self._hooks:
             if self._manager.is_running():
                 timeout = limits.SHUTDOWN_SECONDS
@@ -129,11 +126,11 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- in the place of the paged cache's own ------------------------------------------------
+    # -- replacing methods of the paged cache -------------------------------------------------
 
     def _restore(self, request_id: str, prompt_ids: list[int]) -> int:
-        """How many leading tokens of a prompt that is being scheduled have their KV in its blocks:
-        those that other requests share, and those that were restored after them."""
+        """Number of leading tokens of a prompt being scheduled that have KV in its blocks, shared
+        with other requests or restored."""
         shared: int = PagedAttentionCache.search_prefix_match(self._cache, request_id, prompt_ids)
         table = self._allocator.block_table
         self._whole = {each: n for each, n in self._whole.items() if each in table}
@@ -145,19 +142,19 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         if not self._cache.can_store_request_tokens(_Place(request_id, shared), rest):
             return shared
         if self._stream is not None:
-            self._stream.synchronize()  # a pass may have read these blocks for somebody else
+            self._stream.synchronize()  # a pass may still read these blocks for another request
         row = _row(prompt_ids, shared, table[request_id])
         restored = self._paged.restore(row)
         self._paged.restored(row, restored)
         if restored == 0:
-            self._cache.free_blocks(request_id)  # the request waits on, without any
+            self._cache.free_blocks(request_id)  # the request waits on without blocks
         else:
             self._whole[request_id] = restored
         return restored
 
     def _keep(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """After a forward pass: store the chunks that are whole. Only then transformers may put
-        blocks of others with the same hash into the place of the request's own."""
+        """Store completed chunks after a forward pass. Must precede transformers' own method, which
+        may replace the request's blocks by others with the same hash."""
         blocks: Sequence[int] = self._allocator.block_table.get(state.request_id, ())
         number = complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
         if state.request_id not in self._whole:
@@ -170,18 +167,18 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
             if is_there and (not self._paged.completes_chunks(row) or self._is_own_model()):
                 self._whole[state.request_id] = end
                 self._paged.keep(row)
-                self._paged.tiers.finish_stores()  # transformers may hand the blocks out again
+                self._paged.tiers.finish_stores()  # transformers may reuse the blocks
         PagedAttentionCache.mark_complete_blocks(self._cache, state, complete_blocks)
 
     def _is_own_model(self) -> bool:
-        """Whether the model is as it was. If not, what is under way is of two models."""
+        """Whether the model is unchanged. If not, running requests mix KV of two models."""
         is_own = self._paged.is_same_model()
         if not is_own:
             self._whole.clear()
         return is_own
 
     def _is_altered(self, *, looks_anew: bool) -> bool:
-        """Whether the model computes other KV than its own. What is under way passes by then."""
+        """Whether the model computes other KV than its own. Running requests then bypass."""
         is_altered = bool(self._alterations.find(self._device, looks_anew=looks_anew))
         if is_altered:
             self._whole.clear()
@@ -202,14 +199,14 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
 
 
 def _row(token_ids: Sequence[int], context_len: int, blocks: Sequence[int]) -> Row:
-    """The last token is computed, whatever is stored."""
+    """The last token is always computed."""
     tokens = tuple(token_ids)
     return Row(tokens, context_len, tuple(blocks), len(tokens) - 1, None)
 
 
 def _layers(allocator: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of each layer, ``[blocks, tokens, heads, head_dim]``: a block is a run of pages, one
-    for the K and one for the V of each layer."""
+    """K and V of each layer, ``[blocks, tokens, heads, head_dim]``. A block is a run of pages, one
+    for K and one for V of each layer."""
     stride = allocator.block_physical_stride // allocator.tokens_per_page
     pages = [allocator._kv_page_views[layer] for layer in allocator.layer_indices]
     return [(keys[::stride], values[::stride]) for keys, values in pages]

@@ -1,4 +1,4 @@
-"""Which models of transformers can be served, the form of their KV, and what alters a pass."""
+"""Which transformers models are supported, the form of their KV, and what alters a pass."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES
 
 _NUM_EARLY = 8
-# Whose forward hooks change nothing: they look at outputs, or belong to tiers.
+# Modules whose forward hooks do not change KV: they observe outputs, or belong to the tiers.
 _HARMLESS = ("transformers.", "lmcache_connector.")
 
 
 def check_configuration(model: PreTrainedModel) -> None:
-    """Whether KV follows from the tokens before alone. Raises :class:`UnsupportedError`."""
+    """Raise :class:`UnsupportedError` unless KV depends only on the tokens before."""
     if model.config.is_encoder_decoder:
         raise _unsupported("models with an encoder, whose KV follows from another text")
     if any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
@@ -32,7 +32,7 @@ def check_configuration(model: PreTrainedModel) -> None:
 
 
 def find_form(model: PreTrainedModel) -> KVForm:
-    """The form of the model's KV. Computes a few tokens, and keeps nothing of them. Raises
+    """The form of the model's KV, found by computing a few tokens. Raises
     :class:`UnsupportedError`."""
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise UnsupportedError(
@@ -53,7 +53,7 @@ def find_form(model: PreTrainedModel) -> KVForm:
 
 
 def _compute(model: PreTrainedModel, last: int) -> DynamicCache:
-    """KV of :data:`_NUM_EARLY` tokens, and of as many more that are ``last``."""
+    """KV of :data:`_NUM_EARLY` tokens followed by as many tokens ``last``."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     was_training = [each for each in model.modules() if each.training]
     tokens = torch.tensor([[0] * _NUM_EARLY + [last] * _NUM_EARLY], device=model.device)
@@ -61,7 +61,7 @@ def _compute(model: PreTrainedModel, last: int) -> DynamicCache:
         model.eval()
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    except Exception as error:  # whatever a model raises that cannot go with such a cache
+    except Exception as error:  # models may raise anything
         raise _unsupported(
             f"{type(model).__name__}, which fails with a DynamicCache ({error!r:.200})"
         ) from error
@@ -77,13 +77,12 @@ def _early(cache: DynamicCache) -> list[torch.Tensor]:
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """By more than the order of sums."""
+    """Whether they differ by more than the order of sums."""
     mine, its = (each.cpu().double() for each in (one, other))
     return bool((mine - its).norm() > max(1e-4, 4 * torch.finfo(one.dtype).eps) * its.norm())
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """At any depth: some models have several."""
     if isinstance(config, dict):
         for name, value in config.items():
             if name == "rope_type" and isinstance(value, str):
@@ -104,16 +103,16 @@ def _unsupported(what: str) -> UnsupportedError:
 
 
 class Alterations:
-    """What makes ``model`` compute other KV than its configuration and weights say. Asked before
-    every forward pass, so it has to be quick."""
+    """Finds reasons why ``model`` computes other KV than its configuration and weights determine.
+    Called before every forward pass, so it must be fast."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._modules: list[torch.nn.Module] = []
 
     def find(self, device: torch.device, *, looks_anew: bool) -> str:
-        """Why a pass on ``device`` computes other KV, or is read for more than its logits; empty
-        where it does not. ``looks_anew``: for modules that were exchanged as well."""
+        """Why a pass on ``device`` computes other KV, or is read for more than logits; empty if
+        not. ``looks_anew``: also consider replaced modules."""
         if looks_anew or not self._modules:
             self._modules = list(self._model.modules())
         config = self._model.config

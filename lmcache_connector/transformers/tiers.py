@@ -1,14 +1,14 @@
-"""KV of a Hugging Face model, kept in the tiers from one ``generate`` to the next.
+"""Keeps the KV of a Hugging Face model in the tiers across calls of ``generate``.
 
 ::
 
     with KVTiers(model, cpu_gib=4, redis_url="redis://host") as tiers:
         output = model.generate(**inputs, past_key_values=tiers.new_cache())
 
-Hooks on the model see what each forward pass with such a cache is given. Before it, the longest
-stored prefix is put into the cache, and the pass gets the rest of the tokens; after it, chunks that
-are whole are stored, by a thread: a ``DynamicCache`` never writes to tensors it has once made. What
-is stored is named by the tokens that the model was given, whatever the caller says they are.
+Hooks on the model observe each forward pass with such a cache. Before it, the longest stored prefix
+is put into the cache, and the pass gets the remaining tokens. After it, a thread stores completed
+chunks, which is safe since a ``DynamicCache`` never writes to existing tensors. Keys are derived
+from the tokens that the model was given.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ _CHANGED = "the model was changed, cast or moved since the sequence began"
 class KVTiers(AbstractContextManager["KVTiers"]):
     """The tiers of one model, until :meth:`close`.
 
-    ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
-    docs/settings.md. ``label``: your name for the code of a model that is not transformers' own;
-    change it with the code, which nothing else tells apart. Reads all weights, and computes a few
-    tokens. Several threads may generate at once; in a process that was forked off, sequences bypass
-    the tiers. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError`` for what cannot be
-    served.
+    ``config`` and the overriding ``settings``: the keys of ``kv_connector_extra_config``, see
+    docs/settings.md. ``label``: your name for the code of a model that is not transformers' own, to
+    be changed with the code, since nothing else identifies it. The constructor reads all weights
+    and computes a few tokens. Several threads may generate at once; in forked processes, sequences
+    bypass the tiers. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError``.
     """
 
-    @computing_alone()  # another thread may generate, with all cores
+    @computing_alone()  # another thread may generate on all cores
     def __init__(
         self,
         model: PreTrainedModel,
@@ -99,7 +98,6 @@ class KVTiers(AbstractContextManager["KVTiers"]):
 
     @property
     def counts(self) -> Counts:
-        """What was looked up, restored and stored so far."""
         return self._tiers.counts
 
     @property
@@ -108,7 +106,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         return self._config.chunk_size
 
     def new_cache(self, cache_salt: str | None = None) -> TieredCache:
-        """An empty cache for one sequence. Sequences share KV with those of the same salt. Raises
+        """An empty cache for one sequence. KV is shared between sequences of equal salts. Raises
         ``ValueError`` after :meth:`close`."""
         if not self._hooks:
             raise ValueError("these KVTiers are closed: make others")
@@ -118,14 +116,14 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         return cache
 
     def finish_stores(self) -> None:
-        """Wait until what was computed is in the CPU tier; writes to Redis go on."""
+        """Wait until all computed chunks are in the CPU tier; writes to Redis go on."""
         if self._is_alive:
             with self._lock:
                 self._tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within 5 s, and let go of the model and
-        all memory and threads. Idempotent. Caches made here are plain ones afterwards."""
+        """Write what is queued for Redis, within 5 s, and release the model, memory and threads.
+        Existing caches become plain ones. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         if self._is_alive:
@@ -138,7 +136,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
 
     @property
     def _is_alive(self) -> bool:
-        """Threads and connections are those of the process that made them."""
+        """False in forked processes, which lack the threads and connections."""
         return bool(self._hooks) and os.getpid() == self._process
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         cache = arguments.get("past_key_values")
         if not isinstance(cache, TieredCache) or cache.owner is not self:
             return None
-        cache.running = None  # a pass that failed has left it
+        cache.running = None  # left by a failed pass
         if cache.bypasses:
             return None
         if not self._is_alive:
@@ -184,8 +182,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
                 self._bypass(cache, _WRITTEN)
 
     def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | str:
-        """The tokens that the pass is to compute, or why its KV, or that in the cache, may be other
-        than keys say."""
+        """The tokens that the pass computes, or why its KV or the cached KV may not match the
+        keys."""
         num_cached = len(cache.token_ids)
         if not cache.is_unmodified or cache.get_seq_length() != num_cached:
             return _WRITTEN
@@ -198,17 +196,17 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         if is_checked and not self._is_same_model(cache):
             return _CHANGED
         assert cache.keys is not None
-        cache.keys.shorten(num_cached)  # a pass that failed has left more
+        cache.keys.shorten(num_cached)  # a failed pass may have left more
         return replace(call, is_checked=is_checked)
 
     def _num_wanted(self, call: ForwardCall, num_cached: int) -> int:
-        """Tokens of the chunks that need not be computed, if they are stored."""
+        """Tokens of the chunks that need not be computed if they are stored."""
         size = self._config.chunk_size
         return (num_cached + len(call.token_ids) - call.num_read) // size * size
 
     def _is_same_model(self, cache: TieredCache) -> bool:
-        """Whether all that the cache holds, and what is computed now, is of one model. Asked before
-        something is restored or stored."""
+        """Whether the cached KV and the current model belong together. Called before a restore or
+        store."""
         self._identity.refresh()
         if not cache.token_ids:
             cache.keys = self._identity.keys(cache.cache_salt)
@@ -224,7 +222,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
     # -- chunks --------------------------------------------------------------------------------
 
     def _restore(self, cache: TieredCache, call: ForwardCall) -> int:
-        """Put the longest stored prefix into the cache. How many of the call's tokens it has."""
+        """Put the longest stored prefix into the cache. Returns how many call tokens it covers."""
         assert cache.keys is not None
         size, num_cached = self._config.chunk_size, len(cache.token_ids)
         num_wanted = self._num_wanted(call, num_cached)
@@ -256,10 +254,10 @@ class KVTiers(AbstractContextManager["KVTiers"]):
             return self._tiers.load(plan, part, range(plan.first, plan.stop))
         except StuckCopyError:
             logger.exception("KV is computed instead")
-            return 0  # nobody else has that memory
+            return 0  # the copy may still write, but only into memory that nothing else uses
 
     def _keep(self, cache: TieredCache, *, is_checked: bool) -> None:
-        """Store the chunks that are whole and not stored."""
+        """Store completed chunks that are not stored yet."""
         assert cache.keys is not None
         size = self._config.chunk_size
         known = len(cache.token_ids)

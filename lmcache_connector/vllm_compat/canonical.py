@@ -1,8 +1,8 @@
-"""Any configuration as plain JSON values: the same for the same content, in every process.
+"""Any configuration as plain JSON values, equal for equal content in every process.
 
-Objects become their type's name and their fields, sets are sorted, types and functions go by their
-names. What has no form that another process would find again, an open file say, is an error: a
-text with a memory address in it would be in the key, and keep every instance apart in silence.
+Objects become their type's name and fields, sets are sorted, types and functions become their
+names. A value without a reproducible form, such as an open file, is an error: a memory address in a
+key would silently separate every instance.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 
 _MAX_DEPTH = 32
-# What they hold is not in their fields.
+# Types with state outside of their fields.
 _HIDDEN_STATE = (torch.Tensor, torch.nn.Module, io.IOBase, ModuleType, MethodType)
 _NO_FIELDS = ("__dict__", "__weakref__", "__pydantic_fields_set__")
 
 IsIgnored = Callable[[object, str], bool]
-"""Whether a field of an object is no part of its form, by the field's name."""
+"""Whether the named field of an object is left out."""
 
 
 def canonical(value: object, path: str, is_ignored: IsIgnored) -> Any:
-    """``value`` as JSON values without what is ignored. ``path`` names it in messages.
-
-    Raises :class:`UnsupportedError` for what has no canonical form.
+    """``value`` as JSON values without ignored fields. ``path``: its name in messages. Raises
+    :class:`UnsupportedError` for values without a canonical form.
     """
     return _form(value, path, is_ignored, ())
 
 
 def _form(value: object, path: str, is_ignored: IsIgnored, outer: tuple[int, ...]) -> Any:
-    """``outer``: ids of the objects around this one. One of them inside itself goes by how far out
-    it is."""
+    """``outer``: ids of the enclosing objects. A reference to one of these becomes its distance."""
     if value is None or type(value) in (bool, int, str):
         return value
     scalar = _scalar(value, path)
@@ -76,7 +74,7 @@ def _form(value: object, path: str, is_ignored: IsIgnored, outer: tuple[int, ...
 
 
 def _scalar(value: object, path: str) -> Any:
-    """The form of a value without parts; ``None`` if it may have some."""
+    """The form of a value without parts; ``None`` for other values."""
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, float):
@@ -99,7 +97,7 @@ def _scalar(value: object, path: str) -> Any:
 
 
 def _fields_of(value: object, path: str) -> dict[str, object]:
-    """Fields by name, without what the object derives from them when it is asked."""
+    """Fields by name, without cached properties."""
     kind = type(value)
     slots = [name for each in kind.__mro__ for name in _slots(each)]
     if isinstance(value, _HIDDEN_STATE) or not (
@@ -125,7 +123,7 @@ def _type_name(value: object) -> str:
     kind = type(value)
     if isinstance(value, PreTrainedConfig):
         return f"hf:{value.model_type}"
-    # The module of a model's own code is named after the place where it lies.
+    # The module name of a model's own code depends on its path.
     is_remote = kind.__module__.startswith("transformers_modules")
     return kind.__qualname__ if is_remote else f"{kind.__module__}.{kind.__qualname__}"
 

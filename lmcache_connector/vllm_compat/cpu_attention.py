@@ -1,15 +1,15 @@
-"""What vLLM's CPU attention leaves to its surroundings: how it packs a block, and leave to use AMX.
+"""Order of bytes in vLLM's CPU attention blocks, and permission to use AMX.
 
-Its cache claims to be (blocks, KV heads, tokens, K and V), but inside one head's part of a block
-the backend puts all K before all V, and each in an order that suits the CPU's instructions: on
-AVX-512 K with tokens innermost, on AMX both in tiles. Bytes moved as if they lay token after token
-come back right only into blocks of the same size on the same kind of CPU.
+The CPU cache claims to be (blocks, KV heads, tokens, K and V), but within one head's part of a
+block the backend puts all K before all V, each in an order that suits the CPU's instructions: on
+AVX-512 K has tokens innermost, on AMX both are in tiles. Bytes copied as if token after token come
+back right only into blocks of the same size on the same kind of CPU.
 
-So :func:`find_packing` has the backend pack a pattern twice: into blocks as vLLM made them, and
-into one block as large as a chunk. If K and V each turn out to be a number of runs along the tokens
-(:class:`Plane`), chunks can have the second form whatever the block size. That form goes into the
-model's fingerprint, so CPUs that pack in another way never read such chunks. If no runs fit, blocks
-are moved as they are, and the fingerprint holds their size too.
+So :func:`find_packing` lets the backend pack a pattern twice: into blocks as vLLM made them, and
+into one block as large as a chunk. If K and V each consist of runs along the tokens
+(:class:`Plane`), chunks have the second form whatever the block size. The form is part of the
+model's fingerprint, so CPUs that pack differently never read such chunks. If no runs fit, blocks
+are copied as they are, and the fingerprint includes their size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CONTEXT = "lmcache-connector 2026-11 packing pattern v1"
 
 
 def ask_for_amx() -> None:
-    """Ask the kernel for permission to use AMX, the CPU's tile registers, where there are any.
+    """Ask the kernel for permission to use AMX, the CPU's tile registers, if it has any.
 
-    A process has to ask once. oneDNN does with its first large matrix product, vLLM's CPU attention
-    never: an instance whose first forward pass is a decode step, because the KV of its prompt came
-    from elsewhere, would die of an illegal instruction.
+    A process must ask once. oneDNN does so at its first large matrix product, vLLM's CPU attention
+    never does: an instance whose first forward pass is a decode step, its prompt's KV having been
+    loaded, would be killed by an illegal instruction.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
@@ -37,10 +37,9 @@ def ask_for_amx() -> None:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """What the order inside a block depends on.
-
-    ``head_size`` is in elements. ``dtype`` is that of K and V before they are stored;
-    ``cache_dtype`` and ``storage_dtype`` are the cache's, as vLLM names it and as torch does.
+    """What determines the order inside a block. ``head_size`` is in elements. ``dtype``: of K and V
+    before they are stored. ``cache_dtype`` and ``storage_dtype``: of the cache, as vLLM and torch
+    name it.
     """
 
     head_size: int
@@ -51,10 +50,10 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How blocks lie in memory, beyond what the strides of the KV cache say.
+    """A block's layout in memory beyond the strides of the KV cache.
 
-    ``name`` tells apart forms of a chunk; ``None``: strides say it all. Without ``planes`` blocks
-    are moved as they are. The bytes of ``mixed_tokens`` may lie among one another.
+    ``name`` identifies a chunk's form; ``None``: strides suffice. Without ``planes`` blocks are
+    copied as they are. The bytes of ``mixed_tokens`` tokens may be interleaved.
     """
 
     name: str | None
@@ -63,9 +62,8 @@ class Packing:
 
 
 def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> Packing:
-    """Sizes in tokens; ``block_size`` divides ``chunk_size``. Takes about a millisecond.
-
-    Raises what vLLM's kernel raises for a cache it does not support.
+    """Sizes in tokens; ``block_size`` divides ``chunk_size``. Takes about a millisecond. Raises the
+    errors of vLLM's kernel for an unsupported cache.
     """
     blocks = _packed_pattern(attention, block_size, chunk_size)
     whole = _packed_pattern(attention, chunk_size, chunk_size)
@@ -74,7 +72,7 @@ def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> P
         return Packing(f"blocks of {block_size}: {_digest(blocks)}", (), block_size)
     token_bytes = attention.head_size * attention.storage_dtype.itemsize
     planes = tuple(Plane(n, token_bytes // n) for n in runs)
-    cut = chunk_size - 1  # odd: no tile ends there
+    cut = chunk_size - 1  # odd, so inside a tile
     part = _packed_pattern(attention, chunk_size, chunk_size, num_tokens=cut)
     in_order = all(
         not half.reshape(n, chunk_size, -1)[:, cut:].any()
@@ -86,10 +84,8 @@ def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> P
 def _packed_pattern(
     attention: CpuAttention, block_size: int, chunk_size: int, num_tokens: int | None = None
 ) -> torch.Tensor:
-    """K and V of one chunk as vLLM lays them out in blocks of ``block_size`` tokens. Zero after
-    ``num_tokens``, if there are fewer.
-
-    Returns uint8 ``[2, blocks, elements of a block, bytes of an element]``.
+    """K and V of one chunk as vLLM lays them out in blocks of ``block_size`` tokens; zero after
+    ``num_tokens``. Returns uint8 ``[2, blocks, elements of a block, bytes of an element]``.
     """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -114,16 +110,15 @@ def _packed_pattern(
 
 
 def _pattern(num_elements: int) -> torch.Tensor:
-    """Float32 ``[2, num_elements]`` in no order; any float of eight bits of precision is exact."""
+    """Float32 ``[2, num_elements]``, pseudo-random, exact with eight bits of precision."""
     raw = blake3(derive_key_context=_CONTEXT).digest(length=2 * num_elements)
     numbers = (torch.frombuffer(bytearray(raw), dtype=torch.uint8).float() - 128) / 16
     return numbers.view(2, -1)
 
 
 def _find_runs(blocks: torch.Tensor, whole: torch.Tensor, head_size: int) -> tuple[int, ...]:
-    """The least number of runs of K and of V that make ``whole`` of ``blocks``.
-
-    Both as :func:`_packed_pattern` returns them. Empty if one of the two has no such number.
+    """The smallest numbers of runs of K and of V that turn ``blocks`` into ``whole``, both as
+    returned by :func:`_packed_pattern`. Empty if one of the two has none.
     """
     counts = [n for n in range(1, head_size + 1) if head_size % n == 0]
     found = []

@@ -1,13 +1,13 @@
-"""Drafters of speculative decoding: which have KV of their own, and what it follows from.
+"""Drafters of speculative decoding with their own KV, and what it depends on.
 
-A drafter's layers stand beside the model's in vLLM's KV cache groups, and share their blocks. They
-are stored and loaded as layers of the model. That leaves three things to see to:
+A drafter's layers are in vLLM's KV cache groups beside the model's and share their blocks. They are
+stored and loaded like layers of the model, with three particulars:
 
-- An EAGLE or MTP head reads the token after the one it computes. vLLM's own prefix cache drops the
-  last block of a hit for that; here the names of chunks hold that token (``lookahead``).
-- What a step leaves of a drafter that it does not run is not KV. vLLM runs none in a step with a
+- An EAGLE or MTP head reads the token after the one it computes. vLLM's own prefix cache therefore
+  drops the last block of a hit; here chunk keys include that token (``lookahead``).
+- After a step without the drafter, its layers do not hold KV. vLLM skips it in a step with a
   request of more than ``max_len`` tokens.
-- A drafter's weights and configuration are in the root of all keys.
+- The drafter's weights and configuration are in the root of all keys.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """One with KV. ``model``: as vLLM has configured it. ``lookahead``: from so many tokens after
-    it the KV of a token follows. ``max_len``: in tokens, of the longest request of a step at its
-    end, drafts included."""
+    """A drafter with KV. ``model``: vLLM's configuration. ``lookahead``: number of later tokens
+    that the KV of a token depends on. ``max_len``: tokens of the longest request at the end of a
+    step, drafts included."""
 
     model: ModelConfig
     lookahead: int
@@ -43,13 +43,13 @@ def find_drafter(vllm_config: VllmConfig) -> Drafter | None:
     return Drafter(
         model,
         lookahead=vllm_config.num_prefill_lookahead_tokens,
-        # Each draft takes a place after the last token.
+        # Each draft takes a position after the last token.
         max_len=model.max_model_len - speculative.num_speculative_tokens,
     )
 
 
 def drafter_problems(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
-    """What is not supported, and what to do about it."""
+    """Unsupported properties, each with a remedy."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_KV:
         return

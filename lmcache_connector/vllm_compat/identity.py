@@ -1,11 +1,10 @@
 """What makes a model's KV its own, by subtraction.
 
-The identity of a model is everything vLLM has resolved about it, minus the fields that
-:mod:`~lmcache_connector.vllm_compat.identity_tables` lists with a reason. It has two halves. The
-configuration (:func:`configuration_digests`) is read by every worker once the model is built: a
-model may change its configuration when it is built, and with tensor parallelism that happens in
-the workers alone. The weights (:mod:`~lmcache_connector.vllm_compat.weights`) are read by one
-process.
+A model's identity is everything vLLM has resolved about it, minus the fields listed with reasons in
+:mod:`~lmcache_connector.vllm_compat.identity_tables`. Every worker reads the configuration
+(:func:`configuration_digests`) after building the model, since a model may change it while being
+built, and with tensor parallelism only in the workers. One process reads the weights
+(:mod:`~lmcache_connector.vllm_compat.weights`).
 """
 
 from __future__ import annotations
@@ -53,14 +52,13 @@ _OWNERS = ("vllm.", "transformers.")
 def configuration_digests(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, packings: Sequence[str | None]
 ) -> dict[str, str]:
-    """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks that
-    have the part.
+    """Hexadecimal digests of all parts of the configuration, by name; equal on all ranks that have
+    the part.
 
-    Each kind of layer, as its KV cache is described, is a part of its own, named by its digest: a
-    stage of a pipeline may have some kinds and not others. ``packings`` name the order of bytes
-    inside a block of each part of the model. Versions of vLLM that lay a token's KV out alike have
-    the same digests for the same model. Raises :class:`UnsupportedError` for a part without a
-    canonical form.
+    Each kind of layer in the KV cache spec is a separate part, named by its digest, since a
+    pipeline stage may lack some kinds. ``packings``: names of the order of bytes inside a block,
+    for each part of the model. Versions of vLLM that lay out a token's KV alike have equal digests
+    for the same model. Raises :class:`UnsupportedError` for a part without a canonical form.
     """
     is_ignored = _ignored_fields(vllm_config)
     parts: dict[str, object] = {
@@ -69,7 +67,7 @@ def configuration_digests(
         if not is_ignored(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
-    # A plugin may register a class of its own under a known name.
+    # A plugin may register its own class under a known name.
     parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
     classes = [parts["model_class"]]
     if (drafter := find_drafter(vllm_config)) is not None:
@@ -78,8 +76,8 @@ def configuration_digests(
     if any(code := [model_code(each) for each in classes]):
         parts["model_code"] = code
     parts["environment"] = _environment()
-    # A list of them where there are several parts: so roots, and all keys, differ from those of a
-    # model of one part, under whose keys a value has another geometry.
+    # A list if there are several parts: all keys then differ from those of a model with one part,
+    # under whose keys a value has another geometry.
     parts["packing"] = packings[0] if len(packings) == 1 else list(packings)
     specs = [
         spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()
@@ -99,7 +97,7 @@ def _digest(form: object) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """vLLM's own variables that are set: some quantize, or route experts another way."""
+    """vLLM's variables that are set: some change quantization or the routing of experts."""
     ignored = tuple(IGNORED_ENVIRONMENT)
     return {
         name: os.environ[name]
@@ -109,7 +107,7 @@ def _environment() -> dict[str, str]:
 
 
 def _ignored_fields(vllm_config: VllmConfig) -> IsIgnored:
-    """Which fields are no part of the identity under this configuration."""
+    """Which fields are not part of the identity under this configuration."""
     drafter = find_drafter(vllm_config)
     models = [vllm_config.model_config, *([drafter.model] if drafter is not None else [])]
     is_limit = all(map(_is_independent_of_length, models))
@@ -132,10 +130,10 @@ def _ignored_fields(vllm_config: VllmConfig) -> IsIgnored:
 
 
 def _is_independent_of_length(model: ModelConfig) -> bool:
-    """Whether the model computes the same KV whatever ``max_model_len``."""
+    """Whether KV does not depend on ``max_model_len``."""
     config = canonical(model.hf_config, "hf_config", lambda owner, field: False)
     rope_types = {*_values(config, "rope_type")}
-    for scaling in _values(config, "rope_scaling"):  # as older configurations have it
+    for scaling in _values(config, "rope_scaling"):  # older configurations
         if isinstance(scaling, dict):
             rope_types.add(scaling.get("rope_type", scaling.get("type")))
     return (
@@ -152,7 +150,7 @@ def _is_vllms_own(registered: object) -> bool:
 
 
 def _values(form: Any, key: str) -> Iterator[Any]:
-    """Whatever stands under ``key``, at any depth of a canonical form."""
+    """All values under ``key``, at any depth of a canonical form."""
     if isinstance(form, dict):
         for name, value in form.items():
             if name == key:
@@ -165,7 +163,7 @@ def _values(form: Any, key: str) -> Iterator[Any]:
 
 
 def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:
-    """An engine without adapters computes what one with adapters does for requests without one."""
+    """For requests without adapter, an engine without LoRA computes the same as one with it."""
     if vllm_config.lora_config is not None:
         return vllm_config.lora_config
     absent = LoRAConfig()
@@ -174,26 +172,26 @@ def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:
 
 
 def fingerprint(digests: Mapping[str, str]) -> str:
-    """One hexadecimal digest of them all."""
     return _digest(dict(digests))
 
 
 # -- the code that computes a model, where it is not vLLM's own ------------------------------------
 #
-# vLLM names a model's class by module and class name: two versions of a plugin have the same.
-# Nothing is imported here: some processes of an engine shall not load the code of a model.
+# vLLM identifies a model's class by its name, which two versions of a plugin share. Nothing is
+# imported here: some processes of an engine must not load a model's code.
 
 
 _OWN = "vllm.model_executor.models."
-# Modules of vLLM's whose classes run the layers of a library.
+# vLLM modules whose classes run a library's layers.
 _LIBRARIES = ("transformers", "terratorch")
-# Of classes that a model's derives from. What transformers fetches is named with the weights.
+# Packages of base classes that need no digest. Code that transformers downloads is digested with
+# the weights.
 _KNOWN = frozenset({"vllm", "torch", "builtins", "typing", "abc", "transformers_modules"})
 
 
 def model_code(registered: object) -> list[str] | None:
-    """What tells the versions of a model's code apart: of the class that vLLM's registry has, the
-    distributions' versions and a digest of their Python files. ``None``: it is vLLM's own."""
+    """Versions of the distributions, and digest of the Python files, of a class in vLLM's registry.
+    ``None`` for vLLM's own models."""
     module = getattr(registered, "module_name", "")
     if module.startswith(_OWN):
         libraries = [name for name in _LIBRARIES if module.startswith(_OWN + name)]
@@ -213,12 +211,12 @@ def _versions(package: str) -> Iterator[str]:
 
 
 def _files(package: str) -> Iterator[str]:
-    """Of a top-level package, or a module that lies alone."""
+    """Digest of a top-level package or single module."""
     if package in _LIBRARIES and not any(".dev" in each for each in _versions(package)):
-        return  # of a release the number says all
+        return  # a release's version identifies its code
     try:
         spec = find_spec(package)
-    except (ImportError, ValueError):  # as of a script that is run by its name
+    except (ImportError, ValueError):  # for instance a script run by its name
         spec = None
     files: dict[str, Path] = {}
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -230,5 +228,5 @@ def _files(package: str) -> Iterator[str]:
 
 
 def _file_of(module: str) -> str | None:
-    """Of a module that was not imported, but is there: the script that registered its own class."""
+    """File of a loaded module without spec: a script that registered its own class."""
     return getattr(sys.modules.get(module), "__file__", None)

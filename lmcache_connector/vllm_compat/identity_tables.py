@@ -1,9 +1,9 @@
-"""What of vLLM's configuration and environment is no part of a model's identity, with reasons.
+"""vLLM's configuration fields and variables that are not part of a model's identity, with reasons.
 
-Everything else in vLLM's configuration is in every chunk key, so that a field nobody has thought of
-keeps instances apart rather than mixes their KV. To leave a field out, show that two engines which
-differ in it compute the same KV for the same tokens, up to the order of floating-point sums, and
-say why here. By class, reason and fields. :data:`CONDITIONALLY_IGNORED` are left out only where
+All other fields are in every chunk key, so that unknown fields separate instances rather than mix
+their KV. To list a field, show that engines which differ in it compute the same KV for the same
+tokens, up to the order of floating-point sums, and give the reason. Tables map class, reason and
+fields. :data:`CONDITIONALLY_IGNORED` fields are left out only if
 :mod:`lmcache_connector.vllm_compat.identity` finds their condition met.
 """
 
@@ -111,7 +111,7 @@ NOT_PART_OF_IDENTITY = by_class(
                 "flex_attn_q_block_size flex_attn_kv_block_size"
             ),
         },
-        # Of drafters with KV. That of a draft that is accepted is computed once more.
+        # Of drafters with KV. The KV of an accepted draft is computed again.
         "SpeculativeConfig": {
             _SUMS: "enforce_eager",
             _IN_WEIGHTS: "model revision",
@@ -162,7 +162,7 @@ NOT_PART_OF_IDENTITY = by_class(
             _PLACE: "engine_id ec_buffer_device ec_role ec_ip ec_port",
             _MEMORY: "ec_buffer_size",
         },
-        # Of Hugging Face, whatever the class of the model.
+        # Hugging Face's configuration, whatever the model's class.
         "PreTrainedConfig": {
             "a name": "_name_or_path name_or_path _commit_hash",
             "who wrote the file": "transformers_version",
@@ -193,9 +193,9 @@ CONDITIONALLY_IGNORED = by_class(
     }
 )
 
-# Read for every use of ``max_model_len``: their arithmetic does not depend on it. Where a name is
-# used at all, it sizes buffers (DeepSeek's indexer) or bounds how many image tokens are expected.
-# A test searches the sources of the installed vLLM for others.
+# Every use of ``max_model_len`` in these was reviewed: KV does not depend on it. Where they use it,
+# it sizes buffers (DeepSeek's indexer) or bounds the expected image tokens. A test searches the
+# installed vLLM's sources for other uses.
 INDEPENDENT_OF_LENGTH = words(
     """
     AfmoeForCausalLM ApertusForCausalLM AriaForConditionalGeneration BailingMoeForCausalLM
@@ -217,19 +217,19 @@ INDEPENDENT_OF_LENGTH = words(
 )
 """Architectures, as vLLM names them."""
 
-# Rotary embeddings whose angles follow from position and configuration alone.
+# Rotary embeddings whose angles depend only on position and configuration.
 INDEPENDENT_ROPE_TYPES = frozenset(
     {"default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "proportional"}
 )
 
-# They load the files of the model's folder as they are.
+# Load formats that read the files of the model's folder unchanged.
 PLAIN_LOAD_FORMATS = words(
     """
     auto hf safetensors fastsafetensors instanttensor mistral pt runai_streamer dummy
     """
 )
 
-# They write a block token after token, as its strides say, so blocks of any size hold the same.
+# Attention backends that write a block token after token, so block size does not matter.
 IN_TOKEN_ORDER = words(
     """
     CPUAttentionBackend FlashAttentionBackend FlashAttentionDiffKVBackend FlashInferBackend
@@ -237,13 +237,12 @@ IN_TOKEN_ORDER = words(
     FlashMLABackend CutlassMLABackend TritonMLABackend
     """
 )
-"""Classes of vLLM's attention backends. The CPU's own order is found by trying it."""
+"""Classes of vLLM. The CPU backend's own order is found by a trial."""
 
 
-# Some of the other variables quantize weights, activations or what ranks send each other, or route
-# experts another way, and nothing in vLLM's configuration tells. So every variable that vLLM reads
-# and that is set is in every chunk key, unless it is listed here.
-# VLLM_DISABLE_SHARED_EXPERTS_STREAM: vLLM sets it on CPU.
+# Unlisted variables may change quantization, communication or the routing of experts, without a
+# trace in vLLM's configuration. So every variable that vLLM reads and that is set is in every chunk
+# key, unless listed. VLLM_DISABLE_SHARED_EXPERTS_STREAM: vLLM sets it on CPU.
 IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
     by_field(
         {
@@ -285,21 +284,21 @@ IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
         }
     )
 )
-"""Beginning of the name -> reason."""
+"""Prefix of the name -> reason."""
 
 
 # -- one form for all versions of vLLM: that of 0.32 -----------------------------------------------
 #
-# A field that a version adds, and that changes nothing at the value it has, would keep its
-# instances apart from those of other versions. The tables say which fields those are. A field in
-# neither table keeps versions apart until somebody has looked at it.
+# A field that a version adds, with no effect at its value, would separate its instances from other
+# versions. These tables list such fields. A field in neither table separates versions until it has
+# been reviewed.
 
 
 ANY = object()
-"""Whatever the value: it has no part in what is computed."""
+"""Any value: the field does not affect KV."""
 
-# By class, or all that fit: fields that 0.32 does not have, and the values with which a version
-# that has them computes what one without them computes.
+# By class or pattern: fields that 0.32 lacks, and the values at which a newer version computes the
+# same as one without them.
 OTHERS_HAVE: Mapping[str, Mapping[str, object]] = {
     "AttentionConfig": {
         "indexer_tp_shard_min_rows": 65536,
@@ -316,14 +315,14 @@ OTHERS_HAVE: Mapping[str, Mapping[str, object]] = {
     "_ModelInfo": {"supports_kv_cache_grouping": False, "supports_lora": ANY},
     "*Spec": {"is_draft": False},
 }
-# Fields of 0.32 that another version lacks, and what it computes as.
+# Fields of 0.32 that another version lacks, with the value it behaves as.
 OTHERS_LACK: Mapping[str, Mapping[str, object]] = {
     "_ModelInfo": {"supports_hc_sp": False, "supports_mamba_prefix_caching": False},
 }
 
 
 def same_form(form: Any) -> Any:
-    """A canonical form as 0.32 would have it. Returns a new one."""
+    """A canonical form as 0.32 would have it."""
     if isinstance(form, list):
         return [same_form(each) for each in form]
     if not isinstance(form, dict):
@@ -338,7 +337,7 @@ def same_form(form: Any) -> Any:
 
 
 def is_new(class_name: str, field: str, value: object) -> bool:
-    """Whether 0.32 does not have the field, and at that value does the same without it."""
+    """Whether 0.32 lacks the field, and behaves the same as with this value."""
     for pattern, fields in OTHERS_HAVE.items():
         if field in fields and fnmatchcase(class_name, pattern):
             neutral = fields[field]

@@ -1,9 +1,9 @@
-"""The weights one rank has in memory, digested when they are loaded and when they may have changed.
+"""Digests the weights that one rank has in memory, after loading and after possible changes.
 
-vLLM tells a connector nothing of its weights. The worker that initialises a connector is on the
-call stack; its methods that may change weights, and its models' ``load_weights``, are replaced on
-these very objects. Weights that are changed in another way are found at the next reset of vLLM's
-prefix cache: the scheduler side then asks all ranks.
+vLLM does not report its weights to a connector. The worker that initialises a connector is found on
+the call stack; its methods that may change weights, and its models' ``load_weights``, are replaced
+on these objects. Other changes are found at the next reset of vLLM's prefix cache, when the
+scheduler side asks all ranks.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ _WORKER = "_lmcache_connector_worker"
 _DIGEST = "_lmcache_connector_digest"
 _UNSHOWN = b"shown by no layer: "
 _LET_GO_SECONDS = 30.0
-# Calls that only look at the weights may come in every step: reads because of them take a tenth of
-# the time. A reset does not wait.
+# Calls that may change weights can come in every step: reads due to calls take a tenth of the
+# time. Reads due to a reset do not wait.
 _REST_PER_READ = 9.0
 _MAX_TORN_READS = 3
 
 
 class LoadedWeights:
-    """Digests of what ``worker`` computes with. ``None``: whose weights cannot be seen.
+    """Digests of the weights of ``worker``; ``None``: a worker whose weights cannot be seen.
 
-    ``has_news`` is a plain attribute: cheap to look at in every step. Runs on the worker's thread;
-    weights are read on another.
+    ``has_news``: a plain attribute, cheap to poll every step. Runs on the worker's thread; another
+    thread reads the weights.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class LoadedWeights:
         self._reads = Background("lmc-weights")
         self._reading: Task[str] = Task()
         self._num_reads = 0
-        self._superseded = threading.Event()  # the last read
+        self._superseded = threading.Event()  # ends the last read
         self._first_digest: str | None = None
         self._is_unreadable = False
         self._question = 0
-        self._num_calls = 0  # under way, one inside the other
+        self._num_calls = 0  # in progress, nested
         self._is_asleep = False
         self._put_back: list[Callable[[], None]] = []
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.version = 0
-        """Counts the calls that may have changed the weights."""
+        """Number of calls that may have changed the weights."""
         self.changes = ChangeCount()
         self.has_news = True
         if worker is not None:
@@ -108,12 +108,12 @@ class LoadedWeights:
         self._read()
 
     def ask(self, question: int) -> None:
-        """Something may have changed the weights unseen: read them again."""
+        """Read the weights again, since they may have changed unseen."""
         self._question = question
         self._read(is_asked=True)
 
     def take(self) -> WeightsInMemory | None:
-        """What is in memory, if there is something to tell of it."""
+        """The state of the weights, if it is news."""
         if not self.has_news:
             return None
         self.has_news = False
@@ -130,7 +130,7 @@ class LoadedWeights:
     def close(self) -> None:
         for put_back in self._put_back:
             put_back()
-        self.version += 1  # which ends a read under way
+        self.version += 1  # ends a read in progress
         self._superseded.set()
         self._reads.close()
         self.changes.close()
@@ -148,7 +148,7 @@ class LoadedWeights:
     def _watch_models(self, worker: Any) -> None:
         self._models = _models_of(worker)
         for model in self._models.values():
-            if model not in self._watched:  # another connector's watch is none of ours
+            if model not in self._watched:  # others may watch it too
                 self._watched.add(model)
                 self._wrap(model, "load_weights", self._around)
 
@@ -182,16 +182,16 @@ class LoadedWeights:
         self.changes.add()
 
     def _around_sleep(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
-        """The memory of the weights may be taken away: nothing reads it then."""
+        """The weights' memory may be released: nothing reads it meanwhile."""
         self._is_asleep = True
         self._read()
-        self._reads.submit(lambda: None).wait(_LET_GO_SECONDS)  # behind one that is ending
+        self._reads.submit(lambda: None).wait(_LET_GO_SECONDS)  # behind a read that is ending
         return self._around(call)
 
     def _around_wake_up(
         self, call: Callable[[], Any], tags: list[str] | None = None, **__: Any
     ) -> Any:
-        """If it raises, the memory may still be away."""
+        """If the call raises, the memory may still be released."""
         found = self._around(call)
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
@@ -199,14 +199,14 @@ class LoadedWeights:
         return found
 
     def _read(self, *, is_asked: bool = False) -> None:
-        """Begin to read the weights as they are now, if they are there and nobody is changing them.
-        What an earlier read finds tells nothing any more."""
-        if not (is_asked and self._num_reads == 1):  # the files' own goes on, whatever is asked
+        """Start reading the weights, if they are in memory and no call is changing them. Discards
+        the result of earlier reads."""
+        if not (is_asked and self._num_reads == 1):  # questions do not end the first read
             self._superseded.set()
         self._num_reads += 1
         self._reading = Task()
         self.has_news = True
-        # Some backends of weight updates write on threads of their own until the update's end.
+        # Some backends of weight updates write on their own threads until the update ends.
         is_updating = getattr(self._worker, "_weight_update_active", False)
         if self._is_asleep or self._num_calls or is_updating:
             return
@@ -226,7 +226,7 @@ class LoadedWeights:
             try:
                 digest, is_torn = self._whole_digest(models, fence, is_over)
                 self._is_unreadable = False
-            except Exception as error:  # noqa: BLE001 - in the middle of an update they may be nowhere
+            except Exception as error:  # noqa: BLE001 - weights may be missing during an update
                 logger.warning("The weights in memory cannot be read: %s", error)
                 self._is_unreadable, is_torn = True, True
                 digest = f"unseen:{uuid.uuid4().hex}"
@@ -246,7 +246,7 @@ class LoadedWeights:
     def _whole_digest(
         self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
     ) -> tuple[str | None, bool]:
-        """And whether weights were written while they were read: then they are read again."""
+        """Also returns whether weights were written meanwhile, and thus read again."""
         for number in range(_MAX_TORN_READS):
             before = model_stamp(models)
             digest = self._digest(models, fence, is_over)
@@ -268,7 +268,7 @@ class LoadedWeights:
 
 
 def worker_on_stack() -> WorkerBase | None:
-    """vLLM's worker that initialises this connector right now; ``None`` if another does."""
+    """vLLM's worker that is initialising this connector; ``None`` without one."""
     workers = sys.modules.get("vllm.v1.worker.worker_base")
     frame = sys._getframe()
     while workers is not None and frame is not None:
@@ -280,9 +280,9 @@ def worker_on_stack() -> WorkerBase | None:
 
 
 def watch_loading() -> None:
-    """Before any model is loaded: have each worker read the connector's settings, note when it is
-    made, and digest the weights that vLLM hands to oneDNN. Called in every process of vLLM's;
-    imports nothing that is not there."""
+    """Make each worker check the connector's settings, note its creation time, and digest weights
+    that vLLM hands to oneDNN. Called in every process of vLLM before models are loaded; does not
+    import vLLM's workers."""
     workers = sys.modules.get("vllm.v1.worker.worker_base")
     if workers is not None and _MADE_AT not in vars(workers.WorkerBase):
         init = workers.WorkerBase.__init__
@@ -305,9 +305,8 @@ def watch_loading() -> None:
 
 
 class _HiddenWeights:
-    """Weights that oneDNN keeps, as they were handed to it: nothing changes them afterwards.
-
-    One per process, as is what it watches: a module of vLLM's.
+    """Weights that oneDNN keeps, digested when handed over; they do not change afterwards. One per
+    process, since it replaces functions of a vLLM module.
     """
 
     _MAKERS = ("create_onednn_mm", "create_onednn_scaled_mm")
@@ -316,7 +315,7 @@ class _HiddenWeights:
         self._handlers: list[weakref.ref[Any]] = []
         self.is_watched = False
         self.worker_made_at: float | None = None
-        """Of the last worker of this process: layers are loaded for that one."""
+        """Of the process's last worker, for which layers are being loaded."""
 
     def watch(self) -> None:
         from vllm.platforms import current_platform
@@ -330,8 +329,8 @@ class _HiddenWeights:
             setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self, models: dict[str, torch.nn.Module], since: float) -> Iterator[bytes]:
-        """Of the models' layers by their names: a reload makes them in another order. Then of those
-        made ``since`` that no layer shows, as they were made."""
+        """Digests of layers by module name, since a reload changes their order; then, in order of
+        creation, of layers made after ``since`` that no module refers to."""
         shown = set()
         for title, model in models.items():
             for name, module in model.named_modules():
@@ -339,18 +338,18 @@ class _HiddenWeights:
                     if (found := getattr(handler, _DIGEST, None)) is not None:
                         shown.add(id(handler))
                         yield f"{title}/{name}: ".encode() + found
-        for each in tuple(self._handlers):  # the worker's thread may be making some
+        for each in tuple(self._handlers):  # the worker's thread may append
             handler = each()
             if handler is None or id(handler) in shown or getattr(handler, _MADE_AT) < since:
                 continue
-            worker = getattr(handler, _WORKER)  # of another engine in this process, for one
+            worker = getattr(handler, _WORKER)  # maybe of another engine in this process
             if since and worker not in {None, since}:
                 continue
             yield _UNSHOWN + getattr(handler, _DIGEST)
 
     def collect(self, models: dict[str, torch.nn.Module], since: float) -> None:
-        """Free layers that drafters have dropped for those of the model: they refer to themselves,
-        and would count until Python frees them."""
+        """Free layers that drafters replaced by the model's: reference cycles keep them, and they
+        would count until garbage collection."""
         if any(each.startswith(_UNSHOWN) for each in self.digests(models, since)):
             gc.collect()
 
@@ -373,8 +372,8 @@ _hidden = _HiddenWeights()
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[Any]:
-    """What a layer computes with beside its tensors: handlers of oneDNN may be among it, those of
-    layers in 8 bits in the kernel of their scheme."""
+    """Objects other than tensors that a layer computes with, maybe oneDNN handlers; for 8-bit
+    layers, these are in the kernel of their scheme."""
     kept = vars(module)
     yield from closure(kept.get("cpu_linear"))
     yield getattr(getattr(kept.get("scheme"), "kernel", None), "dnnl_handler", None)
@@ -388,7 +387,7 @@ def _models_of(worker: Any) -> dict[str, torch.nn.Module]:
 
 
 def _device(models: dict[str, torch.nn.Module]) -> str:
-    """What of the machine decides how vLLM keeps weights in memory, with the versions."""
+    """Machine and versions, which decide how vLLM keeps weights in memory."""
     parameter = next((p for model in models.values() for p in model.parameters()), None)
     if parameter is not None and parameter.is_cuda:
         name = torch.cuda.get_device_name(parameter.device)
@@ -399,7 +398,7 @@ def _device(models: dict[str, torch.nn.Module]) -> str:
 
 
 def _fence(models: dict[str, torch.nn.Module]) -> Any:
-    """Behind all that writes weights on a GPU by now; ``None`` on a CPU."""
+    """An event behind all writes of weights queued on a GPU; ``None`` on a CPU."""
     parameter = next((p for model in models.values() for p in model.parameters()), None)
     if parameter is None or not parameter.is_cuda:
         return None

@@ -1,7 +1,7 @@
-"""Sees what LoRA adapters vLLM loads: the one place that touches vLLM's loader.
+"""Watches which LoRA adapters vLLM loads, by wrapping its loader.
 
-vLLM has no call that tells a connector of it, and its workers read an adapter's files at times of
-their own: when it is added, when a request first needs it, and again after they dropped it.
+vLLM does not tell connectors. Its workers read an adapter's files when it is added, when a request
+first needs it, and again after dropping it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOAD = "_load_adapter"
 
 
 def adapter_folder(lora_path: str) -> Path | None:
-    """The folder vLLM reads for this path, without the network; ``None`` if there is none yet."""
+    """The local folder vLLM reads for this path; ``None`` if there is none yet."""
     if lora_path.startswith("~") or Path(lora_path).is_absolute() or Path(lora_path).exists():
         return Path(get_adapter_absolute_path(lora_path))
     if envs.VLLM_USE_MODELSCOPE:
@@ -51,8 +51,8 @@ def adapter_folder(lora_path: str) -> Path | None:
 
 @dataclass(slots=True)
 class _Loaded:
-    """``stamp``: of the files before vLLM read them, if they were there. ``replaced_in``: number of
-    the list that tells that another took its place; 0: it is in memory."""
+    """``stamp``: of the files before vLLM read them, if they existed. ``replaced_in``: number of
+    the list that reports the replacement; 0 while in memory."""
 
     stamp: AdapterStamp | None
     name: Task[str]
@@ -60,19 +60,19 @@ class _Loaded:
 
 
 class LoraLoads:
-    """The LoRA adapters that one rank has in memory, known by the files they were read from.
+    """The LoRA adapters that one rank has in memory, identified by the files they were read from.
 
-    Watches the loader of the engine with this ``lora_config`` until it is closed; ``None``: an
-    engine without adapters. An adapter whose files changed while vLLM read them has no name. Runs
-    on the engine's step thread; what was loaded is digested on another.
+    Watches the loader of the engine with this ``lora_config`` until closed; ``None``: an engine
+    without adapters. An adapter whose files changed while vLLM read them has no name. Runs on the
+    engine's step thread; another thread digests files.
     """
 
     def __init__(self, lora_config: LoRAConfig | None) -> None:
         self._lora_config = lora_config
         self._digests = AdapterDigests()
         self._reads = Background("lmc-loaded-adapters")
-        # By number, one after the other: the last is in memory, and of those before it the
-        # scheduler side may not know that they were replaced.
+        # By number, in order of loading. The last is in memory; the scheduler side may not know
+        # that earlier ones were replaced.
         self._loaded: dict[int, list[_Loaded]] = {}
         self._num_lists = 0
         self._manager: Any = None
@@ -82,23 +82,23 @@ class LoraLoads:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to tell that can be told."""
+        """Whether there is a change, and all names are known."""
         if not self._has_changed:  # as in nearly every step
             return False
         return all(each.name.is_done for loaded in self._loaded.values() for each in loaded)
 
     def ask(self, question: int) -> None:
-        """Tell what is loaded, as the answer to that question."""
+        """Report what is loaded, as the answer to ``question``."""
         self._question = question
         self._has_changed = True
 
     def take(self) -> LoadedAdapterList | None:
-        """What is loaded, if that is news."""
+        """The list of loaded adapters, if it is news."""
         if not self.has_news:
             return None
         self._has_changed = False
         self._num_lists += 1
-        # What vLLM has dropped it will read again.
+        # Adapters that vLLM dropped will be read again.
         kept = self._manager.list_adapters() if self._manager is not None else ()
         self._loaded = {number: each for number, each in self._loaded.items() if number in kept}
         digests = tuple((number, each[-1].name.value) for number, each in self._loaded.items())
@@ -111,13 +111,13 @@ class LoraLoads:
         return LoadedAdapterList(self._question, digests, self._num_lists, replaced)
 
     def heard(self, list_number: int) -> None:
-        """What the scheduler side plans from now on, it plans knowing that list."""
+        """The scheduler side's plans are made with that list from now on."""
         for loaded in self._loaded.values():
             loaded[:-1] = [each for each in loaded[:-1] if each.replaced_in > list_number]
 
     def names_of(self, number: int) -> tuple[Task[str], ...]:
-        """The names, to be, of the adapters that were in memory under that number since what the
-        scheduler side knows of, one after the other; the last one is. Without one in memory, none.
+        """Pending names of the adapters that were in memory under ``number`` since the scheduler
+        side's last list, in order; the last is in memory. Empty if none is.
         """
         return tuple(each.name for each in self._loaded.get(number, ()))
 
@@ -127,7 +127,7 @@ class LoraLoads:
         self._manager = None
 
     def _load(self, manager: Any, request: LoRARequest, load: Callable[[], Any]) -> Any:
-        """In place of the loader's own method."""
+        """Replaces the loader's method."""
         if manager.lora_config is not self._lora_config:
             return load()
         folder = Path(get_adapter_absolute_path(request.lora_path))
@@ -155,15 +155,15 @@ class LoraLoads:
 def _stamp_or_none(folder: Path) -> AdapterStamp | None:
     try:
         return adapter_stamp(folder)
-    except OSError:  # vLLM says what is wrong with it
+    except OSError:  # vLLM reports the problem
         return None
 
 
 def _watch(
     on_load: Callable[[Any, LoRARequest, Callable[[], Any]], Any],
 ) -> Callable[[], None]:
-    """Call ``on_load(manager, request, load)`` wherever vLLM loads an adapter. Returns what ends
-    that."""
+    """Call ``on_load(manager, request, load)`` whenever vLLM loads an adapter. Returns a function
+    that ends this."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     original = vars(WorkerLoRAManager)[_LOAD]

@@ -1,4 +1,4 @@
-"""The model as vLLM has configured it, read into plain data (:class:`ModelDescription`)."""
+"""The model as configured in vLLM, as plain data (:class:`ModelDescription`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CHUNK_SIZE = 128
-"""Unless the user or the block sizes ask for another."""
+"""Default, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
     """The model as this connector sees it.
 
-    ``parts`` are what its KV is made of. ``rank`` is that of this process among the workers of one
-    engine (TP within PP). ``chunk_size`` is in tokens. ``name`` is the user's. ``configuration``
-    holds digests of all that makes the model's KV its own beside the weights, by name, as this
-    process sees it: see :func:`configuration_digests`. ``has_rings``: see :func:`kept_groups`.
-    ``lookahead`` and ``drafted_len``: see :class:`Drafter`; 0 and ``None`` without one that has KV.
+    ``parts``: of its KV. ``rank``: of this process among one engine's workers (TP within PP).
+    ``chunk_size``: in tokens. ``name``: the user's. ``configuration``: digests by name of
+    everything beside the weights that makes the model's KV its own, as this process sees it: see
+    :func:`configuration_digests`. ``has_rings``: see :func:`kept_groups`. ``lookahead`` and
+    ``drafted_len``: see :class:`Drafter`; 0 and ``None`` without a drafter with KV.
     """
 
     parts: tuple[PartLayout, ...]
@@ -53,10 +53,9 @@ class ModelDescription:
 def describe_model(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, chunk_size: int | None
 ) -> ModelDescription:
-    """Describe the model to the process that asks.
-
-    ``chunk_size`` is in tokens; ``None``: 128, or the next size that holds whole blocks.
-    Raises :class:`UnsupportedError` with one sentence on what cannot be cached.
+    """Describe the model to the calling process. ``chunk_size``: in tokens; ``None``: 128, or the
+    next size that holds whole blocks. Raises :class:`UnsupportedError` with one sentence on what
+    cannot be cached.
     """
     check_setup(vllm_config, kv_cache_config)
     chunk_size = _chunk_size(kv_cache_config, chunk_size)

@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups, read as the parts of a model: see :mod:`..kv_parts.part`."""
+"""vLLM's KV cache groups as parts of a model: see :mod:`..kv_parts.part`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _RULES = tuple(Rule)
-# vLLM keeps these in bytes and says what they mean beside them. Every other name either is one of
-# a plain dtype, or packs elements together with their scales.
+# vLLM stores these as bytes. Other names are plain dtypes, or pack elements with their scales.
 _BYTES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -51,7 +50,7 @@ _BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of this rank. ``shape`` is what layers of one part have in common."""
+    """One layer of this rank. ``shape`` is shared by the layers of a part."""
 
     name: str
     group: int
@@ -62,7 +61,7 @@ class _Layer:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Its place in the model."""
+        """Position in the model."""
         return extract_layer_index(self.name), self.name
 
     @property
@@ -72,9 +71,8 @@ class _Layer:
 
 
 def block_size_of(kv_cache_config: KVCacheConfig) -> int:
-    """The least number of tokens that fills whole blocks in every KV cache group.
-
-    The groups alone know: in the scheduler's process the cache configuration may say otherwise.
+    """The smallest number of tokens that fills whole blocks in every KV cache group. Taken from the
+    groups, since the cache configuration may differ in the scheduler's process.
     """
     return math.lcm(*(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups))
 
@@ -82,10 +80,8 @@ def block_size_of(kv_cache_config: KVCacheConfig) -> int:
 def find_parts(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int
 ) -> tuple[tuple[PartLayout, ...], tuple[str | None, ...]]:
-    """The parts, and the name of the order of bytes inside a block for each of them.
-
-    The order of parts follows from the model alone, not from how vLLM groups its layers. Raises
-    :class:`UnsupportedError`.
+    """The parts, and for each the name of the order of bytes inside a block. The order of parts
+    depends only on the model, not on how vLLM groups layers. Raises :class:`UnsupportedError`.
     """
     by_part: dict[Hashable, list[_Layer]] = {}
     for layer in _layers(kv_cache_config):
@@ -110,8 +106,8 @@ def find_parts(
 def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
     found = []
     for number, group in kept_groups(kv_cache_config):
-        # Of layers that share a block table the scheduler's process sees one, and finds the same
-        # parts by it. How wide they are it hears of the ranks: see RankStart.
+        # Of layers that share a block table, the scheduler's process sees only the first, which
+        # determines the same parts. The ranks report layer widths: see RankStart.
         first = first_spec(group)
         shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
         for name, spec in layer_specs(group).items():
@@ -126,7 +122,7 @@ def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
 
 
 def _dtype(spec: Any) -> Any:
-    return getattr(spec, "dtype", None)  # a state has several, and lies there as bytes
+    return getattr(spec, "dtype", None)  # a state has several dtypes, and is stored as bytes
 
 
 def _part(
@@ -165,7 +161,7 @@ def _part(
 
 
 def _dtype_name(layers: list[_Layer]) -> str:
-    """Of all values of these layers; of several dtypes together they are bytes."""
+    """The dtype of these layers' values; uint8 if there are several."""
     names = {str(_dtype(layer.spec)).removeprefix("torch.") for layer in layers}
     return names.pop() if len(names) == 1 and layers[0].rule is not Rule.STATE else "uint8"
 
@@ -177,10 +173,9 @@ def _in_group(layers: list[_Layer], group: int) -> GroupLayers:
 
 
 def _element_format(spec: Any, cache_dtype: str) -> str:
-    """How elements are stored, in the names of :mod:`..audit.compare`. ``cache_dtype`` as vLLM has
-    resolved it."""
+    """Element format, as named in :mod:`..audit.compare`. ``cache_dtype``: as vLLM resolved it."""
     name = str(_dtype(spec)).removeprefix("torch.")
-    if isinstance(spec, MLAAttentionSpec):  # it says so itself, and an index says nothing
+    if isinstance(spec, MLAAttentionSpec):  # has its own cache dtype; an index has none
         cache_dtype = spec.cache_dtype_str or OPAQUE
     if name in ("uint8", "int8"):
         return _BYTES.get(cache_dtype, OPAQUE)
@@ -203,7 +198,7 @@ def _ranks(vllm_config: VllmConfig, num_layers: int, num_heads: int) -> tuple[Ra
 
 
 def _layer_counts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with KV on each pipeline rank; ``num_layers`` are on this one."""
+    """Layers with KV on each pipeline rank; this one has ``num_layers``."""
     pp = vllm_config.parallel_config.pipeline_parallel_size
     if pp == 1:
         return (num_layers,)
@@ -213,9 +208,8 @@ def _layer_counts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
-    """KV heads of the model in such a layer: each is in one shard, or in copies of one.
-
-    A state has no heads: what a rank of a tensor-parallel group holds of it is a shard.
+    """The model's KV heads in such a layer, without replicas. For a state, each rank's piece is one
+    head.
     """
     spec, model = layer.spec, vllm_config.model_config
     tp: int = vllm_config.parallel_config.tensor_parallel_size
@@ -227,7 +221,7 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
         return int(spec.num_kv_heads)
     named: tuple[int | None, ...] = (
         model.get_total_num_kv_heads(),
-        # Gemma 4 has fewer of them where it attends to everything.
+        # Gemma 4's layers with full attention have fewer.
         getattr(model.hf_text_config, "num_global_key_value_heads", None),
     )
     fitting = [n for n in named if n is not None and max(1, n // tp) == spec.num_kv_heads][:1]
@@ -245,7 +239,7 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
 
 
 def _widths_of(rank: RankTopology, widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer widths of any rank. Those of other ranks are not known here: taken to be ours."""
+    """Layer widths of any rank; other ranks' are assumed equal to ours."""
     if rank.num_layers == len(widths):
         return widths
     if len(set(widths)) > 1:
@@ -281,9 +275,8 @@ def _packing(vllm_config: VllmConfig, chunk_size: int, layers: list[_Layer]) -> 
 
 
 def _own_orders(vllm_config: VllmConfig, layer_names: list[str]) -> list[str]:
-    """Attention backends of these layers that may order a block's bytes in a way of their own.
-
-    vLLM knows a layer's backend once the model is built, in the process that built it.
+    """Attention backends of these layers that may have their own order of bytes in a block. Known
+    only in the process that built the model.
     """
     layers = vllm_config.compilation_config.static_forward_context
     backends = {layers[name].get_attn_backend().__name__ for name in layer_names if name in layers}

@@ -1,5 +1,4 @@
-"""What the connector does to vLLM's cache manager: after loads that brought less than vLLM was
-promised, and before resets."""
+"""Adjusts vLLM's cache manager after loads that brought less than promised, and before resets."""
 
 from __future__ import annotations
 
@@ -26,20 +25,19 @@ _ALONE = "_lmcache_connector_alone"
 
 @dataclass(frozen=True, slots=True)
 class ShortLoad:
-    """Of the request's tokens, the KV of the first ``num_tokens`` is there, a multiple of the block
-    size."""
+    """KV of the request's first ``num_tokens`` has arrived, a multiple of the block size."""
 
     request: Request
     num_tokens: int
 
 
 def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
-    """Let vLLM compute what has not arrived. To be called before vLLM learns that the load is over.
+    """Let vLLM compute the missing tokens. Call it before vLLM learns that the load is over.
 
-    This is what vLLM itself does with a failed load if ``kv_load_failure_policy`` is ``recompute``.
-    A chunk that is late or gone is no failure but a miss, and must not end a request under another
-    policy: that choice is the user's, for connectors whose KV nobody can recompute, and under
-    ``MultiConnector`` a connector has no say in it.
+    vLLM does the same after a failed load with ``kv_load_failure_policy: recompute``. A late or
+    evicted chunk is a miss, not a failure, and must not end a request under another policy. That
+    setting is for connectors whose KV cannot be recomputed; under ``MultiConnector`` a connector
+    cannot change it.
     """
     request = load.request
     if request.is_finished():  # aborted; vLLM frees its blocks
@@ -54,12 +52,11 @@ def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
 def before_each_reset(
     manager: KVCacheManager, call: Callable[[], None], *, is_alone: bool = False
 ) -> None:
-    """Have ``call`` made before ``manager`` resets.
+    """Call ``call`` before each reset of ``manager``.
 
-    vLLM refuses a reset while a block is in use, and asks its connector only afterwards: what a
-    connector holds for a moment must be let go of before that.
-
-    Raises ``UnsupportedError`` if two connectors want to be the one that ``is_alone``.
+    vLLM refuses a reset while blocks are in use, and calls its connector only afterwards: blocks
+    that a connector holds must be released before. Raises ``UnsupportedError`` if two connectors
+    want to be the one that ``is_alone``.
     """
     if is_alone:
         if _ALONE in vars(manager):

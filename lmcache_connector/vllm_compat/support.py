@@ -1,4 +1,4 @@
-"""Which of vLLM's set-ups the connector supports, and the rule that each layer's KV follows.
+"""Which set-ups of vLLM are supported, and the rule that each layer's KV follows.
 
 Everything else is refused at start with one sentence that says what to do instead.
 """
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises :class:`UnsupportedError` for the first thing about the set-up we cannot serve."""
+    """Raises :class:`UnsupportedError` for the first unsupported property of the set-up."""
     for what, remedy in _problems(vllm_config, kv_cache_config):
         raise unsupported(what, remedy)
     for _, group in kept_groups(kv_cache_config):
         for name, spec in layer_specs(group).items():
-            rule_of(name, spec)  # before sizes that only follow from a layer we refuse
+            rule_of(name, spec)  # refuse a layer before computing sizes from it
 
 
 def unsupported(what: str, remedy: str = "start without --kv-transfer-config") -> UnsupportedError:
-    """Says that we do not support ``what``, and what to do about it."""
+    """An error that names what is not supported, and what to do instead."""
     return UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
 
 
 def kept_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupSpec]]:
-    """The KV cache groups of which chunks are made, with their numbers: all but rings.
+    """The KV cache groups that chunks are made of, with their numbers: all except rings.
 
-    A ring holds the latest tokens of one request, of which vLLM makes one entry of another group
-    whenever they fill one. At the end of a block none is open, and vLLM starts an empty ring there
-    after its own hits. Raises :class:`UnsupportedError` for what vLLM rebuilds in another way
-    after a hit, or keeps in a pool of its own.
+    A ring holds a request's latest tokens, which vLLM turns into one entry of another group
+    whenever it is full. At the end of a block it is empty, and vLLM starts an empty one after its
+    own hits. Raises :class:`UnsupportedError` for groups that vLLM rebuilds in other ways after a
+    hit, or keeps in a separate pool.
     """
     if kv_cache_config.host_group_ids:
         raise unsupported("HiSparse, whose KV is in a pool of vLLM's own on the host,")
@@ -66,7 +66,6 @@ def kept_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupS
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
-    """The KV cache spec of each layer of a group, by the layer's name."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in group.layer_names}
@@ -74,7 +73,7 @@ def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
 
 
 def first_spec(group: KVCacheGroupSpec) -> Any:
-    """The one that vLLM shows to its scheduler's process."""
+    """The spec that vLLM shows to the scheduler's process."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return next(iter(spec.kv_cache_specs.values()))
@@ -82,9 +81,8 @@ def first_spec(group: KVCacheGroupSpec) -> Any:
 
 
 def rule_of(name: str, spec: Any) -> tuple[Rule, int]:
-    """The rule of layer ``name`` and its span in tokens.
-
-    Raises ``UnsupportedError`` for a layer whose KV is not what we take it to be.
+    """The rule of layer ``name``, and its span in tokens. Raises ``UnsupportedError`` for a layer
+    without a supported rule.
     """
     if type(spec) is MambaSpec:
         return _state_rule(name, spec)
@@ -98,7 +96,7 @@ def rule_of(name: str, spec: Any) -> tuple[Rule, int]:
         raise unsupported(f"the windows of compressed latents of layer {name} (DeepSeek V4) yet")
     else:
         raise unsupported(f"the {type(spec).__name__} of layer {name} yet")
-    if getattr(spec, "non_causal", False):  # full attention alone has it
+    if getattr(spec, "non_causal", False):  # only full attention has the field
         raise unsupported(f"the attention to later tokens of layer {name}")
     if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
         raise unsupported(f"the packed KV cache of layer {name} yet")
@@ -118,7 +116,7 @@ def _state_rule(name: str, spec: MambaSpec) -> tuple[Rule, int]:
 
 
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
-    """What is not supported, and what to do about it."""
+    """Unsupported properties, each with a remedy."""
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
         yield "encoder-decoder models", "start without --kv-transfer-config"
@@ -146,8 +144,8 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
 
 
 def _computes_prompts_at_once(vllm_config: VllmConfig) -> bool:
-    """vLLM's reference attention to latents knows no tokens but those of the step. vLLM itself has
-    switched off what would need others: chunked prefill and its prefix cache."""
+    """vLLM's reference attention for MLA sees only tokens of the current step, so vLLM itself has
+    disabled chunked prefill and its prefix cache."""
     return (
         current_platform.is_cpu()
         and vllm_config.model_config.use_mla
@@ -156,9 +154,9 @@ def _computes_prompts_at_once(vllm_config: VllmConfig) -> bool:
 
 
 def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:
-    """The ranks of an engine are started from outside, each as if it were alone."""
+    """Whether an engine's ranks are started from outside, each with its own scheduler."""
     parallel = vllm_config.parallel_config
-    # Its world_size would count the ranks of all data-parallel engines.
+    # world_size would include the ranks of all data-parallel engines.
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return False
     return issubclass(Executor.get_class(vllm_config), UniProcExecutor)

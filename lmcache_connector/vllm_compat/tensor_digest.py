@@ -1,9 +1,9 @@
-"""A digest of the tensors a model computes with, by name, form and content.
+"""Digests of the tensors a model computes with: name, form and content.
 
-128 bits or more of each tensor, exact for a change of one element, and dependent on where every
-element lies. BLAKE3 reads the bytes of tensors in host memory, without the interpreter lock. A
-kernel reads those on a GPU where they are (:mod:`~lmcache_connector.vllm_compat.tensor_sums`): the
-two digests of one content differ, and so does the KV of the two devices.
+At least 128 bits per tensor; a change or move of one element always shows. BLAKE3 reads tensors in
+host memory, without the GIL. A kernel reads tensors on a GPU in place
+(:mod:`~lmcache_connector.vllm_compat.tensor_sums`); its digest of the same content differs, as does
+the KV of the two devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 
-# What vLLM makes of a parameter of MLA and computes with beside it. Whoever loads other weights in
-# place may leave these as they were.
+# Tensors that vLLM derives from an MLA parameter. Loading other weights in place may leave them
+# unchanged.
 _DERIVED = ("W_UK_T", "W_UV")
 
 
@@ -27,13 +27,13 @@ def model_digest(
     packed: Iterable[bytes],
     is_over: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Hexadecimal, 256 bits; ``None`` once ``is_over()`` says that nobody wants it.
+    """Hexadecimal, 256 bits; ``None`` once ``is_over()``.
 
-    Reads every parameter and buffer of ``models``, and the tensors that their compiled linear
-    layers keep for themselves. ``packed``: digests of weights that no tensor holds any more.
+    Covers every parameter and buffer of ``models``, and the tensors that compiled linear layers
+    keep. ``packed``: digests of weights that are no longer in a tensor.
     """
     found = blake3()
-    known: dict[object, bytes] = {}  # several names may share one tensor
+    known: dict[object, bytes] = {}  # names may share a tensor
     for name, tensor in _tensors(models):
         if is_over():
             return None
@@ -46,15 +46,15 @@ def model_digest(
 
 
 def model_form(models: Mapping[str, torch.nn.Module]) -> str:
-    """Hexadecimal: how ``models`` keep their weights, whatever these are. One checkpoint comes to
-    memory under other names with LoRA, without its vision encoder, or in stages of a pipeline."""
+    """Hexadecimal digest of the form of ``models``' weights. LoRA, a missing vision encoder or
+    pipeline stages give the same checkpoint other names in memory."""
     forms = [[*_form(name, tensor), tensor.device.type] for name, tensor in _tensors(models)]
     return str(blake3(canonical_bytes(forms)).hexdigest())
 
 
 def model_stamp(models: Mapping[str, torch.nn.Module]) -> list[object]:
-    """Where the tensors lie and how often each was written, without reading them. What is written
-    through ``tensor.data`` does not show, nor what is written to tensors made in a forward pass."""
+    """Addresses and version counters of the tensors, without reading them. Does not show writes
+    through ``tensor.data`` or to tensors made in inference mode."""
     return [
         (name, tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
         for name, tensor in _tensors(models)
@@ -62,7 +62,7 @@ def model_stamp(models: Mapping[str, torch.nn.Module]) -> list[object]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Of the elements in the order of memory: 32 bytes, or 16 of a tensor on a GPU."""
+    """Of the elements in memory order: 32 bytes, or 16 on a GPU."""
     tensor = _in_memory_order(tensor.detach())
     if tensor.numel() == 0:
         return b""
@@ -77,8 +77,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
 
 def has_hidden_weights(models: Mapping[str, torch.nn.Module]) -> bool:
-    """Whether some weights are in no tensor: vLLM's build for CPUs hands those of most linear
-    layers to oneDNN, and leaves an empty parameter behind."""
+    """Whether some weights are in no tensor: vLLM on CPUs hands those of most linear layers to
+    oneDNN and leaves an empty parameter."""
     return any(
         not parameter.numel() and parameter.device.type == "cpu"
         for model in models.values()
@@ -104,8 +104,8 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
 
 
 def _is_rotary_cache(module: torch.nn.Module, buffer: str) -> bool:
-    """Sines and cosines that follow from the configuration: vLLM makes them anew in another type
-    when it first uses them. Those that follow from parameters (FoPE) may lag behind these."""
+    """Sines and cosines that follow from the configuration: vLLM recomputes them in another dtype
+    at first use. Those that follow from parameters (FoPE) may lag behind."""
     is_computed = "cos_sin" in buffer and buffer in module._non_persistent_buffers_set
     return is_computed and not any(True for _ in module.parameters(recurse=False))
 
@@ -115,14 +115,13 @@ def _form(name: str, tensor: torch.Tensor) -> list[Any]:
 
 
 def closure(function: Any) -> list[Any]:
-    """What a function has in its closure; nothing of what is none."""
+    """The contents of a function's closure; empty for other objects."""
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells]
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous: a view with its axes in the order of their strides, a copy where that leaves
-    gaps."""
+    """Contiguous: a view with axes ordered by stride, or a copy if that has gaps."""
     if tensor.is_contiguous():
         return tensor
     axes = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))

@@ -4,10 +4,10 @@
 
     sum_k = sum over i of mix(word_i + (i + 1) * STEP_k)  mod 2^64,   k = 0, 1
 
-``mix`` is a bijection of 64 bits (the finalizer of SplitMix64, Steele et al. 2014), so one changed
-word always changes both sums, and each sum depends on where a word lies. It finds accidents and
-updates; it is no defence against somebody who chooses the weights. One pass over the memory, one
-launch per tensor. Its test has the same sums in numpy. Not measured on a GPU so far.
+``mix`` is a bijection of 64 bits (the finalizer of SplitMix64, Steele et al. 2014): one changed
+word changes both sums, and each sum depends on the positions of words. It detects accidents and
+updates, not deliberate collisions. One pass over the memory and one launch per tensor. Its test
+computes the same sums in numpy. Not measured on a GPU so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 STEPS = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
-"""Odd, so that no two places within 2^64 words add the same."""
+"""Odd, so that no two positions within 2^64 words add the same."""
 _WORDS_PER_PROGRAM = 8192
 
 
@@ -41,7 +41,7 @@ def _sum_words(words, num_words, sums, STEP_0: tl.constexpr, STEP_1: tl.constexp
 
 
 def sums_digest(tensor: torch.Tensor) -> bytes:
-    """16 bytes, of a contiguous tensor, after all that its device's current stream has to do."""
+    """16 bytes for a contiguous tensor, after all work on its device's current stream."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     words, rest = split_words(tensor)
     if words.numel():
@@ -51,8 +51,8 @@ def sums_digest(tensor: torch.Tensor) -> bytes:
 
 
 def split_words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a contiguous tensor, wherever it begins in its storage: words of 4, and up to 3
-    that are left."""
+    """The bytes of a contiguous tensor with any storage offset: 4-byte words, and up to 3 bytes at
+    the end."""
     data = tensor.reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4:
         data = data.clone()

@@ -1,4 +1,4 @@
-"""Identity of the weights an engine loads: the files vLLM reads, by what they hold."""
+"""Identity of the weights an engine loads: the content of the files vLLM reads."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _SAFETENSORS = (".safetensors",)
 _ANY = (".safetensors", ".bin", ".pt", ".gguf")
-# Load formats that read a model's folder as it is now, with the endings they look for, in order.
-# Others read what lies elsewhere, or what they have made of the files at an earlier start.
+# Load formats that read a model's folder directly, with the suffixes they look for, in order.
+# Others read other places, or files they made at an earlier start.
 _READ_FROM_FOLDER = {
     "auto": _ANY,
     "hf": _ANY,
@@ -41,7 +41,7 @@ _READ_FROM_FOLDER = {
     "sharded_state": _SAFETENSORS,
 }
 
-# Architectures with parts whose weights lie in folders below the model's.
+# Architectures with weights in subfolders of the model's folder.
 WEIGHTS_IN_SUBFOLDERS = frozenset(
     {
         "Cosmos3EdgeForConditionalGeneration",
@@ -50,16 +50,16 @@ WEIGHTS_IN_SUBFOLDERS = frozenset(
         "MoonshotKimiaForCausalLM",
     }
 )
-# Fields of a model's configuration that name other models, whose weights it loads (Ultravox).
+# Configuration fields that name other models whose weights are loaded (Ultravox).
 WEIGHTS_OF_OTHERS = ("audio_model_id", "text_model_id")
 
 
 def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> WeightFiles:
-    """Named by a digest if they are on this host's disk, else by their name and revision.
+    """A digest of the files if they are on this host, else name and revision.
 
-    ``mode`` is ``full`` or a name of the user's. Reads every file whose digest is not known
-    (see :mod:`~lmcache_connector.keys.file_digests`): one process of an engine should call this.
-    Nothing names dummy weights: they differ from one tensor-parallel size to the other.
+    ``mode``: ``full``, or a name chosen by the user. Reads every file without a cached digest (see
+    :mod:`~lmcache_connector.keys.file_digests`), so only one process of an engine should call this.
+    Dummy weights have no name: they depend on the tensor-parallel size.
     """
     if "dummy" in str(vllm_config.load_config.load_format):
         return WeightFiles("")
@@ -79,7 +79,7 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
 
 
 def _revision(model: ModelConfig) -> Path | None:
-    """The file of a Hugging Face cache that says which snapshot a branch is."""
+    """The file in a Hugging Face cache that maps a branch to its snapshot."""
     path = _local_path(_name(model), model.revision, None)
     if path is None or path.parent.name != "snapshots":
         return None
@@ -88,8 +88,8 @@ def _revision(model: ModelConfig) -> Path | None:
 
 
 def folder_identity(name: str, mode: str, cache_folder: Path) -> str:
-    """The same by no more than the model's name: its configuration file and all that a plain load
-    may read beside it, if they are on this host's disk."""
+    """Like :func:`weights_identity`, from only the model's name: its configuration file and all
+    files that a plain load may read, if they are on this host."""
     if mode != "full":
         return f"named:{mode}"
     path = _local_path(name, None, None)
@@ -106,7 +106,7 @@ def folder_identity(name: str, mode: str, cache_folder: Path) -> str:
 
 
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """The model, and its drafter if that has KV and weights of its own."""
+    """The model, and its drafter if that has its own KV and weights."""
     model, load = vllm_config.model_config, vllm_config.load_config
     drafter, speculative = find_drafter(vllm_config), vllm_config.speculative_config
     if drafter is None or speculative is None or _name(drafter.model) == _name(model):
@@ -119,7 +119,7 @@ def _name(model: ModelConfig) -> str:
 
 
 def _files_of_all(vllm_config: VllmConfig) -> dict[str, Path]:
-    """All files of all models, by names that say what for; none if one model is not there."""
+    """All files of all models, by descriptive names; empty if a model is missing."""
     (model, load), *drafters = _models(vllm_config)
     found = _files(model, load)
     for drafter in drafters:
@@ -129,8 +129,7 @@ def _files_of_all(vllm_config: VllmConfig) -> dict[str, Path]:
 
 
 def _files(model: ModelConfig, load: LoadConfig) -> dict[str, Path]:
-    """All files that a model is made of, by names that say what for; none if one part of it is
-    not there."""
+    """All files of a model, by descriptive names; empty if a part is missing."""
     suffixes = _suffixes(load)
     path = _local_path(_name(model), model.revision, load.download_dir)
     if path is None or not suffixes:
@@ -151,14 +150,14 @@ def _files(model: ModelConfig, load: LoadConfig) -> dict[str, Path]:
 
 
 def _suffixes(load: LoadConfig) -> tuple[str, ...]:
-    """Of the files that are read of a model's folder; none if that is not known."""
+    """Suffixes of the files read from a model's folder; empty if unknown."""
     if "pattern" in (load.model_loader_extra_config or {}):
         return ()
     return _READ_FROM_FOLDER.get(str(load.load_format), ())
 
 
 def _beside(model: ModelConfig, load: LoadConfig, path: Path) -> Iterator[tuple[str, Path]]:
-    """Files that compute or scale beside the weights."""
+    """Code and scales used with the weights."""
     if model.trust_remote_code:
         for number, folder in enumerate((path, *_code_elsewhere(model, load))):
             if folder.is_dir():
@@ -171,12 +170,12 @@ def _beside(model: ModelConfig, load: LoadConfig, path: Path) -> Iterator[tuple[
 
 
 def _code_elsewhere(model: ModelConfig, load: LoadConfig) -> Iterator[Path]:
-    """Folders of other models whose code this one names, as ``organization/model--file.Class``."""
+    """Folders of other models whose code this one uses, as ``organization/model--file.Class``."""
     named = getattr(model.hf_config, "auto_map", None) or {}
     names = {name for name in named.values() if isinstance(name, str) and "--" in name}
     for name in sorted({name.partition("--")[0] for name in names}):
         path = _local_path(name, model.code_revision, load.download_dir)
-        if path is not None:  # else none of it was loaded
+        if path is not None:  # else it was not loaded
             yield path
 
 

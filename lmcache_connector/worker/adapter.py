@@ -1,10 +1,9 @@
 """The worker side: runs the plans of one rank, and reports.
 
 Nothing here blocks the forward pass. ``start_loads`` and ``end_forward`` hand jobs to the lanes of
-a :class:`JobQueue`. A store waits for the forward pass that fills its blocks, a load for those that
-may still use its own, if any: the fences of the copier are where they end. Only a step with nothing
-to compute waits, a few milliseconds at most, for a job to end: spinning would keep the interpreter
-lock from the very threads it waits for.
+a :class:`JobQueue`. A store waits for the forward pass that fills its blocks, a load for passes
+that may still use its blocks: the copier's fences mark their ends. Only an idle step waits, for a
+few milliseconds, until a job ends: spinning would keep the interpreter lock from the lanes.
 """
 
 from __future__ import annotations
@@ -56,26 +55,26 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
-# Of the CPU tier, what KV transfers to other instances keep until it is read.
+# Share of the CPU tier that KV transfers to other instances may keep until they are read.
 _TRANSFER_SHARE = 1 / 4
-# After a forward pass on CPU, writes to Redis wait that long for the next one.
+# After a forward pass on CPU, writes to Redis wait so long for the next one.
 _HOLD_SECONDS = 0.01
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What the worker side of one rank needs to know.
+    """The settings of one rank's worker side.
 
-    ``parts`` are the model's. ``probe_keys`` name the chunks that measure Redis; without any, Redis
-    is not measured. ``configuration``: see :class:`RankStart`. ``finishes_stores``: no copy out of
-    the paged cache may go on between two steps. ``lease_seconds``: see :class:`Transfers`.
-    ``loads``: what is stored is also loaded here.
+    ``parts``: the model's. ``probe_keys``: chunks that measure Redis; empty: Redis is not measured.
+    ``configuration``: see :class:`RankStart`. ``finishes_stores``: complete all copies out of the
+    paged cache between steps. ``lease_seconds``: see :class:`Transfers`. ``loads``: this instance
+    also loads.
     """
 
     engine: EngineSettings
     parts: tuple[PartLayout, ...]
-    probe_keys: tuple[bytes, ...] = ()
+    probe_keys: Sequence[bytes] = ()
     configuration: tuple[tuple[str, str], ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
@@ -86,9 +85,9 @@ class WorkerSettings:
 class WorkerAdapter:
     """Maps vLLM's worker-side connector calls onto jobs.
 
-    ``make_redis_tier`` is called once; the tier is closed with the adapter. ``None``: there is only
-    the CPU tier. ``make_peers`` and ``make_peer_server``: likewise, of peers to load from, and of
-    the server that peers read chunks from. Runs on the engine's step thread.
+    ``make_redis_tier`` is called once; ``None``: CPU tier only. Likewise ``make_peers``, for peers
+    to load from, and ``make_peer_server``, for the server that peers read from. Closing the adapter
+    closes all of them. Runs on the engine's step thread.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class WorkerAdapter:
             on_executed=self._executed,
         )
         if tiers.copier.shares_cores:
-            ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
+            ask_for_amx()  # now: the first forward pass may follow a full hit
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
         self._tier = tiers.redis
         self._engine, self._jobs = tiers.engine, tiers.jobs
@@ -138,13 +137,13 @@ class WorkerAdapter:
             clock,
         )
         self._gate = StepGate()
-        self._before: Fence | None = None  # the end of all passes before the step's own
-        self._ended: list[QueuedJob] = []  # and not reported
-        self._in_step: list[LoadInStep] = []  # and not known to have ended
-        self._is_outdated = False  # the plan: it names other weights than those in memory
+        self._before: Fence | None = None  # end of all earlier passes
+        self._ended: list[QueuedJob] = []  # not reported yet
+        self._in_step: list[LoadInStep] = []  # not known to have ended
+        self._is_outdated = False  # the plan names other weights than those in memory
         self._has_failed = False  # a step of the engine
         self._idle = False
-        self._is_between_steps = False  # and whoever waits for a plan waits in vain
+        self._is_between_steps = False  # no plan can come
         self._is_start_told = False
         self._ranks = RankFinder(
             self._engine, parts, tiers.peers if make_peer_server else None, clock
@@ -158,18 +157,16 @@ class WorkerAdapter:
 
     @property
     def redis_is_away(self) -> bool:
-        """Whether a server of the Redis tier has failed to answer and has not answered since."""
+        """Whether some server of the Redis tier has failed and not answered since."""
         servers = self._tier.stats().servers if self._tier is not None else ()
         return any(state.value for _, state in servers)
 
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Before the forward pass: let go of blocks that are about to be overwritten.
-
-        Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
-        """
-        if plan.transfers:  # who waits elsewhere knows before this pass, which may be a long one
+        """Before the forward pass: release blocks that are about to be overwritten, and drop what
+        cancelled stores have read, because vLLM may have zeroed the blocks already."""
+        if plan.transfers:  # the receiver hears of these before a long forward pass
             self._transfers.apply(each for each in plan.transfers if each.ends_after is None)
         if plan.starts_over:
             self._jobs.cancel()
@@ -178,7 +175,7 @@ class WorkerAdapter:
         self._gate.open()
 
     def start_forward(self, plan: StepPlan | None) -> None:
-        """Right before the forward pass. ``None``: the step does nothing else."""
+        """Right before the forward pass. ``None``: the step has no jobs."""
         if self._is_between_steps:
             self._is_between_steps = False
             self._engine.leaving.await_plans(may_come=True)
@@ -194,15 +191,15 @@ class WorkerAdapter:
         self._timer.start(plan.prefill)
 
     def load_in_step(self, plan: StepPlan) -> None:
-        """Right before the forward pass that reads it. It cannot fail but by an error of the
-        device, or of ours: what is raised is to end the step, as vLLM has planned with this KV."""
+        """Right before the forward pass that reads the loaded KV. Failures, which only device
+        errors and bugs cause, must end the step: vLLM has planned with this KV."""
         if plan.heard_weights and self._is_other(plan.heard_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
         self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted, unless that waits for loads: other connectors', or
-        those of :meth:`load_in_step`. No load in here is for this pass."""
+        """After the forward pass was submitted, or before one that waits for loads. No load here is
+        for this forward pass."""
         self._timer.stop()
         if plan.heard_leaving:
             self._engine.leaving.hear(plan.heard_leaving[self._settings.engine.rank])
@@ -233,7 +230,7 @@ class WorkerAdapter:
             self._jobs.submit(prefetch, None)
 
     def end_forward(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted: its blocks may be stored."""
+        """After the forward pass was submitted: store its blocks."""
         if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
@@ -244,7 +241,7 @@ class WorkerAdapter:
             self._finish_stores()
 
     def finish_step(self) -> StepOutput[RankReport]:
-        """Collect what ended; on an idle step, wait a moment for something to end."""
+        """Collect ended jobs; an idle step first waits a moment for one."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
@@ -256,13 +253,13 @@ class WorkerAdapter:
         return self._output(self._report(self._ended))
 
     def finish_failed_step(self) -> StepOutput[RankReport]:
-        """What :meth:`finish_step` has raised with: the jobs that have ended, and nothing else."""
+        """After :meth:`finish_step` has raised: report the ended jobs only."""
         self._take_ended()
         return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
-        """``call`` has raised, and what it has left half done is not known. All jobs are cancelled,
-        and those of the plan that were not begun."""
+        """``call`` has raised and left an unknown state: cancel all jobs, also those of the plan
+        that have not begun."""
         self._jobs.cancel()
         if plan is not None and call == "end_forward":
             self._jobs.refuse(plan.later_stores())
@@ -275,7 +272,7 @@ class WorkerAdapter:
         self._gate.open()
         self._before, self._idle = None, False
         self._engine.tell_again()
-        # What was about to be told, and asked, may be lost.
+        # News and answers in preparation may be lost.
         self._is_start_told, self._weights.has_news = False, True
         if plan is not None and plan.weights_question:
             self._weights.ask(plan.weights_question)
@@ -283,8 +280,8 @@ class WorkerAdapter:
             self._lora_loads.ask(plan.adapter_question)
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
-        """The model has raised before ``call``, or its drafter. If its user goes on, vLLM takes the
-        blocks that were to be filled for computed: nothing is stored any more."""
+        """The model or its drafter has raised before ``call``. If the user goes on, vLLM takes the
+        step's blocks for computed, so nothing is stored any more."""
         if not self._has_failed:
             logger.warning(
                 "lmcache-connector: a step of this engine has failed. It stores nothing any more, "
@@ -294,18 +291,18 @@ class WorkerAdapter:
         self.start_over(call, plan)
 
     def take_metrics(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is."""
+        """New samples since the last call; ``None`` if there are none."""
         return self._metrics.take()
 
     def finish_stores(self) -> None:
-        """Between two steps: copy what the last one computed. What takes seconds is cancelled."""
+        """Between steps: complete the copies of the last step; cancel those that take seconds."""
         if self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
             return
         self._finish_stores()
 
     def let_go(self) -> bool:
-        """Between two steps: stop every copy from or into the paged cache. False if one still
-        runs after some seconds."""
+        """Between steps: stop every copy from or into the paged cache. False if one still runs
+        after some seconds."""
         self._jobs.cancel()
         self._gate.open()
         self._wait_for_no_plan()
@@ -315,7 +312,7 @@ class WorkerAdapter:
         return False
 
     def shutdown(self) -> None:
-        """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
+        """Takes 5 s at most for each of: the last stores, the lanes, the writes to Redis."""
         self._ranks.close()
         seconds = limits.SHUTDOWN_SECONDS
         self._wait_for_no_plan()
@@ -333,7 +330,7 @@ class WorkerAdapter:
     # -- details -------------------------------------------------------------------------------
 
     def _is_other(self, heard_weights: Sequence[int]) -> bool:
-        """Whether a plan was made for other weights than those in memory."""
+        """Whether the plan assumes other weights than those in memory."""
         return heard_weights[self._settings.engine.rank] != self._weights.version
 
     def _finish_stores(self) -> None:
@@ -341,7 +338,7 @@ class WorkerAdapter:
         self._jobs.finish_stores(_LET_GO_SECONDS)
 
     def _wait_for_no_plan(self) -> None:
-        """Until the next step: this thread would have to bring it."""
+        """Allocations must not wait for a plan: only this thread could deliver one."""
         self._is_between_steps = True
         self._engine.leaving.await_plans(may_come=False)
 
@@ -363,13 +360,13 @@ class WorkerAdapter:
         self._jobs.submit(job, fence, context)
 
     def _executed(self, job: Job) -> None:
-        """On a lane's thread."""
+        """Runs on a lane's thread."""
         if isinstance(job, StoreJob):
             self._transfers.store_ended(job.job_id, job.keys)
 
     def _has_news(self) -> bool:
-        """Nearly every decode step ends here. It touches as little as it can: a forward pass has
-        driven all of it out of the processor's caches."""
+        """Most decode steps end here. The check reads few attributes, because a forward pass has
+        evicted them from the processor's caches."""
         return bool(
             not self._is_start_told
             or self._in_step
@@ -397,20 +394,20 @@ class WorkerAdapter:
         self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
-        num_changes = self._weights.changes.number  # before what it may be about
+        num_changes = self._weights.changes.number  # read before the changes themselves
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
-        forwards, redis = self._timer.take(), self._probe.take()
+        forwards, measured = self._timer.take(), self._probe.take()
         self._count(ended, events)
         weights, adapters = self._weights.take(), self._lora_loads.take()
-        if not (ended or events or forwards or redis or written or adapters or weights or start):
+        if not (ended or events or forwards or measured or written or adapters or weights or start):
             return None
         return RankReport(
             rank=self._settings.engine.rank,
             events=events,
             results=_results(ended),
             forwards=forwards,
-            redis=redis,
+            measured=measured,
             written=written,
             adapters=adapters,
             weights=weights,
@@ -420,7 +417,7 @@ class WorkerAdapter:
         )
 
     def _start(self) -> RankStart | None:
-        """What was found out at start: once, when Redis has been measured or was too slow."""
+        """The rank's start report: once, when Redis was measured or proved too slow."""
         if self._is_start_told or self._tiers.is_calibrating:
             return None
         if (reads := self._ranks.find()) is None:
@@ -430,7 +427,7 @@ class WorkerAdapter:
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
-            self._tiers.calibration(),
+            self._tiers.measured(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",
@@ -450,8 +447,7 @@ def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
 
 
 def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
-    """vLLM may have read other files of an adapter than the scheduler side saw, or read them again
-    since."""
+    """Whether vLLM read the adapter files that the scheduler side saw, and has not reread them."""
     return all(name.wait(_ADAPTER_SECONDS) for name in names) and is_current_and_unreplaced(
         digest, [name.value for name in names]
     )

@@ -1,4 +1,4 @@
-"""Builds the worker side of one rank from vLLM's configuration, our own, and the model."""
+"""Builds the worker side of one rank from the configuration, the model and vLLM's settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ from lmcache_connector.config.warnings import (
     size_warnings,
 )
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
@@ -46,6 +44,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
@@ -57,11 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBE_CHUNKS = 8
 _LEASED_SHARE = 1 / 8
-"""Of the CPU tier, what answers to slow peers may keep from being evicted."""
+"""Share of the CPU tier that answers to slow peers may protect from eviction."""
 _IN_ORDER = ("uni", "mp", "external_launcher")
-"""Executors that call every rank in the order of the steps."""
+"""Executors that call every rank in step order."""
 
 
 def build_worker(
@@ -72,21 +70,39 @@ def build_worker(
     *,
     kv_events: bool,
 ) -> WorkerAdapter:
-    """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs what it finds.
+    """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs the result.
 
-    ``kv_caches``: the tensors vLLM registered, by layer name. ``kv_events``: report which chunks
-    have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
-    ``SelfTestError`` for what cannot be served.
+    ``kv_caches``: vLLM's registered tensors by layer name. ``kv_events``: report chunks written to
+    Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     ranks_on_host = vllm_config.parallel_config.local_world_size
     config = config.fitted(model.chunk_size, ranks_on_host)
-    settings = replace(
-        _worker_settings(config, model, vllm_config, kv_events),
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    root = {"namespace": config.namespace, **model.configuration}
+    settings = WorkerSettings(
+        engine=EngineSettings(
+            rank=model.rank,
+            world_size=model.world_size,
+            rank_gib=config.rank_gib,
+            overrides=config.lmcache,
+            tenant_share=config.tenant_share,
+            pin_share=config.pin_share,
+            report_writes=kv_events,
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
+            announces=loads and loads_in_step(config, vllm_config),
+            owners=model.owners,
+        ),
+        parts=model.parts,
+        probe_keys=[part_key(key, 0, len(model.parts)) for key in probe_keys(config, root)]
+        if loads
+        else (),
+        configuration=tuple(sorted(model.configuration.items())),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
         lease_seconds=config.lease_seconds,
-        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        loads=loads,
     )
     doubt = cuda_code_warning()
     if doubt is not None:
@@ -108,7 +124,6 @@ def build_worker(
             banner(
                 config,
                 fingerprint(model.configuration),
-                model.chunk_size,
                 _geometries(model),
                 worker.self_test,
                 worker.redis_is_away,
@@ -120,12 +135,11 @@ def build_worker(
 def banner(
     config: ConnectorConfig,
     model: str,
-    chunk_size: int,
     geometries: PartGeometries,
     self_test: SelfTestResult | None,
     redis_is_away: bool = False,
 ) -> str:
-    """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
+    """One line with the tiers, sizes, identity and self-test speeds; no secrets."""
     redis = config.redis_tier_config()
     away = " (not reachable yet)" if redis_is_away else ""
     sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
@@ -135,7 +149,7 @@ def banner(
         f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {model[:12]}",
-        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
+        f"chunks of {config.chunk_size} tokens, {sizes} MiB per rank",
         f"compute_or_load {config.compute_or_load}",
     ]
     if self_test is not None:
@@ -146,51 +160,11 @@ def banner(
     return "LMCacheTieredConnector: " + ", ".join(parts)
 
 
-def _worker_settings(
-    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, kv_events: bool
-) -> WorkerSettings:
-    assert vllm_config.kv_transfer_config is not None
-    loads = vllm_config.kv_transfer_config.is_kv_consumer
-    return WorkerSettings(
-        engine=EngineSettings(
-            rank=model.rank,
-            world_size=model.world_size,
-            rank_gib=config.rank_gib,
-            overrides=config.lmcache,
-            tenant_share=config.tenant_share,
-            pin_share=config.pin_share,
-            report_writes=kv_events,
-            pace=Pace.for_lifetime(config.redis_ttl_seconds),
-            shares_memory=config.host_sharing,
-            announces=loads and loads_in_step(config, vllm_config),
-            owners=model.owners,
-        ),
-        parts=model.parts,
-        probe_keys=_probe_keys(config, model) if loads else (),
-        configuration=tuple(sorted(model.configuration.items())),
-    )
-
-
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
     is_wanted = config.loads_in_step
     if is_wanted is None:
         is_wanted = vllm_config.device_config.device_type == "cpu"
     return is_wanted and vllm_config.parallel_config.distributed_executor_backend in _IN_ORDER
-
-
-def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
-
-    They hold noise of the right size, so instances with other weights may share them, but not those
-    that write other forms of values: that of the model's first part, of which most is loaded.
-    """
-    if config.compute_or_load == "always":
-        return ()
-    root = {"namespace": config.namespace, **model.configuration}
-    hasher = PrefixHasher(root, model.chunk_size, config.hash_key_bytes)
-    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
-    keys = [hasher.root_key({"probe": i, **form}) for i in range(_NUM_PROBE_CHUNKS)]
-    return tuple(part_key(key, 0, len(model.parts)) for key in keys)
 
 
 def _redis_tier_maker(
@@ -199,7 +173,7 @@ def _redis_tier_maker(
     tier_config = config.redis_tier_config()
     if tier_config is None:
         return None
-    # Imported here: without a Redis tier the client library is not needed.
+    # Imported here, because only a Redis tier needs the client library.
     from lmcache_connector.storage.redis.tier import RedisTier
 
     is_writer = Share(model.rank, model.owners).is_owner
@@ -281,7 +255,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
-    """Where other engines of this host are found; ``None`` without sharing. Raises
+    """The folder in which engines of this host find each other; ``None`` without sharing. Raises
     :class:`ConfigError`."""
     if not config.host_sharing:
         return None
@@ -292,12 +266,12 @@ def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
 
 
 def _geometries(model: ModelDescription) -> PartGeometries:
-    """Those of this rank."""
+    """This rank's geometries."""
     return PartGeometries(tuple(part.geometries[model.rank] for part in model.parts))
 
 
 def _prefix_bytes(model: ModelDescription) -> int:
-    """What this rank keeps of every chunk of a prompt; of windows and states it is the last few."""
+    """Bytes per chunk for every chunk of a prompt; windows and states need the last few only."""
     return sum(
         part.geometries[model.rank].chunk_bytes
         for part in model.parts
@@ -308,7 +282,7 @@ def _prefix_bytes(model: ModelDescription) -> int:
 def _log_warnings(
     config: ConnectorConfig, vllm_config: VllmConfig, model: ModelDescription
 ) -> None:
-    """Once per engine, before the CPU tier takes its memory."""
+    """Called once per engine, before the CPU tier takes its memory."""
     assert vllm_config.kv_transfer_config is not None
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,

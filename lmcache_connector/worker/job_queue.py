@@ -1,26 +1,26 @@
-"""Runs the jobs of one rank, and keeps the state of each until it is reported.
+"""Runs the jobs of one rank, and keeps the state of each job until it is reported.
 
-A *lane* is a thread that runs jobs of one kind. There are five kinds, so that no job waits behind
-a slower one it has nothing to do with:
+A *lane* is a thread that runs jobs of one kind, so that no job waits behind an unrelated slower
+one:
 
-- the *store lane* runs stores, one after the other in the order they were planned. Each waits for
-  the forward pass that fills its blocks, and a moment longer unless somebody waits for it;
-- the *audit lane* runs audits, which begin as stores do and may then wait for Redis;
+- the *store lane* runs stores in planning order. Each waits for the forward pass that fills its
+  blocks, and a moment longer unless another job or instance waits for it;
+- the *audit lane* runs audits, which start like stores and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
 - *Redis lanes* run loads that may need Redis;
-- the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and begins
+- the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and starts
   none while a load that may need Redis waits or runs.
 
-A load waits for the store it relies on. A load from Redis whose chunks another job is bringing
-waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
-fetched once. A load into blocks that a forward pass still uses waits for that pass: not on a lane,
-where it would hold up others, and not on its deadline's time, as recompute would wait as well.
-Among loads that wait for nothing, small ones pass large ones that came a little earlier. A load
-whose deadline passes while it waits ends at once, even if all lanes are busy.
+A load waits for the store that it depends on. If another job is fetching a load's chunk from Redis,
+the load waits for that job, and then finds the chunk in the CPU tier: each chunk is fetched once. A
+load into blocks that a forward pass still uses waits for that pass, but occupies no lane, and its
+deadline has not begun, as recompute would wait too. Of loads that can run, small ones overtake
+large ones that came a little earlier. A load whose deadline passes while it waits ends at once,
+even if all lanes are busy.
 
-One lock guards all state. It is held for a few instructions at a time, never while a job runs. A
-thread is woken only for what concerns it: each one that wakes competes with the engine's step for
-the interpreter lock.
+One lock guards all state. It is held for a few instructions, never while a job runs. Each thread is
+woken only for its own events: threads that wake compete with the engine's step for the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -54,15 +54,13 @@ _IDLE_SECONDS = 0.5
 
 
 class JobQueue:
-    """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``, for the step
-    thread: whether a job is open, or its result not taken. A plain attribute: cheap to poll every
-    step.
+    """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``: whether a job
+    is open, or its result not taken; a plain attribute, cheap to poll every step.
 
-    Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
-    the step goes first that way: its tokens are sampled and on their way out. But for those that
-    another instance waits for. ``on_executed`` is called on the lane when a job has ended there.
-    ``between_stores`` is called on the store lane when no store is ready, and again after as many
-    seconds as it returns.
+    Stores begin ``store_delay_seconds`` late, unless another instance waits for them. Where copies
+    use the cores of the model, the step's tokens are sampled and sent first. ``on_executed`` is
+    called on the lane after each job, ``between_stores`` on the store lane when no store is ready,
+    and again after the seconds that it returns.
     """
 
     def __init__(
@@ -86,8 +84,8 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
-        self._brought: set[bytes] = set()  # by jobs on the Redis lanes and the prefetch lane
-        # Jobs that no lane has begun yet.
+        self._brought: set[bytes] = set()  # by Redis lanes and the prefetch lane
+        # Jobs that no lane has begun.
         self._stores, self._audits = WaitingStores(), WaitingStores()
         self._cpu_loads = WaitingLoads(self._open.keys(), self._brought)
         self._redis_loads = WaitingLoads(self._open.keys(), self._brought)
@@ -105,7 +103,7 @@ class JobQueue:
     # -- the engine's step thread --------------------------------------------------------------
 
     def submit(self, job: Job, fence: Fence | None, context: JobContext = NO_CONTEXT) -> None:
-        """``fence`` orders the copy after the compute submitted so far."""
+        """Queue a job. ``fence`` marks the compute that the copy must wait for."""
         now = self._clock()
         waits = fence is not None and isinstance(job, LoadJob)
         queued = QueuedJob(job, fence, now, now, None if waits else now, context)
@@ -127,7 +125,7 @@ class JobQueue:
             self._load_may_run.notify_all()
 
     def refuse(self, jobs: Iterable[Job]) -> None:
-        """Those of these jobs that were not submitted end at once, cancelled."""
+        """End those of these jobs that were not submitted, as cancelled."""
         now = self._clock()
         with self._lock:
             known = {*self._open, *(queued.job.job_id for queued in self._ended)}
@@ -138,7 +136,7 @@ class JobQueue:
                     self.is_busy = True
 
     def cancel(self, job_ids: Iterable[int] | None = None) -> None:
-        """Ask jobs, or all of them, to end early. What a cancelled store copied is dropped."""
+        """Ask jobs, by default all, to end early. Copies of a cancelled store are dropped."""
         with self._lock:
             for job_id in tuple(self._open if job_ids is None else job_ids):
                 if job_id in self._open:
@@ -149,7 +147,7 @@ class JobQueue:
             self._load_may_run.notify_all()
 
     def wait_for_result(self, seconds: float) -> None:
-        """Sleep until a job ends, at most ``seconds``; at once if none is open or one has ended."""
+        """Sleep until a job ends, at most ``seconds``; not at all if none is open."""
         until = self._clock() + seconds
         with self._lock:
             self._begin_stores()
@@ -174,7 +172,7 @@ class JobQueue:
             return len(self._open)
 
     def finish_stores(self, seconds: float) -> None:
-        """Wait until nothing reads the paged cache any more; what takes longer is cancelled."""
+        """Wait until no job reads the paged cache; after ``seconds`` cancel those that do."""
         with self._lock:
             self._begin_stores()
             self._job_ended.wait_for(lambda: not self._open_stores(), timeout=seconds)
@@ -202,7 +200,7 @@ class JobQueue:
         return not any(lane.is_alive() for lane in self._lanes)
 
     def has_read(self, queued: QueuedJob) -> None:
-        """What the job still does needs its blocks no more."""
+        """The job no longer needs its blocks."""
         with self._lock:
             queued.reads_blocks = False
             self._job_ended.notify_all()
@@ -214,7 +212,7 @@ class JobQueue:
             result = self._execute(queued)
             try:
                 self._on_executed(queued.job)
-            except Exception:  # the lane lives on, and the job is reported
+            except Exception:  # keep the lane alive, and report the job
                 logger.exception("The end of a job of request %s", queued.job.request_id)
             with self._lock:
                 if self._brings(waiting):
@@ -223,7 +221,7 @@ class JobQueue:
                 self._end(queued, result)
 
     def _next(self, waiting: _Waiting) -> QueuedJob | None:
-        """The next job of a lane; waits for one. ``None``: the lane shall stop."""
+        """Wait for the lane's next job and return it; ``None``: the lane must stop."""
         is_delayed = isinstance(waiting, WaitingStores)
         wake = self._store_came if is_delayed else self._load_may_run
         with self._lock:
@@ -243,14 +241,14 @@ class JobQueue:
                 wake.wait(min(look, self._seconds_to_a_deadline()))
 
     def _do_between_stores(self) -> float:
-        """If it is time, without the lock, which the caller holds. Seconds until the next time."""
+        """Call ``between_stores`` if due, releasing the caller's lock. Returns the seconds left."""
         if (left := self._between_at - self._clock()) > 0.0:
             return left
         pause = _IDLE_SECONDS
         self._lock.release()
         try:
             pause = self._between_stores()
-        except Exception:  # the next time may go better
+        except Exception:  # the next call may succeed
             logger.exception("offering chunks to redis again failed")
         finally:
             self._lock.acquire()
@@ -261,7 +259,7 @@ class JobQueue:
         return [q for q in self._open.values() if isinstance(q.job, StoreJob) and q.reads_blocks]
 
     def _begin_stores(self) -> None:
-        """Somebody waits for one of them."""
+        """End the delay of all stores and audits: another job or thread waits for them."""
         delayed = [*self._stores, *self._audits]
         for queued in delayed:
             queued.not_before = queued.submitted_at
@@ -269,11 +267,11 @@ class JobQueue:
             self._store_came.notify_all()
 
     def _brings(self, waiting: _Waiting) -> bool:
-        """Whether a lane brings chunks from Redis."""
+        """Whether the lane of ``waiting`` fetches from Redis."""
         return waiting is self._redis_loads or waiting is self._prefetches
 
     def _end_overdue(self) -> None:
-        """End loads and prefetches that still wait although their deadline has passed."""
+        """End waiting loads and prefetches whose deadline has passed."""
         now = self._clock()
         for waiting in self._loads:
             for queued in waiting.overdue(now):
@@ -285,7 +283,7 @@ class JobQueue:
         self._end(queued, result)
 
     def _seconds_to_a_deadline(self) -> float:
-        """Until the next deadline of a load or prefetch that waits: no lane would notice."""
+        """Seconds until the next deadline of a waiting job, which wakes no lane by itself."""
         now = self._clock()
         seconds = min(waiting.seconds_to_deadline(now) for waiting in self._loads)
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
@@ -297,7 +295,7 @@ class JobQueue:
         self._job_ended.notify_all()
         for waiting in self._loads:
             waiting.job_ended(queued.job.job_id)
-        # A lane that stops waits for the last one to be gone.
+        # A lane that must stop waits until its last job is gone.
         if any(self._loads) or self._stopping:
             self._load_may_run.notify_all()
 
@@ -308,6 +306,6 @@ class JobQueue:
         try:
             waited = max(0.0, started - queued.not_before)
             return replace(self._run(queued), waited_seconds=waited)
-        except Exception:  # a job that raises fails alone; the lane lives on
+        except Exception:  # only this job fails; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
             return JobResult(job.job_id, Outcome.FAILED, 0, 0, self._clock() - started)

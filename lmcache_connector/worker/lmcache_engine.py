@@ -1,23 +1,24 @@
 """Stores and loads the chunks of one rank through LMCache's engine.
 
-``LMCacheEngine.store`` and ``.retrieve`` run unchanged, with three parts of ours plugged in:
+``LMCacheEngine.store`` and ``.retrieve`` run unchanged, with three plugged-in components:
 
-- a token database that names chunks by the keys the scheduler planned (full 256 bits),
-- a GPU connector that moves all chunks of a part with one call of the copier,
+- a token database that names chunks by the keys of the scheduler's plan (full 256 bits),
+- a GPU connector that copies all chunks of a run with one call of the copier,
 - the Redis tier, as a storage plugin.
 
-A memory object of LMCache's CPU tier holds what one rank has of one part of one chunk, in the
-canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Every run of a job, the
-chunks of one part, is a store or a retrieve of its own.
+A memory object of LMCache's CPU tier holds one rank's share of one part of one chunk, in the
+canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Each run of a job (its
+chunks of one part) is one store or retrieve.
 
-Threads: ``store`` and ``load`` may run on several lanes at once; events come from whichever thread
-admits or evicts. What the engine's step calls waits for no lane.
+Threads: ``store`` and ``load`` may run on several lanes at once; events come from any thread that
+admits or evicts. Calls from the engine's step never wait for a lane.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -77,21 +78,21 @@ if TYPE_CHECKING:
     from lmcache_connector.worker.waiting_jobs import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
-# Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
-# to Redis takes up to a quarter.
+# Share of the CPU tier that one piece of a load may take: loads run on three lanes, and chunks
+# waiting to be written to Redis take up to a quarter.
 _PIECE_SHARE = 1 / 8
-# Of the CPU tier, what is free or announced ahead of what comes: as many values at most.
+# Share of the CPU tier kept free or announced for coming chunks, and the most values announced.
 _AHEAD_SHARE, _MAX_AHEAD = 1 / 8, 256
-_MAX_PLANS_AWAITED = 16  # for one value
+_MAX_PLANS_AWAITED = 16  # per value
 
 
 class LMCacheEngineAdapter:
-    """One rank's CPU tier, and Redis behind it.
+    """One rank's CPU tier, with Redis below it.
 
-    ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory. A job may
-    name other caches of the same geometries instead, where KV has no fixed place. ``redis_tier`` is
-    closed with the engine, ``peers`` by whoever made them. Raises :class:`ConfigError` if LMCache
-    cannot be started with the settings.
+    ``copier`` copies between the blocks of ``parts``, in model order, and LMCache's memory. A job
+    whose KV has no fixed place may name other caches of the same geometries. Closing the engine
+    closes ``redis_tier``; ``peers`` stay with their owner. Raises :class:`ConfigError` if LMCache
+    cannot start with the settings.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class LMCacheEngineAdapter:
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
         self._blocks = BlockCopyConnector(self._sizes, copier)
-        self.fence = copier.fence  # of the work that the device has been given so far
+        self.fence = copier.fence  # marks the device work submitted so far
         self._shared = SharedMemory()
         with self._shared.allocating() if settings.shares_memory else nullcontext():
             self._engine = start_engine(
@@ -129,7 +130,7 @@ class LMCacheEngineAdapter:
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
-        self._changed, self.num_leaving = ChangedKeys(), 0
+        self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
         self.leaving = LeavingChunks(self._changed.tell)
         is_told = settings.announces
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
@@ -166,11 +167,12 @@ class LMCacheEngineAdapter:
         gate: StepGate,
         parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
-        """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
+        """Copy chunks that the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are not copied, but go on to Redis if the job says so, and the events tell of
-        them: the scheduler side did not know. What another rank stores, and what does not pass the
-        ``gate``, is left out. ``parts``: the caches of this job. Raises what the copy raises.
+        Chunks that the tier has go on to Redis if the job says so, and are reported as events,
+        since the scheduler side did not know of them. Chunks that another rank stores, or that do
+        not pass the ``gate``, are left out. ``parts``: the caches of this job. Raises the copy's
+        errors.
         """
         parts = parts or self._parts
         transfers = []
@@ -202,13 +204,13 @@ class LMCacheEngineAdapter:
         deadline: float,
         parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
-        """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
-        Nothing follows a run that did not, and the events tell of what it lacks. A run that takes
-        much of the CPU tier's memory is loaded in pieces: a prompt may be larger than that.
+        """Copy chunks into the paged cache. The first ``num_chunks`` of the result arrived; after
+        an incomplete run the load ends, and events report its missing chunks. Large runs are loaded
+        in pieces, because a prompt may exceed the CPU tier.
 
-        ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
-        never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
-        of loads that find theirs. ``parts``: the caches of this job. Raises what the copy raises.
+        ``deadline`` is a reading of ``time.monotonic``. A load planned from the CPU tier never asks
+        Redis, even if a chunk was evicted meanwhile: a slow Redis must not block the CPU lane.
+        ``parts``: the caches of this job. Raises the copy's errors.
         """
         parts = parts or self._parts
         transfers = [
@@ -216,19 +218,21 @@ class LMCacheEngineAdapter:
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        self._use(job)  # what comes from Redis shall push out other chunks
+        self._use(job)  # so that chunks from Redis evict others
         for transfer in transfers:
             keys = transfer.run.keys
             num_bytes = self._bytes_missing(keys) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
                 self._retrieve(transfer, deadline, job.source, asks_all=job.needs_redis)
-            if num_bytes:  # or the next piece would push out what is another's
+            if num_bytes:  # else the next piece would evict another tenant's chunks
                 self._use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
-                # Whether the others can be read elsewhere was not asked.
+                # Other ranks were not asked for these chunks, which may still be there.
                 self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
                 if not cancelled.is_set():
+                    if not self.share.is_owner(first):
+                        self._unread.append(first)
                     self._changed.tell((first,))
                 break
         if job.needs_redis:
@@ -236,8 +240,8 @@ class LMCacheEngineAdapter:
         return JobTransfer.of(transfers)
 
     def load_in_step(self, job: LoadJob) -> QueuedLoad:
-        """Copy a job's chunks in front of the device's next forward pass. Raises ``RuntimeError``
-        before that if one is not in memory, and what the copy raises."""
+        """Copy a job's chunks ahead of the device's next forward pass. Raises ``RuntimeError``,
+        before any copy, if a chunk is not in memory; also raises the copy's errors."""
         load = QueuedLoad(self._take(job))
         try:
             self._blocks.enqueue(job, self._parts, load)
@@ -256,11 +260,10 @@ class LMCacheEngineAdapter:
         gate: StepGate,
         has_read: Callable[[], None],
     ) -> Comparison:
-        """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
+        """Copy the job's chunk out of the paged cache, and compare it with a tier's copy.
 
-        ``differences`` stay empty if no tier has it by the ``deadline``, or the blocks were taken
-        back. ``has_read`` is called once the blocks are needed no more. Raises what the copy
-        raises.
+        ``differences`` stay empty if no tier delivers by the ``deadline``, or vLLM reused the
+        blocks. Calls ``has_read`` once the blocks are no longer needed. Raises the copy's errors.
         """
         (run,) = job.runs
         part = self._parts[run.part]
@@ -278,15 +281,15 @@ class LMCacheEngineAdapter:
         return transfer
 
     def use(self, uses: Sequence[PrefixUse]) -> None:
-        """Requests have these chunks in their prompts, wherever they take them from. The engine's
-        step calls it: what it comes to is worked out when it counts."""
+        """Note that requests have these chunks in their prompts. Called from the engine's step:
+        the ledger processes the notes later."""
         for use in uses:
             here = tuple(key for key in use.keys if not self.share.is_elsewhere(key))
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
-        """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
-        ``deadline`` is a reading of ``time.monotonic``."""
+        """Fetch the job's chunks that the CPU tier lacks from Redis. ``deadline`` is a reading of
+        ``time.monotonic``."""
         missing = [key for key in job.keys if self._is_missing(key)]
         if self._plugin is None or not missing:
             return JobTransfer.of(())
@@ -297,7 +300,7 @@ class LMCacheEngineAdapter:
                 for run in job.runs:
                     self._ledger.fetched(run.keys, job.tenant, run.parents)
         self._announce_ahead()
-        if cancelled.is_set():  # the request may have gone before they came
+        if cancelled.is_set():  # the request may have left before the chunks came
             self.evict_unused_first(missing)
         return JobTransfer(
             num_keys=len(missing),
@@ -307,24 +310,23 @@ class LMCacheEngineAdapter:
         )
 
     def evict_unused_first(self, keys: Sequence[bytes]) -> None:
-        """Nobody waits any more for what was fetched of these. What a job has used stays."""
+        """Evict these prefetched chunks first, unless a job has used them."""
         self._ledger.notes.give_up(keys)
 
     def want(self, keys: Sequence[bytes]) -> None:
-        """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
+        """Offer these chunks, which requests use and the CPU tier holds, to Redis."""
         if self._writes is not None:
             self._writes.want(keys)
 
     def offer_due(self) -> float:
-        """Write again what Redis may lack. After how many seconds to call again."""
+        """Offer chunks that Redis may lack. Returns the seconds until the next call."""
         return self._writes.offer_due() if self._writes is not None else threading.TIMEOUT_MAX
 
     def forget(self, key: bytes) -> None:
-        """Drop a chunk from the CPU tier."""
         self._cpu.remove(self._database.engine_key(key))
 
     def forget_all(self) -> None:
-        """Empty the CPU tier; the events say so."""
+        """Empty the CPU tier, with events."""
         for engine_key in list(self._cpu.hot_cache):
             self._cpu.remove(engine_key)
 
@@ -334,10 +336,12 @@ class LMCacheEngineAdapter:
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Of each chunk that came to the CPU tier or left it since the last call, that is to leave
-        it or no more, that a store found there or a load did not, whether it is there now. Then
-        ``num_leaving`` is the number of :meth:`LeavingChunks.report`."""
+        """For each chunk that changed since the last call: whether the CPU tier has it now. Changed
+        means that it came or left, is leaving or no longer leaving, was found by a store or missed
+        by a load. Sets ``num_leaving`` to the number of :meth:`LeavingChunks.report`."""
+        unread = [self._unread.popleft() for _ in range(len(self._unread))]
         cache, keys = self._cpu.hot_cache, self._changed.take()
+        keys += tuple(unread)  # a copy that was here may have gone too, and that is less
         leaving, self.num_leaving = self.leaving.report(keys)
         return tuple(
             CacheEvent(key, self._database.engine_key(key) in cache, is_leaving=key in leaving)
@@ -345,35 +349,35 @@ class LMCacheEngineAdapter:
         )
 
     def drop_events(self) -> None:
-        """Nobody is to hear of what has come and gone until now."""
+        """Drop all events so far."""
         self._changed.take()
         self.leaving.clear()
 
     def tell_again(self) -> None:
-        """The last events may have been lost: those to come are of all chunks."""
+        """Report all chunks again: the last events may be lost."""
         self._changed.tell([*self.chunks.all_keys(), *self.leaving.removed])
 
     def take_written(self) -> tuple[bytes, ...]:
-        """Chunks that have come to Redis since the last call, where that is to be reported."""
+        """Chunks written to Redis since the last call, if reporting is on."""
         return self._writes.take_written() if self._writes is not None else ()
 
     def holdings(self) -> Holdings:
-        """Who holds what in the CPU tier, as of the last job."""
+        """Which tenants hold how much of the CPU tier, as of the last job."""
         return self._ledger.holdings()
 
     @property
     def num_chunks(self) -> int:
-        """Values in the CPU tier: of each chunk as many as the model has parts."""
+        """Values in the CPU tier: one per chunk and part."""
         return len(self._cpu.hot_cache)
 
     @property
     def used_bytes(self) -> int:
-        """Of the CPU tier's memory."""
+        """Used bytes of the CPU tier."""
         return int(self._cpu.memory_allocator.pin_allocator.total_allocated_size)
 
     def close(self, seconds: float, *, unmap: bool = True) -> None:
-        """Writes still queued for Redis get ``seconds``; then everything is dropped. ``unmap``:
-        see :meth:`SharedMemory.close`."""
+        """Give queued writes to Redis ``seconds``, then drop everything. ``unmap``: see
+        :meth:`SharedMemory.close`."""
         if self._writes is not None:
             self._writes.close(seconds)
         self._engine.close()
@@ -388,7 +392,7 @@ class LMCacheEngineAdapter:
         *,
         asks_all: bool,
     ) -> None:
-        """Of what is in the CPU tiers of this engine's ranks alone, unless it ``asks_all``."""
+        """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
         tokens = self._tokens(transfer)
         is_elsewhere = any(map(self.share.is_elsewhere, transfer.run.keys))
         if self._plugin is None or not (asks_all or is_elsewhere):
@@ -408,7 +412,7 @@ class LMCacheEngineAdapter:
             raise transfer.error
 
     def _retrieve_once(self, transfer: RunTransfer) -> None:
-        """Past LMCache's engine, which would keep what comes under its key for others."""
+        """Bypass LMCache's engine, which would keep the chunks for other requests."""
         objects = self._plugin.batched_get_blocking(
             [self._database.engine_key(key) for key in transfer.run.keys]
         )
@@ -419,7 +423,7 @@ class LMCacheEngineAdapter:
             memory.ref_count_down()
 
     def _take(self, job: LoadJob) -> tuple[MemoryObj, ...]:
-        """References to what the job's chunks lie in."""
+        """Take references to the memory of the job's chunks."""
         table, removed = self._cpu.hot_cache, self.leaving.removed
         with self._cpu.cpu_lock:
             found = [table.get(self._database.engine_key(k), removed.get(k)) for k in job.keys]
@@ -430,7 +434,7 @@ class LMCacheEngineAdapter:
         return tuple(found)
 
     def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
-        """The chunks of a load's run, as many at once as memory should hold for it."""
+        """Split a load's run into pieces that memory should have room for."""
         size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
         return in_pieces(run, size, part.blocks_per_chunk)
 
@@ -441,24 +445,23 @@ class LMCacheEngineAdapter:
         return self._writes.context(job, chunk) if self._writes is not None else nullcontext()
 
     def holds(self, key: bytes) -> bool:
-        """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
     def _is_missing(self, key: bytes) -> bool:
-        """Whether the CPU tier lacks what it is to hold."""
+        """Whether the CPU tier lacks a chunk that this rank stores."""
         return not (self.share.is_elsewhere(key) or self.holds(key))
 
     def _bytes_missing(self, keys: Sequence[bytes]) -> int:
-        """Of what the CPU tier lacks of these."""
+        """Size of the chunks that the CPU tier lacks."""
         geometries = self._sizes.geometries
         return sum(geometries.of(key).chunk_bytes for key in keys if self._is_missing(key))
 
     @contextmanager
     def _expecting(self, tenant: bytes, num_bytes: int) -> Iterator[None]:
-        """So much of a tenant's comes to the CPU tier in here."""
+        """Expect ``num_bytes`` of the tenant in the CPU tier inside the ``with``."""
         with self._cpu.cpu_lock:
             self._ledger.expect(tenant, num_bytes)
-        self._announce_ahead(num_bytes)  # or each of its values would wait for a plan of its own
+        self._announce_ahead(num_bytes)  # else each value would wait for a plan of its own
         try:
             yield
         finally:
@@ -466,8 +469,8 @@ class LMCacheEngineAdapter:
                 self._ledger.expect(tenant, -num_bytes)
 
     def _use(self, job: StoreJob | LoadJob) -> None:
-        """Make a job's chunks the newest of the CPU tier. Newer than a prefix are windows and
-        states, without which none of it is a hit."""
+        """Make a job's chunks the most recent of the CPU tier. Windows and states come after the
+        prefix, which is useless without them."""
         runs = sorted(job.runs, key=_part)
         with self._cpu.cpu_lock:
             for run in runs:
@@ -476,9 +479,9 @@ class LMCacheEngineAdapter:
     def _allocate(
         self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
     ) -> MemoryObj | None:
-        """LMCache's own call. What has to go for it may have to be heard of first; as often as that
-        is used again before, other chunks have to. A load waits for half of the time that it has
-        left: what has found room is read in the other half."""
+        """LMCache's allocation, retried: evictions may have to wait until the scheduler side knows
+        of them, and a chunk used meanwhile must be replaced by another. A load waits for half of
+        its remaining time, and reads in the other half."""
         deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
             heard = self.leaving.heard
@@ -492,8 +495,8 @@ class LMCacheEngineAdapter:
         return None
 
     def _announce_ahead(self, num_bytes: int = 0) -> None:
-        """Have enough free or announced that what comes next need not wait, ``num_bytes`` at least.
-        That is looked at once half of it is used up."""
+        """Announce evictions if less than the reserve for coming chunks, ``num_bytes`` at least, is
+        free. Acts once half of the last announcement is used up."""
         ahead_bytes = max(self._capacity_bytes * _AHEAD_SHARE, num_bytes)
         free_bytes = self._capacity_bytes - self.used_bytes
         if free_bytes >= ahead_bytes or not self.num_chunks:
@@ -505,7 +508,7 @@ class LMCacheEngineAdapter:
                 self._policy.announce(self._cpu.hot_cache, count)
 
     def _drain_statistics(self) -> None:
-        """Throw away what LMCache measures per request for a reporter we do not run."""
+        """Drop LMCache's statistics per request: no reporter reads them."""
         self._jobs_until_drain -= 1
         if self._jobs_until_drain <= 0:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS

@@ -1,8 +1,8 @@
-"""Memory of the CPU tier that other processes of this host may map, for reading only.
+"""Memory of the CPU tier that other processes of this host may map read-only.
 
-LMCache allocates its CPU tier in one piece. While an engine is made here, that piece is a memfd:
-it has no name, so nothing is left behind, and needs no room in ``/dev/shm``. Where LMCache pins its
-memory for a GPU, it goes on doing so, and nothing is mapped: see docs/architecture.md.
+LMCache allocates its CPU tier in one piece. This module makes that piece a memfd: it has no name,
+so nothing is left behind, and needs no room in ``/dev/shm``. If LMCache pins its memory for a GPU,
+the memory is not shared: see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 logger = logging.getLogger(__name__)
 
 _F_ADD_SEALS = 1033
-# It neither shrinks nor grows, and new mappings are for reading only.
+# No shrinking, no growing, and new mappings are read-only.
 _SEALS = 0x2 | 0x4 | 0x10
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Python's mmap is not unmapped while LMCache has tensors of it.
+# Python's mmap object could not be unmapped while LMCache has tensors on it.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (
@@ -40,7 +40,7 @@ _starting = threading.Lock()
 
 
 class SharedMemory:
-    """The memory of one CPU tier. ``descriptor``: ``None`` until it is allocated, or where it
+    """The memory of one CPU tier. ``descriptor``: ``None`` before allocation, or if the memory
     cannot be shared."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class SharedMemory:
         self._base = self._size = 0
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Of a tensor in it."""
         return int(tensor.data_ptr()) - self._base
 
     def close(self, *, unmap: bool) -> None:
-        """``unmap``: nothing uses it any more; else it stays as long as the process, since a thread
-        that was left behind would end that. What others have mapped stays until they let go."""
+        """``unmap``: free the memory, which nothing uses any more. Otherwise it stays mapped until
+        the process ends, so that threads left behind do not crash. Other processes' mappings stay
+        until they unmap."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -62,7 +62,7 @@ class SharedMemory:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """What LMCache allocates for its CPU tier in here is this memory."""
+        """Make LMCache allocate its CPU tier from this memory inside the ``with``."""
         original = memory_management._allocate_cpu_memory
 
         def allocate(size: int, *args: Any, **more: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ class SharedMemory:
                 memory_management._allocate_cpu_memory = original
 
     def keep(self, cpu: LocalCPUBackend) -> None:
-        """LMCache shall not free what it has not allocated."""
+        """Keep LMCache from freeing memory that it has not allocated."""
         if self.descriptor is not None:
             cpu.memory_allocator._unregistered = True
 

@@ -1,4 +1,4 @@
-"""The chunks of LMCache's CPU tier, as a peer server leases them."""
+"""The chunks of LMCache's CPU tier, leased to peers by a peer server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADERS = "lmcache_connector_headers"
 
 @dataclass(frozen=True, slots=True)
 class ChunkLease:
-    """LMCache evicts no memory object that somebody has a reference to."""
+    """A reference to a memory object, which LMCache therefore does not evict."""
 
     view: memoryview
     memory: MemoryObj
@@ -25,7 +25,7 @@ class ChunkLease:
 
     @property
     def headers(self) -> dict[Stripe, bytes]:
-        """With the memory object, which LMCache makes anew for each chunk."""
+        """Kept on the memory object, which LMCache creates anew for each chunk."""
         found: dict[Stripe, bytes] = vars(self.memory).setdefault(_HEADERS, {})
         return found
 
@@ -34,8 +34,8 @@ class ChunkLease:
 
 
 class CpuTierChunks:
-    """Thread-safe: LMCache's own lock is taken to lease, and to list. ``geometries`` and ``share``:
-    this rank's. A chunk comes to the tier when its store has copied it."""
+    """Thread-safe: leasing and listing take LMCache's lock. ``geometries`` and ``share``: this
+    rank's. A chunk enters the tier when its store has copied it."""
 
     def __init__(
         self,

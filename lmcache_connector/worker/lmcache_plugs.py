@@ -1,6 +1,6 @@
-"""What plugs into LMCache's engine: names of chunks, one copy per run of a job, and its events.
+"""Components plugged into LMCache's engine: token database, GPU connector, events, eviction policy.
 
-:mod:`lmcache_connector.worker.lmcache_engine` says how they fit together.
+:mod:`lmcache_connector.worker.lmcache_engine` shows how they work together.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.waiting_jobs import StepGate
 
 UNIT_BYTES = 4096
-"""LMCache's memory comes in pages of that size."""
+"""Page size of LMCache's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueSizes:
-    """The sizes of values as LMCache counts them: in tokens, all equally large.
+    """Sizes of values as LMCache counts them: in tokens of equal size.
 
-    A model of one part has chunks of ``num_tokens``. The values of several parts differ, so pages
-    stand for tokens, and a value ends inside its last one.
+    A model of one part has chunks of ``num_tokens``. Values of several parts differ in size, so a
+    "token" is a page there, and a value ends inside its last page.
     """
 
     geometries: PartGeometries
 
     @property
     def unit_bytes(self) -> int:
-        """What LMCache takes for a token."""
+        """Bytes of one "token" of LMCache's."""
         if len(self.geometries) == 1:
             return self.geometries.largest.bytes_per_token
         return UNIT_BYTES
@@ -63,24 +63,24 @@ class ValueSizes:
 
 @dataclass(slots=True)
 class QueuedLoad:
-    """Copies that the device makes before its next forward pass, and the memory of the chunks they
-    are from, which refers to them."""
+    """Copies that the device makes before its next forward pass, and references to the memory of
+    their chunks."""
 
     memory: tuple[MemoryObj, ...]
     copies: list[QueuedCopy] = field(default_factory=list)
 
     def release(self) -> None:
-        """The copies are done."""
+        """The copies are done: release the memory."""
         for each in self.memory:
             each.ref_count_down()
 
 
 @dataclass(slots=True)
 class RunTransfer:
-    """One run of a job on its way through LMCache to the GPU connector, and what came of it.
+    """One run of a job on its way through LMCache to the GPU connector, and its result.
 
-    ``paged`` is the cache that it is copied from or to. ``num_bytes`` were copied, ``num_chunks``
-    leading chunks arrived; some of it was ``fetched``.
+    ``paged``: the cache to copy from or to. Results: ``num_bytes`` copied, ``num_chunks`` leading
+    chunks, and the part of both that was ``fetched``.
     """
 
     run: PartRun
@@ -96,8 +96,8 @@ class RunTransfer:
 
 @dataclass(frozen=True, slots=True)
 class JobTransfer:
-    """What came of a job: see :class:`RunTransfer`, over all runs. ``num_keys`` were to be moved;
-    of a load's, the first ``num_chunks`` have been."""
+    """The result of a job, summed over its runs: see :class:`RunTransfer`. ``num_keys``: chunks to
+    copy; of a load, the first ``num_chunks`` were copied."""
 
     num_keys: int
     num_chunks: int
@@ -115,7 +115,7 @@ class JobTransfer:
 
 
 def _by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
-    """One for each tier that was asked."""
+    """One sum per tier."""
     found: dict[Tier, list[Fetched]] = {}
     for each in fetches:
         found.setdefault(each.tier, []).append(each)
@@ -130,20 +130,20 @@ def _by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
 
 @dataclass(slots=True)
 class Comparison(RunTransfer):
-    """A load that fills no blocks: ``compare(stored)`` is handed what a tier holds of one chunk."""
+    """A load into no blocks: ``compare(stored)`` gets a tier's copy of one chunk."""
 
     compare: Callable[[memoryview], tuple[LayerDifference, ...]] | None = None
     differences: tuple[LayerDifference, ...] = ()
 
 
 class TransferCancelled(Exception):
-    """The blocks of a store were taken back while it ran: what it read is worthless."""
+    """vLLM took a store's blocks back while it ran: the copies are void."""
 
 
 class PlannedTokens(Sequence[int]):
-    """Chunks of one part where LMCache wants token ids: the units of each, and their keys.
+    """Chunks of one part in place of token ids: ``num_units`` LMCache tokens and a key each.
 
-    The scheduler side has hashed them. Hashing again here would cost time and could disagree.
+    The scheduler side has hashed the tokens. Hashing again would cost time and could disagree.
     """
 
     def __init__(self, keys: Sequence[bytes], num_units: int) -> None:
@@ -177,7 +177,7 @@ class PlannedTokenDatabase(TokenDatabase):
 
 
 class BlockCopyConnector(GPUConnectorInterface):
-    """Moves the chunks of a run between LMCache's memory and the paged cache in one call."""
+    """Copies the chunks of a run between LMCache's memory and the paged cache in one call."""
 
     def __init__(self, sizes: ValueSizes, copier: Copier) -> None:
         self._sizes = sizes
@@ -186,12 +186,12 @@ class BlockCopyConnector(GPUConnectorInterface):
     def batched_from_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
-        """Raises what the copy raises, or :class:`TransferCancelled`; then nothing is stored."""
+        """Raises the copy's errors, or :class:`TransferCancelled`; then nothing is stored."""
         transfer: RunTransfer = kwargs["transfer"]
-        tail_tokens = transfer.run.tail_tokens  # of a store: it is one chunk, which ends there
+        tail_tokens = transfer.run.tail_tokens  # a tail is a store of its own, of one chunk
         try:
             addresses = [obj.data_ptr for obj in memory_objs]
-            if tail_tokens:  # else all of the value is copied
+            if tail_tokens:  # without a tail the copy fills the value
                 geometry = transfer.paged.geometry
                 value = np.frombuffer(value_bytes(memory_objs[0], geometry), np.uint8)
                 value[:] = 0
@@ -209,7 +209,7 @@ class BlockCopyConnector(GPUConnectorInterface):
     def batched_to_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
-        """Never raises: LMCache would keep its references. What went wrong is in the transfer."""
+        """Never raises, because LMCache would leak its references: see ``transfer.error``."""
         transfer: RunTransfer = kwargs["transfer"]
         if transfer.cancelled.is_set():
             transfer.error = TransferCancelled()
@@ -228,8 +228,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         transfer.num_chunks = len(memory_objs)
 
     def enqueue(self, job: LoadJob, parts: Sequence[PagedPart], load: QueuedLoad) -> None:
-        """Copy all of a job's chunks in front of the next forward pass. Raises what the copy
-        raises."""
+        """Copy all of a job's chunks ahead of the next forward pass. Raises the copy's errors."""
         memory = iter(load.memory)
         for run in job.runs:
             of_run = list(islice(memory, len(run.keys)))
@@ -238,8 +237,7 @@ class BlockCopyConnector(GPUConnectorInterface):
             load.copies.append(self._copier.enqueue(copies))
 
     def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
-        """Copy the run's one chunk out of the paged cache into ``memory``. Raises what the copy
-        raises."""
+        """Copy the run's one chunk into ``memory``. Raises the copy's errors."""
         self._copy_out(transfer, [int(memory.ctypes.data)], memory)
 
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
@@ -264,16 +262,15 @@ class BlockCopyConnector(GPUConnectorInterface):
 
 
 def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
-    """A view of the value in the object's own bytes; its last page may be longer."""
+    """A view of the value in the object's bytes, without the rest of its last page."""
     return memoryview(memory.byte_array).cast("B")[: geometry.chunk_bytes]
 
 
 class ChangedKeys:
-    """Stands where LMCache's CPU tier expects its controller's message sender.
+    """Takes the place of LMCache's controller message sender for the CPU tier.
 
-    It keeps which chunks came or went, not which of the two: LMCache reports a removal outside its
-    lock, so that a chunk that has come back meanwhile would be reported gone for good. ``keys``:
-    those that were not taken yet.
+    Records which chunks came or left, but not which of both: LMCache reports a removal outside its
+    lock, so a chunk that came back meanwhile would count as gone for good. ``keys``: not yet taken.
     """
 
     def __init__(self) -> None:
@@ -286,18 +283,17 @@ class ChangedKeys:
         """Nothing to stop: there is no thread."""
 
     def tell(self, keys: Iterable[bytes]) -> None:
-        """Whether these are there is news, though nothing has changed."""
+        """Report the state of these chunks, although they have not changed."""
         self.keys.extend(int.from_bytes(key, "big") for key in keys)
 
     def take(self) -> tuple[bytes, ...]:
-        """Each once. What changes after this call is in the next."""
+        """Each changed key once. Later changes go into the next call."""
         keys = dict.fromkeys(self.keys.popleft() for _ in range(len(self.keys)))
         return tuple(key.to_bytes(CHUNK_KEY_BYTES, "big") for key in keys)
 
 
 class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
-    """The chunks of LMCache's CPU tier. Tells the ledger of every chunk that is added or
-    removed."""
+    """The chunks of LMCache's CPU tier. Reports every chunk added or removed to the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -320,7 +316,7 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         self._engine_key = engine_key
 
     def install(self, cpu: LocalCPUBackend) -> None:
-        """In the place of LMCache's own, while the tier is still empty."""
+        """Replace LMCache's policy while the tier is still empty."""
         with cpu.cpu_lock:
             cpu.cache_policy, cpu.hot_cache = self, self.init_mutable_mapping()
 
@@ -328,7 +324,7 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
         return ChunkTable(self._ledger)
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: ChunkTable) -> None:
-        """Nothing: the engine adapter tells the ledger of all chunks of a job, in prompt order."""
+        """Nothing: the engine adapter reports each job's chunks in prompt order."""
 
     def update_on_put(self, key: CacheEngineKey) -> None:
         """Nothing: `ChunkTable` has told the ledger."""
@@ -339,12 +335,12 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
     def get_evict_candidates(
         self, cache_dict: ChunkTable, num_candidates: int = 1
     ) -> list[CacheEngineKey]:
-        """As many as were asked for, or none: see :meth:`Ledger.evict`."""
+        """``num_candidates`` keys, or none: see :meth:`Ledger.evict`."""
         victims = self._ledger.evict(num_candidates, partial(self._may_go, cache_dict))
         return [self._engine_key(key) for key in victims]
 
     def announce(self, cache_dict: ChunkTable, count: int) -> None:
-        """The next candidates. The tier's lock is held."""
+        """Announce the next candidates. The caller holds the tier's lock."""
         self._ledger.announce(count, partial(self._may_go, cache_dict))
 
     def _may_go(self, cache_dict: ChunkTable, key: bytes) -> bool:
@@ -352,5 +348,5 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
 
 
 def chunk_key_of(key: CacheEngineKey) -> bytes:
-    """The key of the plan that LMCache knows under that name."""
+    """The chunk key, which the token database passes to LMCache as an integer."""
     return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")

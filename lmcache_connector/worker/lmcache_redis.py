@@ -1,9 +1,9 @@
-"""Peers and the Redis tier as a storage plugin of LMCache's engine, beside LMCache's own CPU tier.
+"""Peers and the Redis tier as a storage plugin of LMCache's engine, beside LMCache's CPU tier.
 
-LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
-objects come from the CPU tier's allocator and hold one value each: as many bytes as the geometry of
-its key says, in canonical order. The plugin releases every object that it does not return, and
-those of stores once the tier has written them.
+LMCache creates the plugin, and asks it for chunks that the CPU tier lacks. Memory objects come from
+the CPU tier's allocator and hold one value each, in canonical order, with as many bytes as the
+geometry of its key says. The plugin releases every object that it does not return, and those of
+stores once they are written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Fetched, PeerSource, Tier
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
+from lmcache_connector.worker.lmcache_plugs import ValueSizes, chunk_key_of, value_bytes
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
 
 TIER = "lmcache_connector.redis_tier"
 PEERS = "lmcache_connector.peer_tier"
-"""Entries of LMCache's ``extra_config``: a `RedisTier`, and a `PeerTier`. One may be missing."""
+"""Entries of LMCache's ``extra_config``: a `RedisTier` and a `PeerTier`, one may be missing."""
 
 
 @dataclass
@@ -41,9 +40,8 @@ class LoadContext:
     """The limits of one load, and its results.
 
     ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
-    from; its values stay in the CPU tier if it is trusted. Unless the load ``asks_all``, it reads
-    from other ranks of this engine alone, what they store for this one. ``fetched``: one entry per
-    tier asked.
+    from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the load reads only
+    chunks that other ranks of this engine store for this rank. ``fetched``: one entry per tier.
     """
 
     deadline: float
@@ -63,15 +61,15 @@ class StoreContext:
 
 
 class _Contexts(threading.local):
-    """Of the current thread."""
+    """The current thread's contexts."""
 
     load: LoadContext | None = None
     store = StoreContext()
 
 
 class RedisStoragePlugin(StoragePluginInterface):
-    """Loads only inside `load_context`, which the thread that drives the engine enters. Outside of
-    it no deadline is known, so everything is a miss."""
+    """Loads only inside `load_context`, entered by the thread that drives the engine. Outside there
+    is no deadline, so everything is a miss."""
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
         self._contexts = _Contexts()
         self.is_elsewhere: Callable[[bytes], bool] = lambda key: False
-        """See `Share.is_elsewhere`: what comes of these is not kept."""
+        """See `Share.is_elsewhere`: these chunks are read, but not kept."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -104,7 +102,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         *,
         asks_all: bool = True,
     ) -> Iterator[LoadContext]:
-        """Bound and measure the loads that this thread makes inside the ``with``."""
+        """Bound and measure this thread's loads inside the ``with``."""
         context = self._contexts.load = LoadContext(deadline, cancelled, source, asks_all)
         try:
             yield context
@@ -113,7 +111,7 @@ class RedisStoragePlugin(StoragePluginInterface):
 
     @property
     def deadline(self) -> float:
-        """Of the load that this thread makes; infinite if it makes none."""
+        """Deadline of this thread's load; infinite without one."""
         return self._contexts.load.deadline if self._contexts.load is not None else inf
 
     @contextmanager
@@ -123,11 +121,10 @@ class RedisStoragePlugin(StoragePluginInterface):
         on_done: Callable[[bytes, bool], None] | None = None,
         wanted: Collection[bytes] | None = None,
     ) -> Iterator[None]:
-        """Describe the stores that this thread makes inside the ``with``.
+        """Describe this thread's stores inside the ``with``.
 
         They begin at chunk ``first_chunk`` of their prompt. Chunks not in ``wanted`` are left out;
-        None wants all. ``on_done(key, stored)`` is called once for each of the others, from any
-        thread.
+        ``None`` wants all. ``on_done(key, stored)`` is called once per chunk, from any thread.
         """
         self._contexts.store = StoreContext(first_chunk, on_done, wanted)
         try:
@@ -135,8 +132,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         finally:
             self._contexts.store = StoreContext()
 
-    # The engine calls these before it loads. The scheduler side has looked the chunks up, and only
-    # a load can tell which are still there: all count as present, a missing one ends the load.
+    # LMCache calls these before a load. Only the load can tell which chunks still exist, so all
+    # count as present; a missing one ends the load.
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         return self._contexts.load is not None
@@ -150,7 +147,7 @@ class RedisStoragePlugin(StoragePluginInterface):
     # Loads.
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """One object for each leading key that is in a tier, None from the first that is not."""
+        """One object per leading key that a tier has, then ``None`` from the first miss on."""
         context = self._contexts.load
         if context is None:
             return [None] * len(keys)
@@ -160,7 +157,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
-                if is_trusted and not self.is_elsewhere(chunk_key(keys[index])):
+                if is_trusted and not self.is_elsewhere(chunk_key_of(keys[index])):
                     self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
             else:
@@ -173,8 +170,8 @@ class RedisStoragePlugin(StoragePluginInterface):
     def fetch(
         self, keys: Sequence[CacheEngineKey], deadline: float, cancelled: Callable[[], bool]
     ) -> tuple[int, LoadContext]:
-        """Fetch chunks that memory lacks. Returns how many of the leading ones memory has now, and
-        the load. ``deadline``: a reading of the tier's clock."""
+        """Fetch chunks that memory lacks. Returns how many leading chunks memory has now, and the
+        load's results. ``deadline``: a reading of the tier's clock."""
         with self.load_context(deadline, cancelled) as context:
             objects = self.batched_get_blocking(list(keys))
         for memory in objects:
@@ -191,19 +188,19 @@ class RedisStoragePlugin(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue the chunks for Redis; never blocks. Nothing is written to peers: they read."""
+        """Queue the chunks for Redis; never blocks. Peers read chunks themselves."""
         if self._tier is None:
             return
         context = self._contexts.store
         pairs = zip(keys, objs, strict=True)
         for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
-            if context.wanted is not None and chunk_key(key) not in context.wanted:
+            if context.wanted is not None and chunk_key_of(key) not in context.wanted:
                 continue
             memory.ref_count_up()
             on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
-            self._tier.put(chunk_key(key), self._value(key, memory), on_end, order)
+            self._tier.put(chunk_key_of(key), self._value(key, memory), on_end, order)
 
-    # Redis evicts by itself, and its values belong to all instances: nothing to pin or remove.
+    # Redis evicts by itself, and its values belong to all instances: no pinning, no removal.
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -218,18 +215,18 @@ class RedisStoragePlugin(StoragePluginInterface):
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """Does nothing: the tier's owner closes it, within a bound that LMCache does not know."""
+        """Do nothing: the tier's owner closes it, within a bound unknown to LMCache."""
 
     def _read(
         self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
     ) -> list[bool]:
         """Read each chunk into its object from the first source that has it. Returns whether each
-        was read. Every source but the last gets half of the time that is left."""
-        names = [chunk_key(key) for key in keys]
+        was read. Every source but the last gets half of the remaining time."""
+        names = [chunk_key_of(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
         elsewhere = [i for i in left if self._peers is not None and self.is_elsewhere(names[i])]
-        if self._peers is not None and elsewhere:  # that is the CPU tier, as all else sees it
+        if self._peers is not None and elsewhere:  # other ranks' chunks count as CPU tier
             wanted = [names[i] for i in elsewhere], [values[i] for i in elsewhere]
             until = _half(context.deadline) if context.asks_all else context.deadline
             here = self._peers.read_ranks(*wanted, until, context.cancelled)
@@ -257,15 +254,15 @@ class RedisStoragePlugin(StoragePluginInterface):
         return hits
 
     def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:
-        return value_bytes(memory, self._sizes.geometries.of(chunk_key(key)))
+        return value_bytes(memory, self._sizes.geometries.of(chunk_key_of(key)))
 
     def _allocate(
         self, keys: Sequence[CacheEngineKey], indices: Sequence[int]
     ) -> dict[int, MemoryObj]:
-        """An object for the key at each leading index, up to the first that finds no memory."""
+        """An object per leading index, until memory runs out."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
-            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key(keys[index])))
+            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key_of(keys[index])))
             memory = self.local_cpu_backend.allocate(shape, torch.uint8, busy_loop=False)
             if memory is None:
                 break
@@ -275,7 +272,7 @@ class RedisStoragePlugin(StoragePluginInterface):
 
 @dataclass(frozen=True)
 class _StoreEnd:
-    """Called when a chunk was written or given up: releases its object and calls the callbacks."""
+    """Called when a chunk is written or given up: releases its object and calls the callbacks."""
 
     key: CacheEngineKey
     memory: MemoryObj
@@ -285,23 +282,18 @@ class _StoreEnd:
     def __call__(self, stored: bool) -> None:
         self.memory.ref_count_down()
         if self.on_done is not None:
-            self.on_done(chunk_key(self.key), stored)
+            self.on_done(chunk_key_of(self.key), stored)
         if stored and self.on_complete is not None:
             self.on_complete(self.key)
 
 
-def chunk_key(key: CacheEngineKey) -> bytes:
-    """The chunk key, which our token database hands to LMCache as an integer."""
-    return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")
-
-
 def _half(deadline: float) -> float:
-    """Of the time until then."""
+    """Half of the time until ``deadline``, as a new deadline."""
     return deadline - max(0.0, deadline - time.monotonic()) / 2
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:
-    """Release the objects behind the first None: the engine cannot use them."""
+    """Release the objects behind the first ``None``: the engine cannot use them."""
     if None not in objects:
         return objects
     end = objects.index(None)

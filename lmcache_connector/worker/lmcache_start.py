@@ -1,4 +1,4 @@
-"""Starts LMCache's engine in vLLM's worker process, and leaves the process as it was."""
+"""Starts LMCache's engine in vLLM's worker process without side effects on the process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
 
-# By logger: the warnings LMCache logs during ordinary work, such as a full tier for every chunk it
-# takes in.
+# Per logger, the start of warnings that LMCache logs during normal work, such as one per stored
+# chunk when the tier is full.
 _ORDINARY = {
     "lmcache.v1.memory_management": "Failed to allocate memory block",
     "lmcache.v1.storage_backend": "The 'memory_allocator' argument is deprecated",
@@ -47,21 +47,21 @@ for _name in _ORDINARY:
     logging.getLogger(_name).addFilter(_is_extraordinary)
 
 REDIS_BACKEND = "redis"
-"""What LMCache calls the Redis tier among its storage backends."""
+"""Name of the Redis tier among LMCache's storage backends."""
 _PLUGIN_MODULE = "lmcache_connector.worker.lmcache_redis"
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One rank's engine.
+    """Settings of one rank's engine.
 
-    ``rank_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
-    want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
-    ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
-    Redis again. ``shares_memory``: others of this host may map the CPU tier. ``announces``: a
-    scheduler side hears of what is to be evicted before it is. ``owners``: of what several ranks
-    hold alike; ``None``: this one stores all that it holds.
+    ``rank_gib``: size of its CPU tier. A tenant keeps ``tenant_share`` of it while others need
+    memory, and ``pin_share`` may be pinned. ``overrides``: the user's ``lmcache.*`` keys.
+    ``report_writes``: record chunks written to Redis. ``pace``: how often chunks are offered to
+    Redis again. ``shares_memory``: processes of this host may map the CPU tier. ``announces``: tell
+    the scheduler side of evictions before they happen. ``owners``: which rank stores KV that
+    several ranks hold; ``None``: this rank stores all of its own.
     """
 
     rank: int
@@ -78,8 +78,8 @@ class EngineSettings:
 
 
 def cuda_code_warning() -> str | None:
-    """What to tell of the CUDA code in LMCache's wheel, which was built for one torch; ``None`` if
-    that is installed, or there is no GPU. LMCache itself goes on without it, in few words."""
+    """A warning about LMCache's CUDA code, built for one torch version; ``None`` with that version
+    or without a GPU. LMCache itself only falls back, with a short log line."""
     if not torch.cuda.is_available():
         return None
     built_for = ".".join(map(str, BUILT_FOR_TORCH))
@@ -99,7 +99,7 @@ def cuda_code_warning() -> str | None:
 
 
 def make_metadata(settings: EngineSettings, sizes: ValueSizes) -> LMCacheMetadata:
-    """A value is plain bytes to LMCache: one layer, one head, ``unit_bytes`` wide."""
+    """Describe a value as plain bytes: one layer, one head, ``unit_bytes`` wide."""
     num_units = sizes.num_units(sizes.geometries.largest)
     return LMCacheMetadata(
         model_name="chunk",  # the model is part of the chunk key
@@ -148,8 +148,8 @@ def _engine_config(
         "local_cpu": True,
         "max_local_cpu_size": settings.rank_gib,
         "save_unfull_chunk": False,
-        "cache_policy": "LRU",  # until ours is put in its place
-        "py_enable_gc": True,  # otherwise it disables the garbage collector of the whole process
+        "cache_policy": "LRU",  # replaced by ours
+        "py_enable_gc": True,  # else LMCache disables garbage collection in the whole process
         "lmcache_instance_id": f"rank-{settings.rank}",
     }
     extra: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def _engine_config(
 
 
 def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
-    """``own`` are set here. What LMCache does not know it would leave out without a word."""
+    """``own`` keys are set here. LMCache would silently ignore unknown keys."""
     if clash := sorted(names & own):
         raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
     valid = sorted(LMCacheEngineConfig.from_defaults().to_dict())
@@ -181,9 +181,9 @@ def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
 
 @contextmanager
 def _process_settings_kept() -> Iterator[None]:
-    """Undo what LMCache does to the whole process, which is vLLM's.
+    """Undo LMCache's changes to the process, which is vLLM's.
 
-    It forces the start method "spawn", and it sets ``PROMETHEUS_MULTIPROC_DIR`` to one folder for
+    LMCache forces the start method "spawn", and sets ``PROMETHEUS_MULTIPROC_DIR`` to one folder for
     all engines of the machine: servers started from here would add up each other's metrics.
     """
     start_method = multiprocessing.get_start_method(allow_none=True)
@@ -197,20 +197,17 @@ def _process_settings_kept() -> Iterator[None]:
 
 
 def _let_vllm_start_again() -> None:
-    """In this process. vLLM's CPU build looks into the ``__dict__`` of everything in every module
-    when an engine starts. LMCache brings numba along, and with it an object of llvmlite's that has
-    an answer to every name, which is no dictionary: vLLM would stumble over it.
-    """
-    with suppress(ImportError, AttributeError):  # it may have been mended there
+    """Fix later engine starts in this process. At start, vLLM's CPU build reads the ``__dict__`` of
+    every object in every module. LMCache imports numba, and with it a llvmlite object that answers
+    any attribute name, ``__dict__`` too, with something that is no dictionary."""
+    with suppress(ImportError, AttributeError):  # llvmlite may have changed
         llvm = importlib.import_module("llvmlite.binding.ffi").lib
-        llvm._fntab.setdefault("__dict__", {})  # its answers so far
+        llvm._fntab.setdefault("__dict__", {})  # the table of its answers
 
 
 def _in_daemon_thread(function: Callable[[], None]) -> None:
-    """Call ``function`` on a daemon thread, so that the threads it starts are daemons too.
-
-    LMCache's would otherwise keep a process alive that ends without closing its engine.
-    """
+    """Call ``function`` on a daemon thread, so that LMCache's threads become daemons too. Otherwise
+    they would keep alive a process that ends without closing its engine."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     raised: list[Exception] = []
 

@@ -1,5 +1,5 @@
-"""What goes on from LMCache's CPU tier to Redis: chunks as they are stored, those that were there
-before, and those that Redis has lost since."""
+"""Writes chunks of LMCache's CPU tier to Redis: newly stored ones, chunks that the tier had before,
+and chunks that Redis has lost."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
 
-# Chunks offered to Redis again are written while no more than that waits to be written to their
-# node, and when the queue fills up they are given up first.
+# A chunk is offered to Redis again only while at most so many bytes wait for its node. When the
+# queue fills up, offered chunks are dropped first.
 _OFFERED_BYTES = 32 << 20
 _LAST = 1 << 20
 _TICK_SECONDS = 0.1
 _IDLE_TICK_SECONDS = 0.5
-"""After a tick that offered nothing."""
+"""After a tick without offers."""
 _OFFERS_PER_TICK = 16
 _LOOKS_PER_TICK = 256
-"""Most may be at chunks of a node that is slow."""
+"""Most chunks examined may belong to a slow node."""
 
 
 class RedisWrites:
-    """One rank's. Writes end on threads of the tier; the rest is called by the job lanes and the
-    engine's step.
+    """The writes of one rank. Job lanes and the engine's step call it; writes end on the tier's
+    threads.
 
-    ``report``: whether what has come to Redis is to be told, by `take_written`. ``written``: what
-    was not told yet. ``clock`` returns seconds.
+    ``report``: whether `take_written` reports written chunks. ``written``: those not yet reported.
+    ``clock`` returns seconds.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class RedisWrites:
         self._offers = Offers(pace)
 
     def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
-        """What LMCache stores inside the ``with`` is written, if the job says so. ``chunk``: where
-        it stands in its prompt; late ones are dropped first."""
+        """What LMCache stores inside the ``with`` is written to Redis, if the job says so.
+        ``chunk``: its index in the prompt; later chunks are dropped first."""
         context: AbstractContextManager[None] = self._plugin.store_context(
             chunk, self._ended, job.redis_keys
         )
         return context
 
     def share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
-        """Write chunks that were in the CPU tier before the job, if the job says so."""
+        """Write the run's chunks that the CPU tier had before the job, if the job says so."""
         if not job.redis_keys:
             return
         for key, chunk in zip(run.keys, run.chunks, strict=True):
@@ -78,15 +78,15 @@ class RedisWrites:
                     self._put(key)
 
     def want(self, keys: Sequence[bytes]) -> None:
-        """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
+        """Offer these chunks, which requests use and the CPU tier holds."""
         now = self._clock()
         with self._lock:
             for key in keys:
                 self._offers.want(key, now)
 
     def offer_due(self) -> float:
-        """Write again what Redis may lack, as much as may be at once. After how many seconds to
-        call again."""
+        """Offer a bounded number of chunks that Redis may lack. Returns the seconds until the next
+        call."""
         num_offered, without_room = 0, list[bytes]()
         for _ in range(_LOOKS_PER_TICK):
             if num_offered == _OFFERS_PER_TICK:
@@ -95,8 +95,8 @@ class RedisWrites:
                 due = self._offers.take(self._clock(), 1)
             if not due:
                 break
-            # What waits to be written stays in the CPU tier: offers take little of it. One that
-            # finds the queue full would count as a failed write.
+            # Queued chunks stay in the CPU tier, so offers may use little of it. An offer to a full
+            # queue would count as a failed write.
             if not self._tier.has_room(due[0], _OFFERED_BYTES):
                 without_room += due
                 continue
@@ -112,15 +112,15 @@ class RedisWrites:
         return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS
 
     def take_written(self) -> tuple[bytes, ...]:
-        """Chunks that have come to Redis since the last call."""
+        """Chunks written to Redis since the last call."""
         return tuple(self.written.popleft() for _ in range(len(self.written)))
 
     def close(self, seconds: float) -> None:
-        """Close the tier: what is queued gets ``seconds``."""
+        """Close the tier; queued writes get ``seconds``."""
         self._tier.close(seconds)
 
     def _put(self, key: bytes) -> bool:
-        """Queue a chunk of the CPU tier. False if it is not there."""
+        """Queue a chunk of the CPU tier. False if the tier lacks it."""
         engine_key = self._database.engine_key(key)
         memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
         if memory is None:

@@ -1,6 +1,6 @@
-"""Counts what one rank does for ``/metrics``: jobs as they end, and the state of its tiers.
+"""Counts one rank's work for ``/metrics``: ended jobs, and the state of its tiers.
 
-A step in which nothing ended costs one look at the clock: the tiers are asked after a job has
+A step without an ended job costs one reading of the clock: the tiers are read after a job has
 ended, else once per second. Runs on the engine's step thread only.
 """
 
@@ -36,7 +36,7 @@ _DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 
 @dataclass(eq=False)
 class WorkerMetrics:
-    """Of one rank, whose CPU tier is that of ``engine``, and has ``capacity_bytes``. ``clock`` is
+    """Metrics of one rank. ``capacity_bytes``: size of the CPU tier of ``engine``. ``clock`` is
     monotonic, in seconds."""
 
     rank: int
@@ -59,7 +59,7 @@ class WorkerMetrics:
         elif isinstance(job, PrefetchJob):
             self.tally.count("prefetched_bytes", amount=result.fetched_bytes)
             self._count_fetched(result)
-        elif not isinstance(job, AuditJob):  # the scheduler side counts those
+        elif not isinstance(job, AuditJob):  # counted by the scheduler side
             self._store_ended(result)
         self._next_look = _AT_ONCE
 
@@ -69,7 +69,7 @@ class WorkerMetrics:
         self._next_look = _AT_ONCE
 
     def take(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is, or it can wait."""
+        """New samples since the last call; ``None`` if there are none or they can wait."""
         now = self.clock()
         if now < self._next_look:
             return None
@@ -98,7 +98,7 @@ class WorkerMetrics:
         self._observe("store", "cpu", result.num_bytes, result.seconds)
 
     def _observe(self, verb: str, tier: str, num_bytes: int, seconds: float) -> None:
-        """How long a transfer took, and how fast it was; nothing for one that moved nothing."""
+        """Record a transfer's duration and speed, if it moved anything."""
         if num_bytes > 0 and seconds > 0:
             self.tally.observe(f"{verb}_seconds", tier, value=seconds)
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
@@ -139,7 +139,7 @@ class WorkerMetrics:
         tally.count_up_to("stored_bytes", "redis", total=stats.counts.bytes_written)
 
     def _count_chunks(self, tier: str, counts: TierCounts) -> None:
-        """Chunks read, and those that were not, by cause."""
+        """Count chunks read, and misses by cause."""
         self.tally.count_up_to(f"{tier}_chunks", "hit", total=counts.chunks_hit)
         for reason, count in counts.misses.items():
             self.tally.count_up_to(f"{tier}_chunks", reason, total=count)

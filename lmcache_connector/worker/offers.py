@@ -1,14 +1,13 @@
-"""When chunks that memory holds and Redis lacks are offered to Redis again.
+"""Schedules offers of chunks that memory holds and Redis may lack.
 
-A write can fail, or never be tried: another writer claimed the chunk and died, the server was away
-or full, the queue had no room. What was written can go: the server restarted, somebody purged it,
-it expired. As long as memory holds a chunk, no request would write it again. So what requests want
-(`want`) is offered once in a while, and what was not written (`ended`) again later. An offer is a
-write like any other: where the value exists, it costs a question, and renews its lifetime if that
-is configured. A chunk that cannot be written several times in a row is forgotten until a request
-wants it again.
+A write can fail or never be tried: another writer claimed the chunk and died, the server was away
+or full, the queue was full. A written value can vanish: the server restarted, a purge, expiry.
+While memory holds a chunk, no request would write it again. So chunks that requests use (`want`)
+are offered now and then, and failed writes (`ended`) are retried. An offer is a normal write: if
+the value exists, it costs one query, and renews the lifetime if so configured. After several
+failures in a row, a chunk is forgotten until a request uses it again.
 
-The rate is bounded, fresh writes go first, and the store lane does it, between its jobs.
+Offers have a bounded rate and come after new writes. The store lane makes them between jobs.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import NamedTuple
 
 _MAX_TRACKED = 1 << 16
 _MAX_FAILURES = 6
-"""In a row, three and a half minutes with the usual pace."""
+"""In a row; takes three and a half minutes at the default pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: how long what was found or written is taken for granted, and how long after a failed
-    write the next one is tried, doubled each time up to a limit."""
+    """Seconds for which a value counts as present once found or written, and seconds until a failed
+    write is retried, doubled each time up to a limit."""
 
     granted_seconds: float = 30.0
     retry_seconds: float = 6.0
@@ -34,15 +33,14 @@ class Pace:
 
     @classmethod
     def for_lifetime(cls, ttl_seconds: float | None) -> Pace:
-        """For values that live for ``ttl_seconds``: they are looked after well before they end."""
+        """For values with this lifetime: offered again well before it ends."""
         if ttl_seconds is None:
             return cls()
         return cls(granted_seconds=min(cls().granted_seconds, ttl_seconds / 3))
 
 
 class _State(NamedTuple):
-    """When a chunk may be offered next, how often it has failed in a row, and whether it waits to
-    be offered then."""
+    """When a chunk may be offered next, its failures in a row, and whether it will be offered."""
 
     at: float
     failures: int
@@ -50,10 +48,8 @@ class _State(NamedTuple):
 
 
 class Offers:
-    """When which chunk is to be offered (pure). Not thread-safe; times are readings of one clock.
-
-    Chunks wanted or failed last are remembered, 65,536 of them.
-    """
+    """Decides when to offer which chunk (pure), for the last 65,536 chunks wanted or failed. Not
+    thread-safe; times are readings of one clock."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -61,10 +57,10 @@ class Offers:
         self._due: list[tuple[float, bytes]] = []
 
     def want(self, key: bytes, now: float) -> None:
-        """A request wants the chunk."""
+        """A request uses the chunk."""
         state = self._states.get(key)
         if state is not None and (state.is_due or state.at > now):
-            return  # it keeps its place, or was settled a moment ago, or is under way
+            return  # already scheduled, recently written, or being written
         self._put(key, _State(now, 0, is_due=True))
 
     def ended(self, key: bytes, stored: bool, now: float) -> None:
@@ -81,21 +77,21 @@ class Offers:
         self._put(key, _State(now + seconds, failures, is_due=True))
 
     def put_off(self, key: bytes, now: float) -> None:
-        """No room for it: it comes behind all that are due, and before what is wanted later."""
+        """The queue is full: offer the chunk after all due ones."""
         state = self._states.get(key)
         if state is not None and not state.is_due:
             self._put(key, _State(now, state.failures, is_due=True))
 
     def forget(self, key: bytes) -> None:
-        """Offer it no more, until it is wanted or written again."""
+        """Offer the chunk no more until it is wanted or written again."""
         self._states.pop(key, None)
 
     def take(self, now: float, limit: int) -> list[bytes]:
-        """The chunks to be offered now, at most so many. Each ends with `ended` or `forget`."""
+        """Up to ``limit`` chunks to offer now. Each ends with `ended` or `forget`."""
         taken: list[bytes] = []
         while self._due and len(taken) < limit and self._due[0][0] <= now:
             at, key = heapq.heappop(self._due)
-            if self._is_current(at, key):  # else it was settled meanwhile, or forgotten
+            if self._is_current(at, key):  # else written or forgotten meanwhile
                 under_way = now + self._pace.max_retry_seconds
                 self._states[key] = _State(under_way, self._states[key].failures, is_due=False)
                 taken.append(key)

@@ -1,8 +1,8 @@
 """One part of a model's KV in a rank's paged cache: see :mod:`lmcache_connector.kv_parts.part`.
 
-vLLM's KV cache groups overlay the same memory: a block id belongs to one group at a time, and the
-views of different groups are of the same bytes. So layers are proved disjoint inside a group, and
-the blocks of one job over its groups.
+vLLM's KV cache groups share memory: a block id belongs to one group at a time, and views of
+different groups cover the same bytes. So layers are checked to be disjoint within a group, and the
+blocks of one job across its groups.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class PagedPart:
     """``groups[i]`` is the cache of the part's layers in its i-th KV cache group, ``places[i]``
-    where they stand among the layers of ``geometry``. ``formats`` say how the elements of each
-    layer of the geometry are stored. The bytes of ``mixed_tokens`` may lie among one another.
+    their indices among the layers of ``geometry``. ``formats``: storage format of each layer.
+    ``mixed_tokens``: tokens whose bytes may be interleaved.
     """
 
     geometry: ChunkGeometry
@@ -43,12 +43,10 @@ class PagedPart:
     def from_kv_caches(
         cls, part: PartLayout, rank: int, kv_caches: Mapping[str, torch.Tensor]
     ) -> PagedPart:
-        """View the tensors vLLM registered. Raises :class:`LayoutError` for what cannot be proved.
-
-        A layer that shares another's cache is in no part.
-        """
+        """View vLLM's registered tensors. Layers that share another's cache are in no part. Raises
+        :class:`LayoutError` if the layout cannot be verified."""
         geometry = part.geometries[rank]
-        # A state's block holds one snapshot, which stands where others have one token.
+        # A state's block holds one snapshot, in the place of a token.
         block_size = 1 if part.part.rule is Rule.STATE else part.part.block_size
         groups = []
         for group in part.groups:
@@ -65,7 +63,7 @@ class PagedPart:
 
     @property
     def blocks_per_chunk(self) -> int:
-        """In each of its groups."""
+        """Blocks per chunk in each group."""
         return self.geometry.num_tokens // self.groups[0].block_size
 
     @property
@@ -81,9 +79,8 @@ class PagedPart:
         *,
         to_chunks: bool,
     ) -> list[BlockCopy]:
-        """Copies between a run's blocks and its leading chunks, which lie at ``addresses``, in
-        memory that ``owners`` keep. Raises :class:`CopyError` for a block that is listed for two
-        groups."""
+        """Copies between a run's blocks and its leading chunks at ``addresses``, in memory kept
+        alive by ``owners``. Raises :class:`CopyError` for a block listed for two groups."""
         blocks = range(run.skip_blocks, len(addresses) * self.blocks_per_chunk)
         listed = [ids[: len(blocks)] for ids in run.block_ids]
         if len(listed) != len(self.groups):
@@ -104,7 +101,7 @@ class PagedPart:
         return found
 
     def clear_after(self, num_tokens: int, value: npt.NDArray[np.uint8]) -> None:
-        """Make a chunk zero after so many tokens, as exactly as it is known where they lie."""
+        """Zero a chunk's bytes after ``num_tokens``, rounded up to ``mixed_tokens``."""
         end, geometry = -(-num_tokens // self.mixed_tokens) * self.mixed_tokens, self.geometry
         for width, offset in zip(geometry.layer_widths, geometry.layer_offsets, strict=False):
             at = offset
@@ -117,7 +114,7 @@ class PagedPart:
 
 
 def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
-    """The chunks with these numbers of a run that skips no blocks."""
+    """The chunks of ``run`` at these indices. ``run`` must not skip blocks."""
 
     def blocks(ids: tuple[int, ...]) -> tuple[int, ...]:
         size = len(ids) // len(run.keys)
@@ -133,7 +130,7 @@ def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
 
 
 def in_pieces(run: PartRun, size: int, blocks_per_chunk: int) -> Iterator[PartRun]:
-    """All of a run, ``size`` chunks at a time."""
+    """Split a run into pieces of ``size`` chunks."""
     for start in range(0, len(run.keys), size):
         end = min(start + size, len(run.keys))
         first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))

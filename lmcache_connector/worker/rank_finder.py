@@ -1,6 +1,6 @@
-"""Finds out, at the start, which other ranks of the engine this one can read from.
+"""Finds out at start which other ranks of the engine this rank can read from.
 
-Each rank keeps a sample in its CPU tier until the first job, for the others to read.
+Until its first job, each rank keeps a sample in its CPU tier for the others to read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FIND_SECONDS = 5.0
 
 
 class RankFinder:
-    """Made before other ranks can reach this one: it stores the sample, if somebody may read it.
-    ``peers``: ``None`` where nothing is read from others. Runs on the engine's step thread."""
+    """Create before other ranks can reach this one: stores the sample, if some rank may read it.
+    ``peers``: ``None`` if this rank reads from no other. Runs on the engine's step thread."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class RankFinder:
         self._sample = store_sample(engine, parts) if self._peers else ()
 
     def begin(self, server: PeerServer | None, *, loads: bool) -> None:
-        """Other ranks reach this one by ``server``. Without ``loads`` it reads nothing, and leaves
-        to the others what they store."""
+        """Start reading other ranks' samples; ``server`` serves this rank's. Without ``loads``,
+        read nothing, and leave the shared KV to the other ranks."""
         if not loads:
             self._found.settle(self._engine.share.others)
         if self._peers and server and server.has_door:
@@ -52,8 +52,8 @@ class RankFinder:
             self._found = self._thread.submit(find)
 
     def find(self) -> frozenset[int] | None:
-        """Whose memory this rank reads; ``None``: not known yet. Ask in each step: all ranks have
-        started when the first step comes, or will within seconds."""
+        """The ranks whose memory this rank reads; ``None``: unknown so far. Poll in each step: all
+        ranks have started when the first step comes, or will within seconds."""
         now = self._clock()
         self._give_up_at = min(self._give_up_at, now + _FIND_SECONDS)
         if now >= self._give_up_at:
@@ -63,7 +63,7 @@ class RankFinder:
         return self._found.value or frozenset()
 
     def forget_sample(self) -> None:
-        """All ranks have started: there are jobs."""
+        """All ranks have started, as there are jobs: drop the sample."""
         for key in self._sample:
             self._engine.forget(key)
         self._sample = ()

@@ -1,7 +1,7 @@
-"""The tiers of one rank, and the lanes that move KV between them and a paged cache.
+"""The tiers of one rank, and the lanes that move KV between the tiers and a paged cache.
 
-What every engine needs, whether vLLM steps it or a program by hand: LMCache's engine, Redis and
-peers behind it, the copier, what measures them, and the queue of jobs.
+Shared by vLLM's engines and engines stepped by hand: LMCache's engine, Redis and peers, the copier,
+the measurements, and the job queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.copy_kv_blocks.copier import Fence, make_copier
 from lmcache_connector.plans import (
     AuditJob,
-    Calibration,
+    Fetched,
     ForwardTime,
     JobResult,
     LayerDifference,
@@ -26,7 +26,7 @@ from lmcache_connector.plans import (
     PrefetchJob,
     PrefillWork,
     StoreJob,
-    TransferTime,
+    Tier,
 )
 from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -44,19 +44,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_SECONDS = 2.0
-# After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
-# New prompts of 3,000 tokens were answered 2 to 3 % sooner.
+# After a forward pass on CPU, stores wait so long, to leave the cores to the sampling of tokens.
+# Measured: new prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
 _NUM_REDIS_LANES = 2
 
 
 class RankTiers:
-    """``parts`` are the rank's paged cache, to which the self-test writes, leaving it as it was.
+    """``parts``: the rank's paged cache; the self-test writes to it and restores it.
 
-    Both ``redis`` and ``peers`` are closed with the tiers. ``probe_keys`` name the chunks that
-    measure Redis; without any, Redis is not measured. ``on_executed``: see :class:`JobQueue`.
-    ``clock`` is monotonic, in seconds. Runs on the thread that steps the engine. Raises
-    ``ConfigError`` or ``SelfTestError`` for what cannot be used.
+    Closing the tiers closes ``redis`` and ``peers``. ``probe_keys``: chunks that measure Redis;
+    empty: Redis is not measured. ``on_executed``: see :class:`JobQueue`. ``clock`` is monotonic, in
+    seconds. Runs on the thread that steps the engine. Raises ``ConfigError`` or ``SelfTestError``.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class RankTiers:
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
         self.hold_writes: Callable[[float], None] = lambda until: None
-        """No writes to Redis before that reading of the clock, where the cores that write compute
-        the model."""
+        """``hold_writes(until)`` delays writes to Redis that would use the model's cores."""
         if redis is not None and self.copier.shares_cores:
             self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
@@ -99,18 +97,18 @@ class RankTiers:
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether Redis is being measured for the first time, which takes 2 s at most."""
+        """Whether the first measurement of Redis is under way; 2 s at most."""
         return self.probe.is_busy and self._clock() < self._probe_until
 
-    def calibration(self) -> Calibration:
-        """What was measured at start, to be asked for once."""
-        local = None
-        if self.self_test is not None:
-            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        return Calibration(local, self.probe.first(_FIRST_PROBE_SECONDS))
+    def measured(self) -> tuple[Fetched, ...]:
+        """The measurements at start; call once."""
+        found = self.probe.first(_FIRST_PROBE_SECONDS)
+        if (test := self.self_test) is not None:
+            found = (Fetched(Tier.CPU, test.num_bytes, test.load_seconds), *found)
+        return found
 
     def stop(self, seconds: float) -> bool:
-        """End what runs; each kind of it gets ``seconds``. False if some was left behind, which may
+        """End all activity; each kind gets ``seconds``. False if something was left behind that may
         still use the tier's memory."""
         self.probe.close(seconds)
         are_ended = self.jobs.close(seconds)
@@ -122,19 +120,19 @@ class RankTiers:
         return are_ended
 
     def close(self, seconds: float, *, unmap: bool) -> None:
-        """After :meth:`stop`: queued writes to Redis get ``seconds``, then all memory goes, but
-        without ``unmap`` that of the CPU tier."""
+        """After :meth:`stop`: give queued writes to Redis ``seconds``, then free all memory, the
+        CPU tier's only with ``unmap``."""
         self.engine.close(seconds, unmap=unmap)
         self.copier.close()
 
     def load_in_step(self, job: LoadJob) -> LoadInStep:
-        """Make a load on the calling thread, or queue it on the device in front of the next forward
-        pass. Raises ``RuntimeError`` if a chunk is not there, and what the copy raises."""
+        """Load on the calling thread, or queue the copies on the device ahead of the next forward
+        pass. Raises ``RuntimeError`` if a chunk is missing, and the copy's errors."""
         started = self._clock()
         return LoadInStep(job, self.engine.load_in_step(job), started, self._clock())
 
     def _run(self, queued: QueuedJob) -> JobResult:
-        """On a lane's thread."""
+        """Runs on a lane's thread."""
         job, context, cancelled = queued.job, queued.context, queued.cancelled
         started, differences = self._clock(), tuple[LayerDifference, ...]()
         if not context.may_begin():
@@ -150,7 +148,7 @@ class RankTiers:
             )
             moved, differences = JobTransfer.of([audit]), audit.differences
         elif isinstance(job, PrefetchJob):
-            # What it has waited behind loads says nothing of Redis, which would look stalled.
+            # A deadline of its own: the wait behind loads would make Redis look stalled.
             moved = self.engine.fetch(job, cancelled, started + job.deadline_seconds)
         elif isinstance(job, StoreJob):
             moved = self.engine.store(job, queued.fence, cancelled, context.gate, context.parts)
@@ -176,7 +174,7 @@ class RankTiers:
 
 @dataclass(frozen=True, slots=True)
 class LoadInStep:
-    """A load that a forward pass reads: made, or queued, from ``started`` to ``ended``."""
+    """A load that a forward pass reads; copied, or queued, from ``started`` to ``ended``."""
 
     job: LoadJob
     load: QueuedLoad
@@ -184,13 +182,13 @@ class LoadInStep:
     ended: float
 
     def take_result(self) -> QueuedJob | None:
-        """``None``: the device has not come to its end. Else what it was copied from is let go."""
+        """The result, after releasing the memory; ``None`` while the device still copies."""
         copies = self.load.copies
         if not all(copy.is_done for copy in copies):
             return None
         self.load.release()
         seconds = sum(copy.seconds for copy in copies)
-        seconds = seconds or self.ended - self.started  # the host was ahead of the device
+        seconds = seconds or self.ended - self.started  # copied by the host
         num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in copies)
         result = JobResult(self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds)
         return QueuedJob(self.job, None, self.started, self.started, self.started, result=result)
@@ -198,7 +196,7 @@ class LoadInStep:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A forward pass that was queued on a device between two fences."""
+    """A forward pass queued on a device between two fences."""
 
     work: PrefillWork
     before: Fence
@@ -208,12 +206,12 @@ class _Queued:
 class ForwardTimer:
     """Times forward passes on the device that runs them.
 
-    On CPU a forward pass runs between two calls, and a clock measures it. On CUDA those calls only
-    queue it: two fences in the compute stream, before and after it, measure it once it is done.
-    Runs on the engine's step thread; ``clock`` is in seconds.
+    On CPU, a forward pass runs between two calls, timed by ``clock`` (seconds). On CUDA the calls
+    only queue the pass: fences before and after it in the compute stream time it once it is done.
+    Runs on the engine's step thread.
 
-    ``fence()`` marks a point in the device's work: see :meth:`Copier.fence`. ``has_news``: whether
-    a timed pass is done, or queued; a plain attribute, cheap to poll every step.
+    ``fence()``: see :meth:`Copier.fence`. ``has_news``: whether a timed pass is done or queued; a
+    plain attribute, cheap to poll every step.
     """
 
     def __init__(self, fence: Callable[[], Fence | None], clock: Callable[[], float]) -> None:
@@ -227,13 +225,13 @@ class ForwardTimer:
         self.has_news = False
 
     def start(self, work: PrefillWork | None) -> None:
-        """Call right before the forward pass; ``None``: it is not worth timing."""
+        """Call right before the forward pass; ``None``: do not time it."""
         self._work = work
         if work is not None:
             self._before, self._started = self._fence(), self._clock()
 
     def stop(self) -> None:
-        """Call right after it was run or, on CUDA, queued."""
+        """Call right after the pass was run or, on CUDA, queued."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -245,7 +243,7 @@ class ForwardTimer:
             self._done.append(ForwardTime(work, self._clock() - self._started))
 
     def take(self) -> tuple[ForwardTime, ...]:
-        """The passes done since the last call. Never waits."""
+        """Passes done since the last call. Never waits."""
         while self._queued and self._queued[0].after.query():
             queued = self._queued.popleft()
             milliseconds = queued.before.elapsed_time(queued.after)

@@ -1,24 +1,26 @@
-"""Measures how fast Redis is, without a request that waits for it.
+"""Measures Redis without a request that waits.
 
-A few chunks of random numbers are written once and read again for every measurement: first one,
-then several, which tells latency from bandwidth. Instances with the same model and namespace share
-them. They shrink about as KV does, so a probe tells of compressed values where those are written.
-Redis may evict them like any other value: what is missing is written again before it is measured.
-Where nothing may be written, the probe tells no more than whether Redis answers.
+The probe writes a few chunks of random numbers once, and reads them for every measurement: first
+one, then several, to tell latency from bandwidth. Instances with the same model and namespace share
+the chunks, which compress about as well as KV. Redis may evict them like any value: missing chunks
+are written again before the measurement. Where writing is not allowed, the probe only finds out
+whether Redis answers.
 
-One thread, off the engine's steps. It reads through the tier as loads do.
+One thread, off the engine's steps, reads through the tier as loads do.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.plans import TransferTime
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.plans import Fetched, Tier
 from lmcache_connector.threads import Background
 
 if TYPE_CHECKING:
@@ -27,19 +29,34 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 16 << 20
 _READ_SECONDS = 1.0
-"""For each of the two reads. A server that brings no chunk in a second is slower than compute."""
+"""For each of the two reads. A server that delivers no chunk in a second loses to compute."""
 _CONNECT_SECONDS = 0.5
-"""After the start it takes a moment until the tier is connected."""
+"""The tier connects shortly after the start."""
 _RETRY_SECONDS = 0.01
 _WRITE_SECONDS = 10.0
+_NUM_CHUNKS = 8
+
+
+def probe_keys(config: ConnectorConfig, root: Mapping[str, object]) -> list[bytes]:
+    """Keys of the chunks that measure Redis for the model named by ``root``; none if every hit is
+    loaded anyway.
+
+    The chunks are noise of the right size, so instances with other weights may share them, unless
+    they write values in another form.
+    """
+    if config.compute_or_load == "always":
+        return []
+    hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
+    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
+    return [hasher.root_key({"probe": i, **form}) for i in range(_NUM_CHUNKS)]
 
 
 class RedisProbe:
-    """Measures when asked to, and once at start.
+    """Measures on request, and once at start.
 
-    ``keys`` name the chunks to read, of one part and the same in every instance of the model; as
-    many are used as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_news``: whether
-    :meth:`take` would return something; a plain attribute, cheap to poll every step.
+    ``keys``: chunks of one part to read, the same in every instance of the model; as many are used
+    as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_news``: whether :meth:`take` has
+    something to return; a plain attribute, cheap to poll every step.
     """
 
     def __init__(
@@ -57,10 +74,10 @@ class RedisProbe:
         self.has_news = False
         self._closed = threading.Event()
         self._background = Background("lmc-probe")
-        self._task = self._background.submit(self._measure, self._tell)  # for the start
+        self._task = self._background.submit(self._measure, self._tell)  # at start
 
     def request(self) -> None:
-        """Measure soon, unless that is under way."""
+        """Measure soon, unless a measurement is under way."""
         if not self.is_busy:
             self._task = self._background.submit(self._measure, self._tell)
 
@@ -68,45 +85,48 @@ class RedisProbe:
     def is_busy(self) -> bool:
         return not self._task.is_done
 
-    def take(self) -> TransferTime | None:
-        """What was measured since the last call; ``None`` if nothing was."""
+    def take(self) -> tuple[Fetched, ...]:
+        """Measurements since the last call, larger reads first. One of 0 bytes: Redis answers, but
+        had nothing to read."""
         if not self._task.is_done:
-            return None
+            return ()
         self.has_news = False
         result, self._task.value = self._task.value, None
-        return result
+        return result or ()
 
-    def first(self, seconds: float) -> TransferTime | None:
-        """The first measurement; if it is under way still, that nothing came in ``seconds``."""
-        return TransferTime(0, seconds) if self.is_busy else self.take()
+    def first(self, seconds: float) -> tuple[Fetched, ...]:
+        """The first measurement; while it is under way, a failure after ``seconds``."""
+        return (Fetched(Tier.REDIS, 0, seconds, True),) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:
-        """Bounded: a read ends at its deadline, or when this cancels it."""
+        """Bounded: a read ends at its deadline, or when the probe closes."""
         self._closed.set()
         self._background.close(seconds)
 
     def _tell(self) -> None:
         self.has_news = True
 
-    def _measure(self) -> TransferTime:
+    def _measure(self) -> tuple[Fetched, ...]:
         started = self._clock()
         one = self._read_once_connected(started + _CONNECT_SECONDS)
         many, missing = self._read_all(one)
         if missing and self._write(missing):
-            self._read(len(self._keys))  # what was missing has cost the connections
+            self._read(len(self._keys))  # reconnect: the misses have cost the connections
             one = self._read(1)
             many, missing = self._read_all(one)
-        seconds = self._clock() - started
         if one.cut_off:
-            return TransferTime(0, seconds)
-        if not one.hits[0]:
-            return TransferTime(0, seconds, latency_seconds=one.seconds)
-        if missing:  # asking for those has cost time, which says nothing of Redis' speed
-            return TransferTime(self._chunk_bytes, one.seconds)
-        return _line(one.seconds, sum(many.hits), many.seconds, self._chunk_bytes)
+            return (Fetched(Tier.REDIS, 0, self._clock() - started, True),)
+        of_one = Fetched(Tier.REDIS, self._chunk_bytes * one.hits[0], one.seconds)
+        # Asking for missing chunks took time that says nothing of Redis' speed.
+        if missing or sum(many.hits) < 2:
+            return (of_one,)
+        of_many = Fetched(Tier.REDIS, self._chunk_bytes * sum(many.hits), many.seconds)
+        if many.seconds <= one.seconds:  # noise hides the bandwidth
+            return (of_many,)
+        return of_many, of_one
 
     def _read_once_connected(self, until: float) -> ReadResult:
-        """The first chunk. After the start it takes a moment until there is a connection."""
+        """Read the first chunk, waiting for the first connection."""
         while True:
             one = self._read(1)
             is_late = self._closed.is_set() or self._clock() >= until
@@ -115,7 +135,7 @@ class RedisProbe:
             self._closed.wait(_RETRY_SECONDS)
 
     def _read_all(self, one: ReadResult) -> tuple[ReadResult, list[int]]:
-        """All chunks, if the first was there, and which are missing although Redis answers."""
+        """Read all chunks if the first was there. Also returns which chunks are missing."""
         many = self._read(len(self._keys)) if one.hits[0] and len(self._keys) > 1 else one
         if many.cut_off:
             return many, []
@@ -128,8 +148,8 @@ class RedisProbe:
         return self._tier.read(self._keys[:count], buffers, deadline, self._closed.is_set)
 
     def _write(self, missing: Sequence[int]) -> bool:
-        """Write these chunks, over values that turned out unsound too. False if none was written:
-        there may not be room for all of them at once, or the probe was closed."""
+        """Write these chunks, also over corrupt values. False if none was written, for lack of room
+        or because the probe was closed."""
         written = threading.Semaphore(0)
         stored: list[bool] = []
 
@@ -138,7 +158,7 @@ class RedisProbe:
             written.release()
 
         for i in missing:
-            if self._closed.is_set():  # what is queued now would hold up the tier's own end
+            if self._closed.is_set():  # what is queued now would delay the tier's close
                 return False
             self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), on_done)
         until = self._clock() + _WRITE_SECONDS
@@ -150,37 +170,27 @@ class RedisProbe:
 
 
 class NoProbe:
-    """Stands for a probe where Redis is not measured."""
+    """Takes the place of a probe where Redis is not measured."""
 
     has_news = False
     is_busy = False
 
     def request(self) -> None: ...
 
-    def take(self) -> None: ...
+    def take(self) -> tuple[()]:
+        return ()
 
-    def first(self, seconds: float) -> None: ...
+    def first(self, seconds: float) -> tuple[()]:
+        return ()
 
     def close(self, seconds: float) -> None: ...
 
 
 def _noise(dtype: str, num_bytes: int) -> memoryview:
-    """Normal numbers: random exponents take little room, as a model's do."""
+    """Normally distributed numbers: their exponents compress as a model's do."""
     kind: torch.dtype = getattr(torch, dtype)
     count = num_bytes // kind.itemsize
     numbers = torch.randn(count) if kind.is_floating_point else torch.randint(0, 127, (count,))
     noise = torch.zeros(num_bytes, dtype=torch.uint8)
     noise[: count * kind.itemsize] = numbers.to(kind).view(torch.uint8)
     return memoryview(noise.numpy())
-
-
-def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:
-    """Latency and bandwidth, from a read of one chunk and one of ``num_chunks``.
-
-    If more chunks took no longer, noise hides the bandwidth: half of the time counts as latency.
-    """
-    if num_chunks < 2:
-        return TransferTime(chunk_bytes, one_seconds)
-    chunk_seconds = (seconds - one_seconds) / (num_chunks - 1)
-    latency = max(0.0, one_seconds - chunk_seconds) if chunk_seconds > 0 else seconds / 2
-    return TransferTime(num_chunks * chunk_bytes, seconds, latency)

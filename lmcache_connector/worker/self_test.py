@@ -1,7 +1,7 @@
-"""The start-up self-test: a pattern goes through store and load, and must come back byte for byte.
+"""The self-test at start: a pattern must survive a store and a load byte for byte.
 
-Every part of the model takes its turn, in all its KV cache groups at once. It runs before vLLM
-serves anything, on the real paged cache, and leaves it as it was.
+Every part of the model is tested, in all its KV cache groups at once, on the real paged cache. The
+test runs before vLLM serves requests, and restores the cache.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lmcache_connector.worker.lmcache_plugs import JobTransfer
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.waiting_jobs import StepGate
 
-_KEY = b"\0" * 31 + b"\1"  # no BLAKE3 output anyone will meet
+_KEY = b"\0" * 31 + b"\1"  # never a BLAKE3 output in practice
 _DEADLINE_SECONDS = 60.0
 
 
 class SelfTestError(RuntimeError):
-    """What was loaded is not what was stored."""
+    """A load returned other bytes than were stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """``num_bytes`` went each way, in so many seconds, over all parts."""
+    """``num_bytes`` were copied in each direction, over all parts."""
 
     num_bytes: int
     store_seconds: float
@@ -42,10 +42,10 @@ class SelfTestResult:
 def run_self_test(
     engine: LMCacheEngineAdapter, parts: Sequence[PagedPart], clock: Callable[[], float]
 ) -> SelfTestResult | None:
-    """Store, load and compare what a chunk has of each part.
+    """Store, load and compare a chunk of each part.
 
-    Returns ``None`` if the cache is smaller than a chunk. Raises :class:`SelfTestError` if that
-    cannot be stored and loaded, or comes back with other bytes.
+    Returns ``None`` if the cache is smaller than a chunk. Raises :class:`SelfTestError` if a chunk
+    cannot be stored and loaded, or changes on the way.
     """
     trials = [_Trial.of(engine, parts, number, clock) for number in range(len(parts))]
     results = [trial.run() for trial in trials if trial is not None]
@@ -59,8 +59,8 @@ def run_self_test(
 
 
 def store_sample(engine: LMCacheEngineAdapter, parts: Sequence[PagedPart]) -> tuple[bytes, ...]:
-    """Of whatever lies in the paged cache, a chunk of each part, for other ranks to find out
-    whether they can read it here. Its keys."""
+    """Store one chunk of each part with whatever the paged cache holds, so that other ranks can try
+    to read from this one. Returns the chunks' keys."""
     trials = [_Trial.of(engine, parts, number, time.monotonic) for number in range(len(parts))]
     for trial in trials:
         if trial is not None:
@@ -71,8 +71,8 @@ def store_sample(engine: LMCacheEngineAdapter, parts: Sequence[PagedPart]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """One chunk of a part. The bytes of its blocks are lists over layers, as :meth:`read` returns
-    them."""
+    """The test of one part's chunk. The bytes of its blocks are lists over layers: see
+    :meth:`read`."""
 
     engine: LMCacheEngineAdapter
     part: PagedPart
@@ -92,8 +92,8 @@ class _Trial:
         per_chunk, num_blocks = part.blocks_per_chunk, min(g.num_blocks for g in part.groups)
         if num_blocks < per_chunk * len(part.groups):
             return None
-        # Last to first: an order no straight copy of neighbours would get right. No two groups have
-        # a block in common.
+        # In descending order, to catch copies that assume ascending blocks. No two groups share a
+        # block.
         firsts = range(num_blocks - 1, -1, -per_chunk)[: len(part.groups)]
         block_ids = tuple(tuple(range(last, last - per_chunk, -1)) for last in firsts)
         key = part_key(_KEY, number, len(parts))
@@ -104,7 +104,7 @@ class _Trial:
         before = self.read()
         pattern = [torch.randint(0, 256, layer.shape, dtype=torch.uint8) for layer in before]
         try:
-            # The first trip touches memory and compiles; the second is what transfers will cost.
+            # The first trip touches memory and compiles; only the second one is timed.
             self.round_trip(pattern)
             self.engine.forget(key)
             return self.round_trip(pattern)
@@ -140,7 +140,7 @@ class _Trial:
         return self.engine.store(job, self.engine.fence(), threading.Event(), StepGate())
 
     def read(self) -> list[torch.Tensor]:
-        """uint8 ``[rows, heads, tokens, content bytes]`` of each layer, on the CPU."""
+        """uint8 ``[rows, heads, tokens, content bytes]`` per layer, on the CPU."""
         return [
             layer[rows.to(layer.device)].contiguous().cpu().view(torch.uint8)
             for group, rows in self._groups()
@@ -154,8 +154,8 @@ class _Trial:
                 layer[rows.to(layer.device)] = next(data).view(layer.dtype).to(layer.device)
 
     def _groups(self) -> Iterator[tuple[PagedLayout, torch.Tensor]]:
-        """Each group, and indices of the blocks in a layer's tensor there, several for each block
-        where vLLM splits them."""
+        """Each group with the rows of the blocks in its layers' tensors, several per block where
+        vLLM splits blocks."""
         for group, ids in zip(self.part.groups, self.run_of_one.block_ids, strict=True):
             block_ids = np.array(ids, np.int64)
             yield group, torch.from_numpy(group.rows(block_ids, group.row_tokens).index)

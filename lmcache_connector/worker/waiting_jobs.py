@@ -1,15 +1,15 @@
-"""Jobs that no lane has begun yet, which of them is next, and what they are run with.
+"""Jobs that no lane has begun: their order, and their context.
 
 ::
 
     behind a forward pass -> ready -> begun
                               |  ^
                               v  |
-    behind a store, or behind a chunk that a lane is bringing from Redis
+    behind a store, or behind a chunk that a lane is fetching from Redis
 
-A load is looked at when it is the next one, and when what it waits for has ended: what else waits
-costs nothing. Of the loads that wait for one chunk, one is called when the chunk has come: as it
-wants the chunk too, the others would only wait for that one.
+A load is examined when it is first in line, and when its blocker has ended; otherwise waiting costs
+nothing. When a chunk has arrived, one of the loads that wait for it is made ready. That load
+occupies the chunk while it runs, so the others would have to wait again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 Job = LoadJob | StoreJob | PrefetchJob
 
 _AGE_PER_CHUNK_SECONDS = 0.010
-"""A load passes another if it comes less than that later for each chunk it is smaller by. So
-nothing waits for ever."""
+"""A load overtakes another one that came up to this much earlier per chunk of size difference. The
+limit prevents starvation."""
 _FENCE_LOOK_SECONDS = 0.001
-"""Nobody says when a fence is reached. One look takes some microseconds."""
+"""Fences are polled, at a few microseconds each."""
 _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
 _SLACK = 64
-"""Entries of a heap that may be of jobs that have ended, beside as many as wait."""
+"""Stale entries that a heap may have beyond one per waiting job."""
 
 
 class StepGate:
-    """Open while a step is under way, from when its plan has said which blocks it overwrites.
+    """Open from the arrival of a step's plan, which names the blocks it overwrites, to its end.
 
-    Blocks change only in a step whose plan names them. A copy that ends while the gate is open has
-    read nothing of the kind. One that ends between two steps may have: where reused blocks are
-    zeroed, vLLM's model runner V2 does that before it hands over the plan. So it waits for the
-    plan, which cancels it if it names its blocks.
+    Blocks change only in a step whose plan names them, so a copy that ends while the gate is open
+    has read valid blocks. A copy that ends between steps may not have: vLLM's model runner V2
+    zeroes reused blocks before it hands over the plan. Such a copy waits for the plan, which
+    cancels it if it names its blocks.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepGate:
         self._is_shut = False
 
     def open(self) -> None:
-        """The plan's cancellations are made."""
+        """The plan's cancellations have been made."""
         if not self._open.is_set():
             self._open.set()
 
@@ -68,27 +68,26 @@ class StepGate:
             self._open.clear()
 
     def shut(self) -> None:
-        """There will be no further plan: what has not passed is lost."""
+        """No further plan will come: copies that have not passed are void."""
         self._is_shut = True
         self._open.set()
 
     def passes(self, cancelled: threading.Event) -> bool:
-        """Whether what was copied until now may be kept. Waits for the next step at most."""
+        """Whether a finished copy may be kept. Waits for the next step at most."""
         was_open = self._open.is_set()
         self._open.wait()
         return not cancelled.is_set() and (was_open or not self._is_shut)
 
 
-_OPEN_GATE = StepGate()  # which nobody closes
+_OPEN_GATE = StepGate()  # never closed
 
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What a job is run with beside its plan.
+    """A job's parameters beside its plan.
 
-    ``gate``: what passes it of the copies out of the paged cache may be kept. ``parts``: the caches
-    of this job, where these are not the engine's own. ``may_begin``: asked on the lane; a job that
-    may not begin ends cancelled.
+    ``gate``: decides whether copies out of the paged cache are kept. ``parts``: the job's caches,
+    if not the engine's. ``may_begin``: called on the lane; if false, the job ends cancelled.
     """
 
     gate: StepGate = _OPEN_GATE
@@ -101,11 +100,11 @@ NO_CONTEXT = JobContext()
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it.
+    """A submitted job. ``cancelled`` may be set at any time; the lane polls it.
 
     ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
-    than ``not_before``, unless somebody waits for it. ``fenced_at``: when a load's fence was seen
-    to be reached. ``result`` is set when the job has ended.
+    than ``not_before``, unless another job or thread waits for it. ``fenced_at``: when a load's
+    fence was found reached. ``result`` is set when the job has ended.
     """
 
     job: Job
@@ -120,7 +119,7 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a job from a tier gives up, a reading of the queue's clock."""
+        """When a load, audit or prefetch gives up, a reading of the queue's clock."""
         job = self.job
         seconds = 3600.0
         if isinstance(job, LoadJob | AuditJob | PrefetchJob):
@@ -130,8 +129,8 @@ class QueuedJob:
         return self.fenced_at + seconds
 
     def look_at_fence(self, now: float) -> bool:
-        """Whether the load may begin, as far as forward passes go. After one that has failed it
-        ends, cancelled."""
+        """Whether the forward passes before the load have ended. If one has failed, the load is
+        cancelled."""
         try:
             if self.fenced_at is None and (self.fence is None or self.fence.query()):
                 self.fenced_at = now
@@ -149,31 +148,31 @@ class QueuedJob:
 
 
 class WaitingStores(deque[QueuedJob]):
-    """In the order in which they were planned."""
+    """Stores, or audits, in planning order."""
 
     def next(self, now: float) -> QueuedJob | None:
-        """Takes out the one that may begin."""
+        """Remove and return the first job, if it may begin."""
         return self.popleft() if self and now >= self[0].not_before else None
 
     def seconds_to_look(self, now: float) -> float:
-        """Until `next` may find one, if no job ends before."""
+        """Seconds until `next` may return a job, if no job ends before."""
         return self[0].not_before - now if self else float("inf")
 
 
 class WaitingLoads:
-    """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of those that have not ended.
-    ``brought``: the chunks that lanes are bringing from Redis."""
+    """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of jobs that have not ended.
+    ``brought``: chunks that lanes are fetching from Redis."""
 
     def __init__(self, open_jobs: Collection[int], brought: Collection[bytes]) -> None:
         self._open_jobs = open_jobs
         self._brought = brought
         self._waiting: dict[int, QueuedJob] = {}
         self._behind_passes: deque[QueuedJob] = deque()
-        # Heaps by turn. Some entries are of jobs that have ended. The last item is the chunk for
-        # which the load was called.
+        # Heaps by turn; some entries are stale. The last item is the chunk whose arrival made the
+        # load ready.
         self._ready: list[tuple[float, int, bytes | None]] = []
         self._behind: dict[int | bytes, list[tuple[float, int]]] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap; some have begun or ended
+        self._deadlines: list[tuple[float, int]] = []  # a heap with stale entries
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -181,7 +180,7 @@ class WaitingLoads:
     def add(self, queued: QueuedJob) -> None:
         job_id, turn, deadline = queued.job.job_id, queued.turn, queued.deadline
         self._forget_ended()  # jobs may come and end without a lane that takes any
-        # Nothing raises from here on: a job that waits is whole.
+        # Nothing raises below, so the job is in all containers.
         self._waiting[job_id] = queued
         heapq.heappush(self._deadlines, (deadline, job_id))
         if queued.fenced_at is None:
@@ -190,7 +189,7 @@ class WaitingLoads:
             heapq.heappush(self._ready, (turn, job_id, None))
 
     def next(self, now: float) -> QueuedJob | None:
-        """Takes out the one that is to begin."""
+        """Remove and return the job that is to begin."""
         self._look_at_fences(now)
         while self._ready:
             turn, job_id, called_for = heapq.heappop(self._ready)
@@ -205,11 +204,11 @@ class WaitingLoads:
         return None
 
     def remove(self, job_id: int) -> QueuedJob | None:
-        """``None``: it does not wait here."""
+        """Remove and return the job; ``None`` if it does not wait here."""
         return self._waiting.pop(job_id, None)
 
     def overdue(self, now: float) -> Iterator[QueuedJob]:
-        """Takes out those whose deadline has passed."""
+        """Remove and return jobs whose deadline has passed."""
         while self._deadlines:
             at, job_id = self._deadlines[0]
             if job_id in self._waiting and at > now:
@@ -219,22 +218,22 @@ class WaitingLoads:
                 yield queued
 
     def job_ended(self, job_id: int) -> None:
-        """Loads may have waited for that store."""
+        """Make loads ready that waited for this job."""
         for turn, waiting_id in self._behind.pop(job_id, ()):
             heapq.heappush(self._ready, (turn, waiting_id, None))
 
     def came(self, keys: Iterable[bytes]) -> None:
-        """No lane is bringing these chunks any more."""
+        """No lane is fetching these chunks any more."""
         if self._behind:
             for key in keys:
                 self._call_one(key)
 
     def seconds_to_look(self, now: float) -> float:
-        """Until `next` may find one, if no job ends before."""
+        """Seconds until `next` may return a job, if no job ends before."""
         return _FENCE_LOOK_SECONDS if self._behind_passes else float("inf")
 
     def seconds_to_deadline(self, now: float) -> float:
-        """Until `overdue` may find one."""
+        """Seconds until `overdue` may return a job."""
         return self._deadlines[0][0] - now if self._deadlines else float("inf")
 
     def _forget_ended(self) -> None:
@@ -247,15 +246,15 @@ class WaitingLoads:
             heapq.heapify(self._deadlines)
 
     def _look_at_fences(self, now: float) -> None:
-        """Passes run in order: behind one that runs, no fence is reached."""
+        """Forward passes run in order: if one still runs, no later fence is reached."""
         passes = self._behind_passes
         while passes and (passes[0].result is not None or passes[0].look_at_fence(now)):
             queued = passes.popleft()
             if queued.job.job_id in self._waiting:
-                self.add(queued)  # with the deadline that it has now
+                self.add(queued)  # with its deadline, now that it is known
 
     def _blocker(self, job: Job) -> int | bytes | None:
-        """The store that the load waits for, or a chunk."""
+        """The store or the chunk that the job must wait for."""
         if not isinstance(job, LoadJob):
             return None
         if job.after_job in self._open_jobs:
@@ -265,7 +264,7 @@ class WaitingLoads:
         return next(filter(self._brought.__contains__, job.keys), None)
 
     def _call_one(self, key: bytes) -> None:
-        """Of the loads that wait for the chunk, the one whose turn it is."""
+        """Make ready the first of the loads that wait for the chunk."""
         heap = self._behind.get(key)
         if heap and key not in self._brought:
             turn, job_id = heapq.heappop(heap)

@@ -1,11 +1,11 @@
-"""Looks at what lies in Redis and removes it, without getting in the way of serving instances.
+"""Lists, reads and removes values in Redis, with little effect on serving instances.
 
-Keys are found with SCAN, never KEYS. Commands are pipelined a few hundred at a time. Values are
-removed with UNLINK, which frees memory in the background. On servers that can (Redis 7.2, Valkey),
-looking at a value does not make it recently used.
+SCAN finds keys, never KEYS. Commands are pipelined a few hundred at a time. UNLINK removes values,
+so that memory is freed in the background. On Redis 7.2 and Valkey, reading a value here does not
+mark it as recently used.
 
-Everything blocks, within bounds, and one thread uses it: this serves command-line tools. What goes
-wrong is raised as `RedisAdminError`, without credentials.
+For command-line tools: one thread, calls block within bounds, and failures raise `RedisAdminError`,
+without credentials.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from lmcache_connector.storage.redis.value_names import ValueName, parse_value_n
 _T = TypeVar("_T")
 _SCAN_COUNT = 512
 _BATCH = 256
-# Whole values read at once.
+# Whole values per round trip.
 _READ_BATCH = 8
-# To greet: whoever takes longer is no Redis, or not the one that was meant.
+# For the first reply: a slower server is no Redis, or not the intended one.
 _GREETING_SECONDS = 5.0
-# To answer: a server may have much to look through.
+# For later replies: SCAN on a large server takes time.
 _ANSWER_SECONDS = 60.0
-# Of a value, asked for at once: by default no value is larger.
+# Bytes of a value per command: values are no larger by default.
 _PIECE_BYTES = 4 << 20
-# Of all answers to one question: such a piece, or some hundred names or headers.
+# Limit of the replies to one command: one such piece, or some hundred names or headers.
 _MAX_BYTES = _PIECE_BYTES + (1 << 20)
 
 
-# By what an error says, in lower case; the first that fits.
+# Error text, in lower case, and hint; the first match applies.
 _UNKNOWN_HOST = "this machine cannot resolve the host name: correct it"
 _HINTS = (
     ("certificate", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
@@ -70,7 +70,7 @@ _HINTS = (
 
 
 class RedisAdminError(Exception):
-    """What went wrong, and in ``hint`` what to do about it."""
+    """A failed operation; ``hint`` says what the user can do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class RedisAdminError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server reports about itself. Sizes in bytes; None where it does not tell."""
+    """A server's own figures. Sizes in bytes; None for figures it does not report."""
 
     node: Node
     version: str | None
@@ -90,7 +90,7 @@ class ServerFacts:
 
 
 class Unreadable(Enum):
-    """Why a value cannot be read as one of ours, in the words of the metrics."""
+    """Why a value cannot be one of ours. The values are labels of metrics."""
 
     WRONG_TYPE = "wrong_type"
     OVERSIZED = "oversized_payload"
@@ -98,8 +98,8 @@ class Unreadable(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value as found. ``header`` is its first 128 bytes. ``ttl_seconds`` is None if it does not
-    expire. ``idle_seconds`` count from its last use; None where the server does not keep that."""
+    """``header`` is the value's first 128 bytes. ``ttl_seconds`` is None if it does not expire,
+    ``idle_seconds`` since its last use None if the server does not track it."""
 
     node: Node
     raw_name: bytes
@@ -111,7 +111,7 @@ class StoredValue:
 
 
 class RedisAdmin:
-    """Use it in a ``with``. Every method may raise `RedisAdminError`. ``clock`` returns seconds."""
+    """A context manager. Methods may raise `RedisAdminError`. ``clock`` returns seconds."""
 
     def __init__(
         self, config: RedisTierConfig, clock: Callable[[], float] = time.monotonic
@@ -129,7 +129,7 @@ class RedisAdmin:
             client.close()
 
     def nodes(self) -> tuple[Node, ...]:
-        """Connect to every server that holds values, and return their names."""
+        """Connect to every server that holds values, and return their nodes."""
         with self._translated():
             self._topology.prepare()
         for node in self._topology.nodes():
@@ -159,18 +159,18 @@ class RedisAdmin:
     def names(
         self, namespace: str | None, key_prefix: str = ""
     ) -> Iterator[tuple[Node, bytes, ValueName]]:
-        """``(node, raw name, name)`` of all values. As with SCAN, a value may come twice."""
+        """``(node, raw name, name)`` of all values. SCAN may report a value twice."""
         pattern = scan_pattern(namespace, key_prefix)
         for node in self.nodes():
             with self._translated():
                 for raw in self._client(node).scan_iter(pattern, count=_SCAN_COUNT):
                     name = parse_value_name(raw)
-                    # The pattern "a:*" also finds what is in the namespace "a:b".
+                    # The pattern "a:*" also matches the namespace "a:b".
                     if name is not None and name.is_in(namespace, key_prefix):
                         yield node, raw, name
 
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:
-        """All values, without their payload, except those that vanish meanwhile."""
+        """All values without payload. Values that expire meanwhile are skipped."""
         for batch in _batches(self.names(namespace, key_prefix), _BATCH):
             for node, names in _by_node(batch).items():
                 yield from self._describe(node, names)
@@ -178,7 +178,7 @@ class RedisAdmin:
     def payloads(
         self, namespace: str | None, key_prefix: str = ""
     ) -> Iterator[tuple[bytes, ValueName, bytes | Unreadable | None]]:
-        """``(raw name, name, whole value)``; None for a value gone meanwhile."""
+        """``(raw name, name, whole value)``; None for a value that expired meanwhile."""
         for batch in _batches(self.names(namespace, key_prefix), _READ_BATCH):
             for node, names in _by_node(batch).items():
                 with self._translated():
@@ -203,8 +203,8 @@ class RedisAdmin:
         return value
 
     def unlink(self, node: str, names: Sequence[bytes]) -> int:
-        """Remove values of one node; returns how many existed. One command each, because a
-        cluster's node takes only keys of one slot in a command."""
+        """Remove values of one node; returns how many existed. One command per value, since a
+        cluster node accepts only keys of one slot per command."""
         with self._translated():
             pipe = self._client(Node(node)).pipeline(transaction=False)
             for name in names:
@@ -226,7 +226,7 @@ class RedisAdmin:
         with self._translated():
             pipe = self._client(node).pipeline(transaction=False)
             for raw, _ in names:
-                # Idleness first: on old servers, the other commands count as uses.
+                # IDLETIME first: on old servers the other commands reset it.
                 pipe.object("IDLETIME", raw).pttl(raw).strlen(raw).getrange(
                     raw, 0, HEADER_BYTES - 1
                 )
@@ -251,9 +251,9 @@ class RedisAdmin:
         if node not in self._clients:
             with self._translated():
                 client = self._clients[node] = self._topology.connect(node, _MAX_BYTES)
-                with suppress(ResponseError):  # before Redis 7.2 a look counts as a use
+                with suppress(ResponseError):  # unknown before Redis 7.2
                     client.client_no_touch("ON")
-                client.ping()  # it may still be loading its data
+                client.ping()  # raises while the server loads its data
                 be_patient(client, _ANSWER_SECONDS)
         return self._clients[node]
 

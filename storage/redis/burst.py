@@ -1,9 +1,9 @@
 """Writes chunks to one node over one connection.
 
-One pipelined round trip asks the length of each value: whole values are not written again, unless a
-reader of this tier found them spoiled. Then the missing values go out, straight from the chunks'
-buffers unless they are compressed, one batch at a time, while the answers to the batch before are
-read. What is wrong with one chunk, or with its slot, costs that chunk only.
+One pipelined round trip asks for the length of each value. Complete values are not written again,
+unless a reader found them spoiled. Missing values are sent in batches, uncompressed ones directly
+from the chunks' buffers, while the replies to the previous batch are read. A fault of one chunk or
+its slot affects only that chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WriteRefusedError(Exception):
 
 
 class SpoiledChunks:
-    """Chunks of which a value did not verify: the next write of each replaces what lies there. The
+    """Chunks of which a value failed verification: their next write overwrites. Bounded; the
     oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class SpoiledChunks:
                 del self._keys[next(iter(self._keys))]
 
     def take(self, key: bytes) -> bool:
-        """Whether it is one of them. Tells once."""
+        """Whether ``key`` is spoiled; removes it."""
         with self._lock:
             return self._keys.pop(key, False) is None
 
 
 @dataclass(eq=False)
 class _Value:
-    """``stored_bytes``: of its payload, compressed or not; 0 until it is sent."""
+    """``stored_bytes``: size of the payload as stored; 0 until it is sent."""
 
     chunk: _Chunk
     stripe: Stripe
@@ -72,7 +72,7 @@ class _Value:
 
 @dataclass(eq=False)
 class _Chunk:
-    """``has_failed``: some value could not be written."""
+    """``has_failed``: a value could not be written."""
 
     write: PendingWrite
     num_unanswered: int = 0
@@ -80,9 +80,8 @@ class _Chunk:
 
 
 class Burst:
-    """``on_end(write, end)`` is called as each chunk is done with. ``deadline`` bounds each send.
-    ``num_bytes``: stored bytes of payloads that were set. ``was_redirected``: some chunks live
-    elsewhere."""
+    """``on_end(write, end)`` is called when a chunk is finished. ``deadline`` bounds each send.
+    ``num_bytes``: payload bytes stored. ``was_redirected``: another node holds some chunks."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class Burst:
         self.was_redirected = False
 
     def run(self, writes: Sequence[PendingWrite]) -> None:
-        """Raises `WireError` or `WriteRefusedError`; what had no end by then is not written."""
+        """Raises `WireError` or `WriteRefusedError`; chunks without `on_end` are not written."""
         missing: list[_Value] = []
         self._ask_for_all(writes)
         for write in writes:
@@ -130,12 +129,12 @@ class Burst:
         self._wire.send([b"".join(commands)], self._deadline)
 
     def _missing(self, write: PendingWrite) -> list[_Value]:
-        """The values of a chunk that are to be written; if there are none, the chunk is done."""
+        """The values of a chunk to be written; if none, the chunk is finished."""
         stripes = self._plan.stripes_of(write.key)
         lengths = [self._answer_to_strlen() for _ in stripes]
         if self._plan.config.refresh_ttl:
             for _ in stripes:
-                self._wire.receive_line(self._deadline)  # a right that lacks costs the lifetime
+                self._wire.receive_line(self._deadline)  # without permission, TTL is not renewed
         if None in lengths:
             self._on_end(write, WriteEnd.FAILED)
             return []
@@ -162,8 +161,7 @@ class Burst:
             yield batch
 
     def _encode(self, batch: Sequence[_Value]) -> list[bytes | memoryview]:
-        """The SETs of ``batch``; payloads that are not compressed are views of the chunks' own
-        buffers."""
+        """The SETs of ``batch``. Uncompressed payloads are views of the chunks' buffers."""
         plan = self._plan
         parts: list[bytes | memoryview] = []
         for value in batch:
@@ -176,17 +174,17 @@ class Burst:
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
             head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)
             parts += [head + encode_header(header, stored, plan.sealer), stored, tail]
-        # Its answer has another form than those before it, which shows that they were in step.
+        # Its reply is an integer, unlike those to SET: this shows that replies are in step.
         parts.append(command(b"STRLEN", name))
         return parts
 
     def _collect(self, batch: Sequence[_Value]) -> None:
-        """Read the answers to ``batch``; none counts before all have proved to be in step."""
+        """Read the replies to ``batch``; they count only once all are known to be in step."""
         are_set = [self._answer_to_set() for _ in batch]
         length = self._answer_to_strlen()
         last = batch[-1]
         if length != HEADER_BYTES + last.stored_bytes:
-            last.chunk.has_failed = True  # it is gone again, or another's
+            last.chunk.has_failed = True  # evicted or overwritten meanwhile
         answered = list(zip(batch, are_set, strict=True))
         num_bytes = sum(value.stored_bytes for value, is_set in answered if is_set)
         self.num_bytes += num_bytes
@@ -207,7 +205,7 @@ class Burst:
         return line is not None
 
     def _answer_to_strlen(self) -> int | None:
-        """-1 for a value of another type, None if it lives elsewhere."""
+        """-1 for a value of another type, None for a redirection."""
         line = self._answer()
         if line is None:
             return None
@@ -218,7 +216,7 @@ class Burst:
         return int(line[1:])
 
     def _answer(self) -> bytes | None:
-        """None for a redirection. Raises `WriteRefusedError` for errors about the whole server."""
+        """None for a redirection. Raises `WriteRefusedError` for errors of the whole server."""
         line = self._wire.receive_line(self._deadline)
         if is_redirection(line):
             self.was_redirected = True

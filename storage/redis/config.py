@@ -21,10 +21,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class RedisTierConfig:
-    """Raises a ``ValueError`` that lists what cannot be of what users set.
+    """Raises a ``ValueError`` that lists all invalid settings.
 
-    ``url`` and ``hash_key`` are secrets, given as such and not as references; neither shows in
-    ``repr``.
+    ``url`` and ``hash_key`` are the secrets themselves, not references; ``repr`` omits them.
     """
 
     url: str = field(repr=False)
@@ -35,13 +34,13 @@ class RedisTierConfig:
     # Restart the lifetime on each hit (GETEX instead of GET; needs write permission).
     refresh_ttl: bool = False
     connect_timeout_seconds: float = 1.0
-    # How long a server may go without sending a byte of its answer, or taking a byte of a write.
+    # How long a server may send no byte of its reply, or accept no byte of a write.
     read_timeout_seconds: float = 2.0
     write_timeout_seconds: float = 5.0
     # Reader threads, and at most as many writer threads. Each has one connection to each node.
     num_connections: int = 2
-    # Requested and not yet received, per connection. The server may have to buffer as much; beyond
-    # the size of its CPU's cache, more is only slower.
+    # Requested and not yet received, per connection. The server may buffer as much; beyond its CPU
+    # cache, more is slower.
     window_bytes: int = 8 * MIB
     write_queue_bytes: int = 1024 * MIB
     # The largest stored value, header included.
@@ -72,25 +71,24 @@ class RedisTierConfig:
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload of a value, by which stripes are cut."""
+        """The largest payload of a value; stripes are cut to it."""
         return self.max_value_bytes - HEADER_BYTES
 
     @property
     def batch_bytes(self) -> int:
-        """Sent together: two batches fill the window."""
+        """Bytes per batch: two batches fill the window."""
         return self.window_bytes // 2
 
     @property
     def ttl_options(self) -> tuple[bytes, ...]:
-        """``PX`` and the lifetime, or nothing."""
         if self.ttl_seconds is None:
             return ()
         return (b"PX", b"%d" % round(self.ttl_seconds * 1000))
 
 
 class ValuePlan:
-    """What all reads, or all writes, of a tier have in common. ``geometries``: of what this rank
-    reads or writes of a chunk."""
+    """Stripes, headers and seals of a tier's values. ``geometries``: of the part of a chunk that
+    this rank reads or writes."""
 
     def __init__(self, config: RedisTierConfig, geometries: PartGeometries) -> None:
         self.config = config
@@ -99,9 +97,8 @@ class ValuePlan:
         self._stripes = [part.stripes(config.max_payload_bytes) for part in geometries.parts]
 
     def stripes_of(self, key: bytes) -> tuple[Stripe, ...]:
-        """Of what is stored under ``key``, which must name a part of the model, in buffer order."""
+        """Stripes of ``key``, which must name a part of the model, in buffer order."""
         return self._stripes[self.geometries.index_of(key)]
 
     def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
-        """Of the value that holds ``stripe`` of ``key``."""
         return stripe_header(self.geometries.of(key), stripe, key, keyed=self.sealer.keyed)

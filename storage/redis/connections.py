@@ -1,7 +1,6 @@
 """Connections to the servers, each behind the circuit breaker of its node.
 
-Connecting is done on threads of its own, so that a server which does not answer holds up nobody
-who serves another one's chunks.
+Separate threads connect, so that an unresponsive server delays no reads from other servers.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from lmcache_connector.storage.redis.value_names import probe_key
 
 logger = logging.getLogger(__name__)
 
-# Threads that connect, for all threads of a tier or a look-up together.
+# Connecting threads of one tier or look-up.
 _MAX_DIALS = 16
 _MAX_BREAKERS = 2048
-# A server that moves less than that in a time-out is as good as silent.
+# A server that transfers less within a time-out counts as silent.
 _IDLE_BYTES = 64 << 10
 
 
 class UnavailableError(Exception):
-    """No connection to a node can be had now."""
+    """No connection to the node is available now."""
 
 
 class Servers:
-    """What all threads of a tier know about its servers. Thread-safe.
+    """Shared state of a tier's servers. Thread-safe.
 
     ``clock`` returns seconds, ``random`` numbers in [0, 1). ``greet`` is called once, with the
-    first connection made, to look at the server's settings. ``kind``: what logs call a server.
+    first connection, to check the server's settings. ``kind``: the server's name in logs.
     """
 
     def __init__(
@@ -69,18 +68,17 @@ class Servers:
         self._forbidding = set[Node]()
         self._troubled = False
         self._num_dials = 0
-        self._look: threading.Event | None = None  # set at the end of the latest
+        self._look: threading.Event | None = None  # set when the latest look-up of nodes has ended
 
     def breaker(self, node: Node) -> CircuitBreaker:
         """Open while the node does not answer."""
         return self._of(self._breakers, node)
 
     def pause(self, node: Node) -> CircuitBreaker:
-        """Open while the node refuses writes."""
+        """A circuit breaker that is open while the node refuses writes."""
         return self._of(self._pauses, node)
 
     def is_paused(self, node: Node) -> bool:
-        """Whether the node refused a write a moment ago."""
         return (self.pause(node).seconds_until_retry() or 0.0) > 0.0
 
     def any_paused(self) -> bool:
@@ -91,17 +89,15 @@ class Servers:
         return self.breaker(node).state is CircuitState.OPEN
 
     def states(self) -> tuple[tuple[str, CircuitState], ...]:
-        """``(node, circuit state)`` of every node asked so far that still is one."""
+        """``(node, circuit state)`` of every current node asked so far."""
         nodes = set(self.topology.nodes())
         with self._lock:
             known = sorted(self._breakers.items())
         return tuple((str(node), breaker.state) for node, breaker in known if node in nodes)
 
     def refresh(self, deadline: Deadline | None = None) -> None:
-        """See to it that where chunks live is learnt, if that may have changed.
-
-        Waits for it only while nothing is known, until ``deadline``.
-        """
+        """Start updating the topology in the background if it may have changed. Waits, until
+        ``deadline``, only if no node is known yet."""
         if self.topology.is_current():
             return
         with self._lock:
@@ -112,7 +108,7 @@ class Servers:
             deadline.wait(look)
 
     def dial(self, node: Node, idle_seconds: float) -> Dial | None:
-        """Begin to connect; None while too many connections are being made."""
+        """Start connecting; ``None`` if too many connections are being made."""
         dial = Dial(node, idle_seconds, self)
         with self._lock:
             done = self._start(dial.run)
@@ -126,7 +122,7 @@ class Servers:
         return self.config.address.redact(message)
 
     def forbids_reads(self, node: Node, detail: str) -> None:
-        """``node`` lives, and these credentials may not read: that is told once."""
+        """``node`` works, but the credentials lack read permission: logged once per node."""
         with self._lock:
             is_new = node not in self._forbidding
             self._forbidding.add(node)
@@ -134,12 +130,9 @@ class Servers:
             logger.warning("redis %s: nothing is read from it: %s", node, self.redact(detail))
 
     def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
-        """A client of a server that answers these credentials; ``max_bytes`` of all answers to one
-        question. Raises one of ``TALK_ERRORS``.
-
-        Some servers accept connections before they have loaded their data. The question takes one
-        round trip, with a command the tier needs anyway.
-        """
+        """Connect, and check that the server answers commands with these credentials. Some servers
+        accept connections before they have loaded their data. ``max_bytes``: of the replies to one
+        command. Raises one of ``TALK_ERRORS``."""
         client = self.topology.connect(node, max_bytes)
         try:
             with contextlib.suppress(*REDIRECTIONS):
@@ -166,8 +159,8 @@ class Servers:
             self._troubled = False
 
     def _start(self, work: Callable[[], None]) -> threading.Event | None:
-        """Run ``work`` on a thread of its own. An event that is set at its end; None if there are
-        too many threads. Under the lock."""
+        """Run ``work`` on its own thread. Returns an event that is set at its end, ``None`` if
+        there are too many threads. Under the lock."""
         done = threading.Event()
 
         def run() -> None:
@@ -183,7 +176,7 @@ class Servers:
             return None
         try:
             threading.Thread(target=run, name="lmc-redis-dial", daemon=True).start()
-        except RuntimeError:  # the system has no thread to spare
+        except RuntimeError:  # the system is out of threads
             return None
         self._num_dials += 1
         return done
@@ -197,7 +190,7 @@ class Servers:
             return known
         with self._lock:
             if node not in breakers:
-                if len(breakers) >= _MAX_BREAKERS:  # of nodes that requests have named
+                if len(breakers) >= _MAX_BREAKERS:  # drop those of nodes from past requests
                     known_now = set(self.topology.nodes())
                     for other in breakers.keys() - known_now:
                         del breakers[other]
@@ -207,7 +200,7 @@ class Servers:
 
 
 class Dial:
-    """A connection being made. The one who asked for it takes it, or abandons it."""
+    """A connection being made. Whoever started it calls `take` or `abandon`."""
 
     def __init__(self, node: Node, idle_seconds: float, servers: Servers) -> None:
         self.done = threading.Event()
@@ -223,7 +216,7 @@ class Dial:
         return self.done.is_set() and self._wire is None
 
     def take(self, deadline: Deadline) -> Wire | None:
-        """The connection; None if it is not there by then. Raises `UnavailableError`."""
+        """The connection; ``None`` if not ready by ``deadline``. Raises `UnavailableError`."""
         if not deadline.wait(self.done):
             return None
         if self._wire is None:
@@ -237,7 +230,7 @@ class Dial:
                 self._wire.close()
 
     def run(self) -> None:
-        """On a thread of its own."""
+        """Runs on its own thread."""
         servers, node = self._servers, self._node
         breaker = servers.breaker(node)
         try:
@@ -269,19 +262,19 @@ class Connections:
         self._dials: dict[Node, Dial] = {}
 
     def has(self, node: Node) -> bool:
-        """Whether there is, or was a moment ago, a connection to ``node``."""
+        """Whether a connection to ``node`` exists; the server may have closed it."""
         return node in self._wires
 
     def get(self, node: Node, deadline: Deadline) -> Wire:
-        """A live connection. If one has to be made, this waits for it until ``deadline``, except
-        to a server that is known to be away. Raises `UnavailableError`."""
+        """A live connection. Waits until ``deadline`` for a new one, except if the node's circuit
+        is open. Raises `UnavailableError`."""
         wire = self._wires.get(node)
         if wire is not None and wire.is_fresh():
             return wire
         self._close(node)
         is_away = self._servers.is_open(node)
         dial = self._dials.get(node)
-        if dial is None or dial.has_failed:  # before: this is another time
+        if dial is None or dial.has_failed:  # an earlier attempt failed: try again
             dial = self._dial(node)
         try:
             made = dial.take(self._now() if is_away else deadline)
@@ -301,8 +294,8 @@ class Connections:
         self._servers.breaker(node).succeeded()
 
     def drop(self, node: Node, detail: str, *, blame: bool, at_once: bool = False) -> None:
-        """Close the connection to ``node``; with ``blame`` its breaker counts a failure, and opens
-        with ``at_once``."""
+        """Close the connection. ``blame`` counts a failure of the node; with ``at_once`` its
+        breaker opens."""
         self._close(node)
         self._servers.topology.mark_stale()
         if blame and self._servers.breaker(node).failed(at_once=at_once):
@@ -310,8 +303,7 @@ class Connections:
             logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
 
     def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
-        """Begin to connect, ahead of need, to every node without a live connection when it is
-        time."""
+        """Start connecting to every node that has no live connection and may be tried."""
         self._servers.refresh()
         known = set(filter(is_wanted, self._servers.topology.nodes()))
         for node in self._wires.keys() - known:
@@ -320,7 +312,7 @@ class Connections:
             self._dials.pop(node).abandon()
         for node in known:
             if self._servers.breaker(node).seconds_until_retry() == 0.0:
-                self._close(node)  # one from before says nothing: a new one shows if it is back
+                self._close(node)  # only a new connection shows whether the node is back
             with contextlib.suppress(UnavailableError):
                 self.get(node, self._now())
 
@@ -350,12 +342,12 @@ class Connections:
 
 
 def look_at_memory(client: Client) -> None:
-    """Warns of a server with no memory limit that evicts nothing: it grows until the machine has no
-    memory left. Raises one of ``TALK_ERRORS``."""
+    """Warn if the server has neither a memory limit nor eviction: cached chunks would fill the
+    machine's memory. Raises one of ``TALK_ERRORS``."""
     try:
         facts = client.info("memory")
     except ResponseError:
-        return  # these credentials may not ask
+        return  # no permission
     if facts.get("maxmemory", 0) == 0 and facts.get("maxmemory_policy") == "noeviction":
         logger.warning(
             "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "

@@ -1,4 +1,4 @@
-"""What a tier counts: chunks read, by hit or cause of the miss, and chunks written, by end."""
+"""Counters of a tier: chunks read, by hit or cause of the miss, and chunks written, by outcome."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class NotAsked(Enum):
 
     UNAVAILABLE = "unavailable"
     AFTER_MISS = "after_miss"
-    # The time was over before its turn among all reads.
+    # The deadline passed before the read was served.
     QUEUED = "queued"
-    # Our own thread failed; the log says how.
+    # A thread of ours failed; the log says how.
     INTERNAL_ERROR = "internal_error"
 
 
@@ -29,8 +29,8 @@ class NotAsked(Enum):
 class Miss:
     """Why a chunk was not read.
 
-    ``is_behind``: an earlier reply on the same connection failed for ``cause``, so the reply with
-    this chunk was not looked at.
+    ``is_behind``: an earlier reply on the same connection failed for ``cause``, so this chunk's
+    reply was discarded.
     """
 
     cause: ReplyFault | ValueFault | WireFault | NotAsked
@@ -43,11 +43,11 @@ class Miss:
 
 
 class WriteEnd(Enum):
-    """How the write of a chunk ended. The values are labels of metrics."""
+    """Outcome of a chunk's write. The values are labels of metrics."""
 
     WRITTEN = "written"
     ALREADY_THERE = "already_there"
-    # The queue had no room, or the server refuses writes for now.
+    # The queue was full, or the server refuses writes for now.
     QUEUE_FULL = "queue_full"
     FAILED = "failed"
 
@@ -68,7 +68,7 @@ class TierCounts:
 
 
 class Counters:
-    """Counts what the threads of a tier do. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,6 +88,5 @@ class Counters:
             self._counts.bytes_written += num_bytes
 
     def snapshot(self) -> TierCounts:
-        """A copy."""
         with self._lock:
             return deepcopy(self._counts)

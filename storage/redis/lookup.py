@@ -1,7 +1,7 @@
-"""Tells the scheduler which chunks of a prompt are in Redis, without reading them.
+"""Finds out which chunks of a prompt are in Redis, without reading them.
 
-A look-up sends one multi-key ``EXISTS`` per chunk, all at once: one round trip per server. Servers
-answer independently: one that fails, or is late, costs its own chunks and its own connection.
+A look-up sends one multi-key ``EXISTS`` per chunk, all pipelined: one round trip per server. A
+server that fails or is late affects only its own chunks and connection.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from lmcache_connector.storage.redis.connections import Connections, Servers, Un
 from lmcache_connector.storage.redis.topology import Node, Topology, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
-# Of the time a look-up has, for connecting to servers that are not connected.
+# Fraction of a look-up's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
 _COUNT_BYTES = 20
-# A server that is silent for as long is not just late.
+# A server silent for this long counts as failed, not just as late.
 _SUSPICIOUS_SECONDS = 0.2
 
 
 class RedisLookup:
-    """``geometries``: one per rank of the model. What a key names is there only if all its values,
-    those of all ranks, are. ``clock`` returns seconds, ``random`` numbers in [0, 1).
-
-    One thread owns it; only `servers` may be called from others.
+    """``geometries``: one per rank. A key exists only if all its values, of all ranks, exist.
+    ``clock`` returns seconds, ``random`` numbers in [0, 1). Owned by one thread, except `servers`.
     """
 
     def __init__(
@@ -57,11 +55,11 @@ class RedisLookup:
 
     @property
     def has_servers(self) -> bool:
-        """Whether there is anybody to ask. From any thread."""
+        """Whether there is a server to ask. Thread-safe."""
         return True
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
-        """Those of all ranks, once they are known better. Before anything is asked; thread-safe."""
+        """Replace the geometries of all ranks. Before the first look-up; thread-safe."""
         parts = zip(*(rank.parts for rank in geometries), strict=True)
         payload_bytes = self._config.max_payload_bytes
         self._suffixes = tuple(_suffixes(ranks, payload_bytes) for ranks in parts)
@@ -72,17 +70,15 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """The number of leading keys that are known to be wholly in Redis: see `exist`."""
+        """The number of leading keys that are complete in Redis; see `exist`."""
         found = self.exist(keys, deadline, cancelled)
         return found.index(False) if False in found else len(found)
 
     def exist(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> list[bool]:
-        """Whether what each key names is known to be wholly in Redis.
-
-        ``deadline`` is a reading of the clock, in seconds. Blocks until then at most.
-        """
+        """Whether each key is known to be complete in Redis. Blocks until ``deadline`` at most, in
+        seconds of the clock."""
         if not keys:
             return []
         limit = Deadline(deadline, self._clock, cancelled)
@@ -98,23 +94,23 @@ class RedisLookup:
         self._connections.close()
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
-        """The servers asked so far, and the states of their circuits. Thread-safe."""
+        """Servers asked so far, with their circuit states. Thread-safe."""
         return self._servers.states()
 
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
-        """Ask every server that can be reached for the chunks that it may hold."""
+        """Ask every reachable server for the chunks it may hold."""
         self._servers.refresh(deadline)
         return self._send(keys, deadline)
 
     def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
-        """Which of the ``keys`` are wholly there, as far as the answers to `ask` tell."""
+        """Which ``keys`` are complete, according to the answers so far."""
         counts: dict[int, int] = {}
         for question in questions:
             counts |= question.counts
         return [counts.get(i) == len(self._names(key)) for i, key in enumerate(keys)]
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
-        """Which of the chunks each server may hold."""
+        """Indices of the keys that each server may hold."""
         by_node: dict[Node, list[int]] = {}
         for index, key in enumerate(keys):
             node = self._servers.topology.node_of(self._tag(key))
@@ -141,7 +137,6 @@ class RedisLookup:
         return questions
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
-        """What a server is sent to ask for chunks."""
         names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
         return b"".join(command(b"EXISTS", *each) for each in names)
 
@@ -149,11 +144,11 @@ class RedisLookup:
         return chunk_tag(self._config.namespace, key)
 
     def _names(self, key: bytes) -> tuple[bytes, ...]:
-        """How the names of the values of ``key`` end."""
+        """Suffixes of the names of the values of ``key``."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
     def receive(self, question: Question, deadline: Deadline) -> bool:
-        """Take in what a server has answered so far. Whether that was the end of it."""
+        """Read available replies. True if the answer is complete or the connection failed."""
         try:
             question.wire.receive_some(deadline)
             while question.indices and (line := question.wire.next_line()) is not None:
@@ -168,15 +163,15 @@ class RedisLookup:
         return True
 
     def _take(self, question: Question, line: bytes) -> None:
-        """A line of the answer. Raises ``WireError`` for one that is none."""
+        """Count one reply. Raises ``WireError`` if it is malformed."""
         question.counts[question.indices.pop(0)] = self._number(line, question.node)
 
     def leave(self, question: Question, *, is_silent: bool) -> None:
-        """Wait no longer for the answer: what comes now would be out of step."""
+        """Give up the answer. Closes the connection: a late reply would be out of step."""
         self._connections.drop(question.node, "no answer in time", blame=is_silent)
 
     def _number(self, line: bytes, node: Node) -> int:
-        """The count in an answer. A chunk that has moved, or is on its way, is not there."""
+        """The count in a reply; 0 for a chunk that has moved or is being moved."""
         if line[:1] == b":" and line[1:].isdigit() and len(line) <= _COUNT_BYTES:
             return int(line[1:])
         if is_redirection(line):
@@ -186,16 +181,15 @@ class RedisLookup:
 
 
 def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[bytes, ...]:
-    """Each once: ranks that hold the same head hold the same values."""
+    """Without duplicates: ranks that hold the same head share its values."""
     stripes = [stripe for rank in ranks for stripe in rank.stripes(max_payload_bytes)]
     return tuple(dict.fromkeys(map(stripe_suffix, stripes)))
 
 
 @dataclass(eq=False)
 class Question:
-    """``indices``: the chunks that ``node`` has not answered yet, in the order of its answers.
-    ``counts``: how many values of each of the others it has. ``asked_at``, ``answered_at``: by the
-    clock."""
+    """A look-up at ``node``. ``indices``: chunks without a reply yet, in order of the replies.
+    ``counts``: number of values found, by chunk. ``asked_at``, ``answered_at``: on the clock."""
 
     asker: RedisLookup
     node: Node
@@ -211,7 +205,7 @@ def await_answers(
     deadline: Deadline,
     is_enough: Callable[[Sequence[Question]], bool] = lambda left: False,
 ) -> None:
-    """Until all are answered, or ``deadline``, or ``is_enough`` of those that are not."""
+    """Wait until all are answered, ``deadline``, or ``is_enough`` of the unanswered ones."""
     started, left = deadline.clock(), list(questions)
     while left and deadline.remaining() > 0.0 and not is_enough(left):
         slice_seconds = min(SLICE_SECONDS, deadline.remaining())

@@ -1,8 +1,8 @@
-"""A read under way, shared out over the reader threads.
+"""A read in progress, shared among the reader threads.
 
 The caller makes a `PendingRead` and waits. Readers `claim` runs of its values, receive them into
-the chunks' buffers and report each value as settled or failed. A reader works only inside
-`PendingRead.reading`, and `PendingRead.wait` returns only when no reader is inside: from then on no
+the chunks' buffers, and report each value as settled or failed. A reader works only inside
+`PendingRead.reading`. `PendingRead.wait` returns only when no reader is inside: from then on no
 thread touches a buffer.
 """
 
@@ -33,11 +33,10 @@ _POLL_SECONDS = 0.05
 
 @dataclass(slots=True, eq=False)
 class ValueRequest:
-    """One value of a chunk: the command that asks for it, and where its reply goes.
+    """One value of a chunk: its command, and the buffers for its reply.
 
-    A good reply is ``line`` and the value's header (both received into ``head``), the payload
-    (received into the chunk's buffer), and CRLF (``tail``). A compressed value has another line,
-    and is received elsewhere.
+    A good reply is ``line`` and the value's header (both in ``head``), the payload (in the chunk's
+    buffer), and CRLF (``tail``). A compressed value has another line, and other buffers.
     """
 
     chunk: int
@@ -58,8 +57,8 @@ class ValueRequest:
         return self.head[len(self.line) :]
 
     def verify(self, stored: memoryview) -> None:
-        """Raise `InvalidValueError` unless ``header`` and ``stored``, what was received behind it,
-        are the value that was stored. From here on its payload is in place."""
+        """Check the value, and decompress ``stored``, its received payload, into place if
+        necessary. Raises `InvalidValueError`."""
         if check_value(self.header, stored, self.expected, self.sealer):
             decompress(stored, self.payload, self.expected.dtype)
 
@@ -67,8 +66,8 @@ class ValueRequest:
 class PendingRead:
     """A read of consecutive chunks of one prompt. Thread-safe.
 
-    ``buffers[i]``: as many writable bytes as the geometry of ``keys[i]`` says. That chunk lives on
-    ``nodes[i]``, or its values on one of these each.
+    ``buffers[i]``: writable, of the size that the geometry of ``keys[i]`` gives. ``nodes[i]``: the
+    node of that chunk, or one node per value.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class PendingRead:
         self._changed = threading.Condition()
         self._left = [len(plan.stripes_of(key)) for key in keys]
         self._misses: dict[int, Miss] = {}
-        # Chunks from here on are of no use: an earlier one is missing.
+        # Chunks from this index on are useless: an earlier one is missing.
         self._end = len(keys)
-        self._asked: set[int] = set()  # chunks of which a value was asked for
+        self._asked: set[int] = set()  # chunks of which a value was requested
         self._active = 0
         self._closed = False
         chunks: dict[Node, list[int]] = {}
@@ -99,14 +98,14 @@ class PendingRead:
         self._nodes = nodes
         self._work = {node: self._requests(node, each) for node, each in chunks.items()}
 
-    # For reader threads.
+    # Called by readers.
 
     def nodes_with_work(self) -> list[Node]:
         with self._changed:
             return [] if self._closed else list(self._work)
 
     def claim(self, node: Node, max_bytes: int) -> list[ValueRequest]:
-        """The next values to ask ``node`` for: up to ``max_bytes`` or one value; empty if none."""
+        """The next values to request from ``node``: up to ``max_bytes``, at least one if any."""
         claimed: list[ValueRequest] = []
         size = 0
         with self._changed:
@@ -124,7 +123,7 @@ class PendingRead:
 
     @contextmanager
     def reading(self) -> Iterator[bool]:
-        """Keep the read open meanwhile. Yields False if it is over already."""
+        """Keep `wait` from returning meanwhile. Yields False if the read is already over."""
         with self._changed:
             entered = not self._closed
             self._active += entered
@@ -136,17 +135,17 @@ class PendingRead:
                 self._changed.notify_all()
 
     def settle(self, request: ValueRequest) -> None:
-        """The value is in place and verified."""
+        """The value is received and verified."""
         with self._changed:
             self._left[request.chunk] -= 1
 
     def fail(self, request: ValueRequest, miss: Miss) -> None:
-        """The value cannot be had, so its chunk is a miss. A chunk's first failure counts."""
+        """The value is unavailable, so its chunk is a miss. A chunk's first failure counts."""
         with self._changed:
             self._fail_chunk(request.chunk, miss)
 
     def fail_node(self, node: Node) -> None:
-        """``node`` cannot be reached."""
+        """``node`` is unreachable."""
         with self._changed:
             request = next(self._work.pop(node, iter(())), None)
             if request is not None:
@@ -154,7 +153,7 @@ class PendingRead:
             self._changed.notify_all()
 
     def fail_all(self, miss: Miss) -> None:
-        """Nothing more can be read."""
+        """Give up all values that are left."""
         with self._changed:
             for chunk, left in enumerate(self._left):
                 if left:
@@ -163,24 +162,24 @@ class PendingRead:
             self._work.clear()
             self._changed.notify_all()
 
-    # For the caller.
+    # Called by the caller.
 
     def wait(self) -> None:
-        """Return when everything is settled, or the deadline has passed; no reader is inside."""
+        """Return when all is settled or the deadline has passed, and no reader is inside."""
         with self._changed:
             while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
                 self._changed.wait(min(left, _POLL_SECONDS))
             self._closed = True
-            # Bounded: readers look at the same deadline after every slice.
+            # Bounded: readers check the same deadline after every slice.
             while self._active:
                 self._changed.wait(_POLL_SECONDS)
 
     def hits(self) -> list[bool]:
-        """Whether every byte of each chunk is verified. Only after `wait`."""
+        """Whether each chunk is complete and verified. Only after `wait`."""
         return [left == 0 and i not in self._misses for i, left in enumerate(self._left)]
 
     def misses(self) -> list[Miss]:
-        """Why each missing chunk is missing. Only after `wait`."""
+        """The cause of each miss. Only after `wait`."""
         return [
             self._misses.get(i) or Miss(self._why_over(i))
             for i, hit in enumerate(self.hits())

@@ -1,13 +1,13 @@
 """Chunks in Redis: the tier that instances share.
 
-The constructor starts all threads, and `RedisTier.close` ends them:
+The constructor starts all threads, `RedisTier.close` ends them:
 
-- ``num_connections`` readers share every read (`reader`);
-- as many writers, but at most one for two cores and at least one for each node, drain the write
-  queue (`writer`).
+- ``num_connections`` readers share every read (`value_readers`);
+- as many writers, but at most one per two cores and at least one per node, drain the write queue
+  (`writer`).
 
-No trouble with a server raises here. Whatever a server does, or fails to do, is a miss or a failed
-write. It is counted by cause and logged once per episode.
+No method raises because of a server: each failure is a miss or a failed write, counted by cause and
+logged once per episode.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from lmcache_connector.storage.tier import OnDone, ReadResult
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
-# For threads to notice that they are to end, however short the time given.
+# For threads to notice the end, however short the time given to `close`.
 _CLOSE_GRACE_SECONDS = 0.5
-# Spoiled values found sooner after another are one episode, and logged once.
+# Spoiled values in shorter intervals are one episode, and logged once.
 _EPISODE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class RedisTierStats:
-    """``counts`` are since the start, the others of now. ``servers``: node and circuit state."""
+    """``counts`` since the start, the rest as of now. ``servers``: node and circuit state."""
 
     counts: TierCounts
     queued_bytes: int
@@ -54,8 +54,8 @@ class RedisTierStats:
 class RedisTier:
     """One rank's chunks in Redis. Thread-safe.
 
-    ``is_writer``: whether this rank writes what is under a key; of those that hold the same, one
-    does. ``clock`` returns seconds, ``random`` numbers in [0, 1).
+    ``is_writer(key)``: whether this rank writes the values of ``key``; of the ranks that hold the
+    same values, one does. ``clock`` returns seconds, ``random`` numbers in [0, 1).
     """
 
     def __init__(
@@ -117,27 +117,25 @@ class RedisTier:
         return write not in dropped
 
     def hold_writes(self, until: float) -> None:
-        """Write nothing that can wait until ``until``, a reading of the clock in seconds, to leave
-        the machine's cores to others; see `WriteQueue.hold`."""
+        """Delay writes until ``until``, in seconds of the clock, to leave the machine's cores to
+        the engine; see `WriteQueue.hold`."""
         self._writes.hold(until)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until nothing is left to write. False if that takes over ``timeout`` seconds."""
+        """False if the write queue is not empty within ``timeout`` seconds."""
         return self._writes.wait_empty(timeout)
 
     def close(self, seconds: float) -> bool:
-        """Write what can be written within ``seconds``, drop the rest, end all threads.
-
-        Idempotent. False if a thread had to be left behind, for instance in a name look-up; it is a
-        daemon and touches no buffer.
-        """
+        """Write for up to ``seconds``, drop the rest, end all threads. Idempotent. False if a
+        thread is still running, for instance in name resolution; it is a daemon and touches no
+        buffer."""
         until = time.monotonic() + seconds
         self._writes.wait_empty(seconds)
         self._drop(self._writes.close())
         self._writers.stopping.set()
         self._readers.stop()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
-        self._writers.join(max(0.0, until - time.monotonic()))  # it starts no other any more
+        self._writers.join(max(0.0, until - time.monotonic()))  # first: it starts the others
         threads = (*self._readers.threads, self._writers, *self._writers.threads())
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -145,12 +143,12 @@ class RedisTier:
 
     @property
     def queued_bytes(self) -> int:
-        """Of chunks that wait to be written, or are being written."""
+        """Of chunks waiting or being written."""
         return self._writes.num_bytes
 
     def has_room(self, key: bytes, most_bytes: int) -> bool:
-        """Whether the chunk would be queued for a node that takes writes, behind ``most_bytes`` to
-        it at most."""
+        """Whether `put` would queue the chunk: its node accepts writes, has at most ``most_bytes``
+        queued, and the queue has room."""
         node = self._writers.node_of(key)
         if node is not None and (self._servers.is_open(node) or self._servers.is_paused(node)):
             return False
@@ -167,7 +165,7 @@ class RedisTier:
         )
 
     def take_write_times(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of each burst of writes since the last call, for metrics."""
+        """Bytes and seconds of each burst since the last call, for metrics."""
         times = self._writers.times
         return [times.popleft() for _ in range(len(times))]
 
@@ -181,8 +179,8 @@ class RedisTier:
         self._spoiled_at = self._clock()
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> list[Node]:
-        """The nodes of the leading chunks, up to the first whose node is not known or not used for
-        now. Right after the start, this waits until nodes are known."""
+        """Nodes of the leading chunks, up to the first whose node is unknown or has an open
+        circuit. Right after the start, waits until nodes are known."""
         while not self._topology.nodes() and (left := limit.remaining()) > 0.0:
             time.sleep(min(_POLL_SECONDS, left))
         nodes: list[Node] = []
@@ -200,6 +198,6 @@ class RedisTier:
 
 
 def _num_writers(num_connections: int) -> int:
-    """A writer mostly computes and copies. On two cores, a second writer would only take the core
-    that the engine, or a server on this machine, could run on."""
+    """A writer mostly computes and copies: on two cores, a second one would compete with the engine
+    or a local server."""
     return max(1, min(num_connections, (os.cpu_count() or 1) // 2))

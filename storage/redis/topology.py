@@ -1,8 +1,8 @@
 """Which server holds a key, and how to connect to it.
 
 A *node* is a server's name: ``host:port``, a socket path, or ``sentinel:`` and a master's name.
-Topologies are thread-safe. `Topology.prepare` and `Topology.connect` do network I/O and belong in
-threads that nobody waits for; `Topology.node_of` never does.
+Topologies are thread-safe. `Topology.prepare` and `Topology.connect` do network I/O, so they run on
+background threads; `Topology.node_of` does none.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NUM_SLOTS = 16384
 MAX_NODES = 1000
 MAX_SLOTS_BYTES = 8 << 20
 
-# Between two looks at the slot map, however many errors ask for one. Each is twice the one before,
-# as long as the map does not hold.
+# Between two reads of the slot map, however many errors request one. Doubles while maps go stale
+# quickly.
 _MIN_SECONDS, _MAX_SECONDS = 0.25, 4.0
-# Nodes of the present map that are asked for a new one, beside those of the URL.
+# Nodes of the current map that are asked for a new one, beside those of the URL.
 _MAX_ASKED = 8
 
 
 class Topology:
-    """One server, reached by TCP, TLS or a Unix socket, which holds all keys."""
+    """One server, reached by TCP, TLS or Unix socket, that holds all keys."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float], name: str = "") -> None:
         self._address = config.address
@@ -49,38 +49,36 @@ class Topology:
         self._node = Node(name or config.address.path or _name(self._hosts[0]))
 
     def prepare(self) -> None:
-        """Learn what `node_of` needs to know. Raises one of ``TALK_ERRORS``."""
+        """Learn where keys are stored. Raises one of ``TALK_ERRORS``."""
 
     def is_current(self) -> bool:
         """Whether `prepare` has nothing to do."""
         return True
 
     def node_of(self, key: bytes) -> Node | None:
-        """The node that holds ``key``, None while that is not known."""
+        """The node that holds ``key``; None if not known yet."""
         return self._node
 
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes known now."""
+        """All known nodes."""
         return (self._node,)
 
     def connect(self, node: Node, max_bytes: int) -> Client:
-        """Connected, with credentials accepted; ``max_bytes`` of all answers to one question.
-        Raises one of ``TALK_ERRORS``."""
+        """A connected, authenticated client. ``max_bytes``: of the replies to one command. Raises
+        one of ``TALK_ERRORS``."""
         return self._dialer.connect(*self._hosts[0], max_bytes)
 
     def mark_stale(self) -> None:
-        """Look again at the next `prepare`: a server's silence suggests that something has
-        changed."""
+        """A server did not answer: the next `prepare` looks again."""
 
     def redirected(self, node: Node) -> None:
-        """Look again at the next `prepare`: ``node`` says that a key lives elsewhere."""
+        """``node`` redirected a command: the next `prepare` looks again."""
 
 
 class SentinelTopology(Topology):
-    """The master that a group of sentinels names, asked again for every connection. A master
-    demoted later still serves reads, which are verified; it refuses writes.
-
-    One node under the master's name: the breaker and the logs follow the role."""
+    """The master that a group of sentinels names, asked for every connection. A master demoted
+    later still serves reads, which are verified, and refuses writes. The node has the master's
+    name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
@@ -93,7 +91,7 @@ class SentinelTopology(Topology):
                 return self._dialer.connect(host, port, max_bytes)
             except TALK_ERRORS as problem:
                 error = problem
-                # The next connection asks another one first.
+                # The next connection asks another sentinel first.
                 others = tuple(other for other in self._hosts if other != sentinel)
                 self._hosts = (*others, sentinel)
         raise error
@@ -109,7 +107,7 @@ class SentinelTopology(Topology):
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The node of each slot, and where each node is: always of one look."""
+    """Owner of each slot and endpoint of each node, from one reply."""
 
     owners: Mapping[int, Node]
     endpoints: Mapping[Node, Endpoint]
@@ -117,9 +115,9 @@ class _Map:
 
 class ClusterTopology(Topology):
     """The masters of a cluster. The slot map is read at the first `prepare`, and again after a
-    redirection, a broken connection or a refused one, and while a slot that is asked for belongs to
-    nobody. From then on the node that redirected is asked for the map before those of the URL: its
-    map names the owner that its ``MOVED`` names, and theirs may be old for ever."""
+    redirection, a broken or refused connection, and while a requested slot has no owner. The node
+    that redirected last is asked before those of the URL: its map agrees with its ``MOVED``, while
+    theirs may stay outdated."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock)
@@ -149,7 +147,7 @@ class ClusterTopology(Topology):
     def node_of(self, key: bytes) -> Node | None:
         owner = self._map.owners.get(key_slot(key))
         if owner is None:
-            self._stale = True  # nobody served that slot when we looked; somebody may by now
+            self._stale = True  # the slot had no owner; it may have one by now
         return owner
 
     def nodes(self) -> tuple[Node, ...]:
@@ -171,11 +169,11 @@ class ClusterTopology(Topology):
         self._stale = True
 
     def _refresh(self) -> None:
-        # Before the look, so that a change reported meanwhile is not lost.
+        # First, so that a change reported during the look is not lost.
         self._stale = False
         try:
             slots = self._look()
-        except BaseException:  # whatever it was, the next look may fare better
+        except BaseException:  # look again
             self._stale = True
             raise
         names = {endpoint: _name(endpoint) for endpoint in dict.fromkeys(slots.values())}
@@ -196,18 +194,16 @@ class ClusterTopology(Topology):
 
 
 def parse_slots(reply: Any, asked: Endpoint) -> Mapping[int, Endpoint]:
-    """The master of each slot, from the reply to ``CLUSTER SLOTS`` of the node ``asked``.
-
-    Raises one of ``TALK_ERRORS`` for anything but a map in which each slot has one owner.
-    """
+    """The master of each slot, from the reply of node ``asked`` to ``CLUSTER SLOTS``. Raises one of
+    ``TALK_ERRORS`` unless each slot has at most one owner."""
     owners: dict[int, Endpoint] = {}
     nodes: set[Endpoint] = set()
     num_slots = 0
     for first, last, (name, port, *_), *_ in reply:
-        # No name: the node does not know its own, but it is where the asked one is.
+        # An empty name stands for the address of the asked node.
         node = name.decode("ascii", "replace") if name else asked[0], port
         nodes.add(node)
-        # So the work is bounded, however many ranges there are.
+        # Bounds the work, however many ranges there are.
         num_slots += last + 1 - first
         if not 0 <= first <= last < NUM_SLOTS or num_slots > NUM_SLOTS or len(nodes) > MAX_NODES:
             raise ValueError("more slots or nodes than a cluster has")

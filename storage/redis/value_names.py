@@ -1,8 +1,7 @@
 """Names of values in Redis (pure).
 
 A name is ``lmc:{<namespace>:<hex chunk key>}:<first layer>-<layer end>:<KV head>``. The braces are
-a cluster hash tag: all values of a chunk share one slot and one node, and one command can name them
-all.
+a cluster hash tag: all values of a chunk share one slot, so one command can name them all.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _VALUE_NAME = re.compile(rb"lmc:\{([^{}]+):([0-9a-f]{64})\}:(\d+)-(\d+):(\d+)")
 
 
 def chunk_tag(namespace: str, key: bytes) -> bytes:
-    """The part of the name that all values of one chunk share."""
+    """The prefix shared by the names of all values of one chunk."""
     return f"lmc:{{{namespace}:{key.hex()}}}".encode()
 
 
@@ -26,13 +25,13 @@ def stripe_suffix(stripe: Stripe) -> bytes:
 
 
 def probe_key(namespace: str) -> bytes:
-    """The name of a key that never exists, for a question that any server can answer."""
+    """The name of a key that never exists, for a probe that every server can answer."""
     return f"lmc:{{{namespace}:}}:probe".encode()
 
 
 @dataclass(frozen=True, slots=True)
 class ValueName:
-    """A name in parts. ``key`` is the chunk key; the layers are ``[layer_start, layer_end)``."""
+    """A parsed name. ``key`` is the chunk key; the layers are ``[layer_start, layer_end)``."""
 
     namespace: str
     key: bytes
@@ -41,7 +40,7 @@ class ValueName:
     shard: int
 
     def is_in(self, namespace: str | None, key_prefix: str) -> bool:
-        """Whether it is of that namespace, or there is none, and of a key that begins so."""
+        """Whether the value is of that namespace (None: any) and key prefix."""
         return namespace in (None, self.namespace) and self.key.hex().startswith(key_prefix)
 
 
@@ -61,8 +60,8 @@ def parse_value_name(name: bytes) -> ValueName | None:
 
 
 def scan_pattern(namespace: str | None, key_prefix: str = "") -> bytes:
-    """A glob for SCAN that finds all values of one namespace, or of all, whose hexadecimal chunk
-    key begins with ``key_prefix``, and maybe others: see `ValueName.is_in`."""
+    """A glob for SCAN that matches all values of one namespace (None: of all) with that prefix of
+    the hexadecimal chunk key, and maybe others: see `ValueName.is_in`."""
     if namespace is None:
         return f"lmc:{{*:{key_prefix}*".encode()
     escaped = re.sub(r"([\\*?\[\]])", r"\\\1", namespace)

@@ -1,5 +1,4 @@
-"""Reader threads that share all reads from the servers of one kind, each over connections of its
-own."""
+"""Reader threads that share all reads from servers of one kind, each with its own connections."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ from lmcache_connector.storage.tier import ReadResult
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.25
-# Of the time a read has, for connecting to a server that is not connected.
+# Fraction of a read's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
-# Bad replies for which the server is to blame; the others come from what was stored there.
+# Bad replies that count against the server; others are due to what was stored.
 _SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
 _FORBIDDEN = b"-NOPERM "
-# Causes of misses that tell of the way to the servers, not of what they hold.
+# Misses due to the connection rather than to the server's content.
 _CONNECTION_FAULTS = frozenset(
     {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
 )
 
 
 class ValueReaders:
-    """``num_connections`` threads read values from ``servers``, as ``plan`` has them. Thread-safe.
+    """``num_connections`` threads that read values from ``servers``. Thread-safe.
 
-    Of several nodes none has all readers: one that falls silent keeps those that wait for it, and
-    the others' chunks go by. ``on_spoiled``: see `ValueStream`. What was read is counted in
-    ``counters``.
+    With several nodes, at least one reader is kept free of any single node: a silent node blocks
+    the readers that wait for it, and other nodes' chunks must still be read. ``on_spoiled``: see
+    `ValueStream`. Reads are counted in ``counters``.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class ValueReaders:
         self._servers = servers
         self._plan = plan
         self._counters = counters
-        self._reads: list[PendingRead] = []  # those with work left, oldest first
-        self._readers: Counter[Node] = Counter()  # at each node
+        self._reads: list[PendingRead] = []  # with work left, oldest first
+        self._readers: Counter[Node] = Counter()  # readers at each node
         self._changed = threading.Condition()
         self.closed = False
         self.threads = tuple(
@@ -74,11 +73,10 @@ class ValueReaders:
         find_nodes: Callable[[Deadline], Sequence[Node | Sequence[Node]]],
         limit: Deadline,
     ) -> ReadResult:
-        """Read consecutive chunks of one prompt, the leading ones from the nodes that
-        ``find_nodes`` names. Blocks; touches no buffer once it has returned.
+        """Read consecutive chunks of one prompt; ``find_nodes`` returns the nodes of the leading
+        ones. Blocks; touches no buffer after it has returned.
 
-        ``buffers``: as many writable bytes as the geometry of each key says. Raises ``ValueError``
-        for others.
+        ``buffers``: writable, of the size that the geometry of each key gives; else ``ValueError``.
         """
         started = self._servers.clock()
         check_sizes(self._plan.geometries, keys, buffers)
@@ -95,26 +93,26 @@ class ValueReaders:
         return ReadResult(hits, self._servers.clock() - started, cut_off)
 
     def stop(self) -> None:
-        """The threads end soon, and what is being read is a miss."""
+        """Threads end soon; reads in progress become misses."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
-        """False if a thread had to be left behind, a daemon that touches no buffer."""
+        """False if a thread is still running; it is a daemon and touches no buffer."""
         self.stop()
         until = time.monotonic() + seconds
         for thread in self.threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
 
-    # For readers.
+    # Called by readers.
 
     def next(
         self, timeout: float, num_nodes: int, is_near: Callable[[Node], bool]
     ) -> tuple[PendingRead, Node] | None:
-        """What a reader serves until it calls `leave`: the oldest read, and of its nodes one that
-        ``is_near`` first. None after ``timeout`` seconds or when closed."""
+        """Work for a reader until it calls `leave`: the oldest read with a free node, preferably
+        one that ``is_near``. None after ``timeout`` seconds or when closed."""
         most = len(self.threads) if num_nodes < 2 else max(1, len(self.threads) - 1)
         with self._changed:
             turn = self._find(most, is_near)
@@ -127,7 +125,7 @@ class ValueReaders:
             return turn
 
     def leave(self, node: Node) -> None:
-        """Another reader may serve it in this one's stead."""
+        """Let another reader serve the node."""
         with self._changed:
             self._readers[node] -= 1
             if not self._readers[node]:
@@ -136,7 +134,7 @@ class ValueReaders:
                 self._changed.notify_all()
 
     def _add(self, read: PendingRead) -> bool:
-        """False once closed."""
+        """False if closed."""
         with self._changed:
             if self.closed:
                 return False
@@ -154,8 +152,6 @@ class ValueReaders:
 
 
 class Reader(threading.Thread):
-    """One of ``readers``. ``on_spoiled``: see `ValueStream`."""
-
     def __init__(
         self,
         name: str,
@@ -171,7 +167,7 @@ class Reader(threading.Thread):
         self._replies = SingleReplies()
 
     def run(self) -> None:
-        timeout = 0.0  # connect before there is anything to read
+        timeout = 0.0  # connect before the first read
         while not self._readers.closed:
             turn = None
             try:
@@ -183,7 +179,7 @@ class Reader(threading.Thread):
                 else:
                     self._servers.refresh()
                     self._serve(*turn)
-            except Exception:  # whatever it is, the next read may fare better
+            except Exception:  # keep serving reads
                 logger.exception("a read failed; its chunks count as misses")
                 self._connections.close()
                 if turn is not None:
@@ -194,7 +190,7 @@ class Reader(threading.Thread):
         self._connections.close()
 
     def _serve(self, read: PendingRead, node: Node) -> None:
-        """Read what is left to be claimed of ``node``."""
+        """Read the unclaimed values of ``node``."""
         clock = self._servers.clock
         connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
         try:
@@ -203,7 +199,7 @@ class Reader(threading.Thread):
         except UnavailableError:
             read.fail_node(node)
             return
-        # Two batches in the window; smaller ones for small reads, so that all readers get some.
+        # Two batches fill the window; a small read has smaller ones, so that all readers share it.
         config = self._servers.config
         fair = read.total_bytes // (2 * config.num_connections)
         batch_bytes = max(1, min(config.batch_bytes, fair))
@@ -213,7 +209,7 @@ class Reader(threading.Thread):
                 self._stream(stream, node)
 
     def _stream(self, stream: ValueStream, node: Node) -> None:
-        """Read what can be read from ``node``; keep what came whole and fail the rest."""
+        """Read values from ``node``; on an error keep complete ones and fail the rest."""
         try:
             while stream.receive_batch():
                 self._connections.succeeded(node)
@@ -237,7 +233,7 @@ class Reader(threading.Thread):
 def check_sizes(
     geometries: PartGeometries, keys: Sequence[bytes], buffers: Sequence[memoryview]
 ) -> None:
-    """Raises ``ValueError`` for a key or a buffer of the wrong size."""
+    """Raises ``ValueError`` for a key or buffer of the wrong size."""
     if len(keys) != len(buffers):
         raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
     for key, buffer in zip(keys, buffers, strict=True):

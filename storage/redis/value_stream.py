@@ -1,11 +1,10 @@
-"""The values that one reader asks of one node for one read, over one connection.
+"""The values that one reader requests from one node for one read, over one connection.
 
-A reader keeps two batches of requests on the way. It receives a whole batch, replies and all, with
-one scattered system call: every good reply has a length known beforehand, until the first value
-turns up that is compressed. From then on the reader receives one value after the other, each where
-its length says. A reply that is neither shifts what follows it, so nothing behind it in the
-pipeline is believed and the connection is closed. That costs little, because what follows a missing
-chunk is of no use anyway.
+A reader keeps two batches of requests in flight. It receives a whole batch, replies and payloads,
+with one ``recvmsg``, since the length of each good reply is known, until a reply announces another
+length, as that of a compressed value. From then on it receives values one by one. Any other reply
+shifts the replies behind it, so these are discarded and the connection is closed. This costs
+little, since chunks behind a missing one are useless.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from lmcache_connector.storage.redis.counters import Miss
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
-# Of an error reply, which tell its kind; the shortest has as many.
+# Bytes of an error reply that identify its kind: the length of the shortest.
 _ERROR_BYTES = len(b"-CLUSTERDOWN")
-# Those that tell of a value that is not what its name says.
+# Faults of a stored value, rather than of the server.
 _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
 
 class BadReplyError(Exception):
-    """``reply`` begins unlike the value asked for."""
+    """``reply`` is the start of a reply that is not the requested value."""
 
     def __init__(self, fault: ReplyFault | WireFault, reply: bytes) -> None:
         super().__init__(first_line(reply))
@@ -43,11 +42,11 @@ class BadReplyError(Exception):
 
 
 class SingleReplies:
-    """Receives replies one by one. ``are_wanted``: in the batch that came last, some value was of
-    another length than expected.
+    """Receives replies one by one. ``are_wanted``: a value of the latest batch did not have its
+    uncompressed length.
 
-    A payload goes straight into its chunk. What may be compressed goes into one buffer of the
-    reader, which is as large as the largest payload asked for so far.
+    A payload goes directly into its chunk; what may be compressed goes into a buffer of the
+    reader, which grows to the largest payload requested so far.
     """
 
     def __init__(self) -> None:
@@ -55,12 +54,9 @@ class SingleReplies:
         self._scratch = memoryview(bytearray())
 
     def receive(self, wire: Wire, request: ValueRequest, deadline: Deadline) -> memoryview:
-        """What lies behind the value's header, until the next call.
-
-        Raises `BadReplyError` for a reply that is not, or too long or short for, a value; or
-        `WireError`.
-        """
-        # A good reply is longer than its line and header: nothing of the next one comes with it.
+        """The bytes behind the value's header, valid until the next call. Raises `WireError`, and
+        `BadReplyError` for a reply that cannot be the value."""
+        # A good reply is longer than its line and header, so no byte of the next reply is read.
         line = wire.receive_line(deadline, len(request.head))
         num_bytes = bulk_length(line)
         payload_bytes = len(request.payload)
@@ -82,11 +78,11 @@ class SingleReplies:
 
 
 class Batch:
-    """Requests that are sent together, and whose replies are received together."""
+    """Requests that are sent together and whose replies are received together."""
 
     def __init__(self, requests: Sequence[ValueRequest]) -> None:
         self.left = deque(requests)
-        """Not taken yet, in the order of their replies."""
+        """Requests not taken yet, in the order of their replies."""
         self.reply_bytes = sum(request.reply_bytes for request in requests)
         self._num_good = 0
         self._good_bytes = 0
@@ -99,8 +95,7 @@ class Batch:
         return [v for r in self.left for v in (r.head, r.payload, r.tail)]
 
     def check_replies(self, received: int) -> None:
-        """Raise `BadReplyError` at the first reply that the first ``received`` bytes show to be
-        wrong."""
+        """Raise `BadReplyError` at the first wrong reply in the first ``received`` bytes."""
         self._received = received
         while self._num_good < len(self.left):
             request = self.left[self._num_good]
@@ -109,7 +104,7 @@ class Batch:
             if not request.line.startswith(line):
                 head = bytes(request.head[:here])
                 if head[:1] == b"-" and here < _ERROR_BYTES:
-                    return  # what kind of error, is still to come
+                    return  # too short to tell the kind of error
                 raise BadReplyError(classify_mismatch(head), head)
             if here < request.reply_bytes:
                 return
@@ -119,19 +114,18 @@ class Batch:
             self._good_bytes += request.reply_bytes
 
     def take_good(self) -> list[ValueRequest]:
-        """Requests whose replies are complete and well framed; they leave the batch."""
+        """Remove and return requests whose replies are complete and well framed."""
         good = [self.left.popleft() for _ in range(self._num_good)]
         self._received -= self._good_bytes
         self._num_good = self._good_bytes = 0
         return good
 
     def received(self) -> bytes:
-        """What has come for those that are left, whatever it is."""
         return b"".join(self.views())[: self._received]
 
 
 class ValueStream:
-    """``on_spoiled(key, node)`` is told of chunks of which a value did not verify."""
+    """``on_spoiled(key, node)`` is called for chunks with a value that failed verification."""
 
     def __init__(
         self,
@@ -151,16 +145,14 @@ class ValueStream:
         self._in_flight: deque[Batch] = deque()
 
     def receive_batch(self) -> bool:
-        """Receive and verify the oldest batch on its way. False if there is nothing left to do.
-
-        Raises `BadReplyError` or `WireError`.
-        """
+        """Receive and verify the oldest batch in flight. False if nothing is left to read. Raises
+        `BadReplyError` or `WireError`."""
         self._top_up()
         if not self._in_flight:
             return False
         batch = self._in_flight[0]
         if self._replies.are_wanted:
-            self._replies.are_wanted = False  # unless a value of this batch has another length
+            self._replies.are_wanted = False  # until a value of this batch has another length
         else:
             self._receive_at_once(batch)
         while batch.left:
@@ -173,7 +165,7 @@ class ValueStream:
         return True
 
     def give_up(self, fault: ReplyFault | WireFault) -> None:
-        """Keep what came whole, fail the rest."""
+        """Keep complete values, fail the rest."""
         is_behind = False
         for batch in self._in_flight:
             for request in batch.take_good():
@@ -208,13 +200,13 @@ class ValueStream:
             good = batch.take_good()
             self._in_flight.popleft()
         try:
-            self._top_up()  # before this batch is verified, so that the server is not idle
+            self._top_up()  # before verification, to keep the server busy
         finally:
             for request in good:
                 self._verify(request, request.payload)
 
     def _verify(self, request: ValueRequest, stored: memoryview) -> None:
-        """Settle a value that is, byte for byte, what was stored; fail any other."""
+        """Settle the value if it passes verification, else fail it."""
         try:
             request.verify(stored)
         except InvalidValueError as error:

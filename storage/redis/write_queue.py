@@ -1,11 +1,11 @@
-"""Chunks waiting to be written, in a lane per node, bounded in bytes for all lanes together.
+"""Chunks that wait to be written: one lane per node, one limit in bytes for all lanes together.
 
-When there is no room, a lane drops the chunk that is deepest in its prompt, and of several the
-newest: a prefix without its end is still of use, an end without its prefix is not. A lane below its
-share of the queue takes the room from the longest, which is that of the slowest node.
+A full queue drops the chunk deepest in its prompt, among several the newest: a prefix is useful
+without its end, an end without its prefix is not. A lane below its share of the queue takes room
+from the longest lane, which is the slowest node's.
 
-On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
-can be told to hold its writes back while one runs, but not for long, and not when it fills up.
+On a machine whose cores compute the model, a writer slows the forward pass down. `WriteQueue.hold`
+delays writes while one runs, for a limited time, and not when the queue fills up.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lmcache_connector.storage.tier import OnDone
 
 logger = logging.getLogger(__name__)
 
-# Beside that of the chunks whose node is not known, which is `NO_LANE`.
+# Without the lane `NO_LANE` of chunks whose node is not known.
 MAX_LANES, NO_LANE = 32, 0
 MAX_HOLD_SECONDS = 1.0
-# How late a writer may notice that a hold has ended.
+# A writer notices the end of a hold this late at most.
 _HOLD_SLICE_SECONDS = 0.1
-# Entries of a lane's heap that may be of chunks that have left the lane, beside as many as wait.
+# Stale entries allowed in a lane's heap, beyond the number of waiting chunks.
 _SLACK = 16
 
 
 @dataclass(eq=False)
 class PendingWrite:
-    """A chunk to be written. ``buffer`` must not change before `finish`. ``order`` is the chunk's
-    index in its prompt. The queue sets the rest: its ``lane``, its place there, ``number``, and
-    ``queued_at``, a reading of the queue's clock, in seconds."""
+    """A chunk to be written. ``buffer`` must not change before `finish`. ``order``: the chunk's
+    index in its prompt. Set by the queue: ``lane``; ``number``, its place there; ``queued_at``, in
+    seconds of the queue's clock."""
 
     key: bytes
     buffer: memoryview
@@ -45,22 +45,22 @@ class PendingWrite:
     queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
-        """Tell those who wait, which gives the buffer back to its owner."""
+        """Call the callbacks, which returns the buffer to its owner."""
         for on_done in self.callbacks:
             try:
                 on_done(stored)
-            except Exception:  # a caller's bug must not stop everyone's writes
+            except Exception:  # a caller's bug must not stop other writes
                 logger.exception("on_done of a write failed")
 
 
 class _Lane:
-    """``num_bytes`` counts those that were taken as well."""
+    """``num_bytes``: of waiting and taken writes."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.changed = threading.Condition(lock)
-        self.waiting: dict[bytes, PendingWrite] = {}  # the oldest first
+        self.waiting: dict[bytes, PendingWrite] = {}  # oldest first
         self.num_bytes = 0
-        self._deepest: list[tuple[int, int, bytes]] = []  # a heap; some have left the lane
+        self._deepest: list[tuple[int, int, bytes]] = []  # a heap with stale entries
 
     def add(self, write: PendingWrite) -> None:
         self.waiting[write.key] = write
@@ -74,8 +74,7 @@ class _Lane:
         return self.waiting.pop(next(iter(self.waiting)))
 
     def pop_deepest(self, num_bytes: int, order: int) -> list[PendingWrite]:
-        """Writes deeper than ``order`` that have ``num_bytes`` together; none if there are not
-        enough."""
+        """Writes deeper than ``order`` that free ``num_bytes``; none if they are too few."""
         entries: list[tuple[int, int, bytes]] = []
         while num_bytes > 0 and self._deepest and -self._deepest[0][0] > order:
             entry = heapq.heappop(self._deepest)
@@ -94,8 +93,8 @@ class _Lane:
 
 
 class WriteQueue:
-    """Holds up to ``max_bytes`` of chunks. Writes that were taken still count until they are
-    finished. ``clock`` returns seconds. Thread-safe; no call walks through what waits."""
+    """Holds up to ``max_bytes`` of chunks; taken writes count until they are finished. ``clock``
+    returns seconds. Thread-safe; no call is linear in the number of waiting writes."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -121,8 +120,8 @@ class WriteQueue:
         return self._lanes[lane].num_bytes
 
     def offer(self, write: PendingWrite, lane: int = NO_LANE) -> list[PendingWrite]:
-        """Queue ``write``. Returns the writes for which there is no room, ``write`` itself or
-        others; the caller finishes them. A chunk that is queued already only gets the callbacks."""
+        """Queue ``write``. Returns the writes dropped for lack of room, maybe ``write`` itself; the
+        caller finishes them. If the chunk is queued already, that entry gets the callbacks."""
         with self._lock:
             if self._closed:
                 return [write]
@@ -137,15 +136,12 @@ class WriteQueue:
             return dropped
 
     def hold(self, until: float) -> None:
-        """Hand out nothing before ``until``, a reading of the clock in seconds.
-
-        Writes that have waited for ``MAX_HOLD_SECONDS`` go out nevertheless, and so does everything
-        of a lane that fills more than half of its share of the queue.
-        """
+        """Delay writes until ``until``, in seconds of the clock, except writes that have waited for
+        ``MAX_HOLD_SECONDS`` and lanes that fill more than half of their share of the queue."""
         self._hold_until = until
 
     def take(self, max_bytes: int, timeout: float, number: int = NO_LANE) -> list[PendingWrite]:
-        """The oldest writes of a lane: up to ``max_bytes``, or one. Empty after ``timeout``
+        """The oldest writes of a lane: up to ``max_bytes``, at least one. Empty after ``timeout``
         seconds."""
         with self._lock:
             lane = self._lanes[number]
@@ -164,8 +160,8 @@ class WriteQueue:
             return taken
 
     def move(self, write: PendingWrite, lane: int) -> bool:
-        """A taken write belongs to another lane: it waits in that one, as the newest. False if the
-        queue is closed: it stays with whoever took it."""
+        """Requeue a taken write in another lane, as its newest. False if the queue is closed: the
+        caller finishes the write."""
         with self._lock:
             if self._closed:
                 return False
@@ -174,15 +170,15 @@ class WriteQueue:
             return True
 
     def finish(self, write: PendingWrite, stored: bool) -> None:
-        """End a taken write: tell those who wait, then free its room."""
+        """End a taken write: call its callbacks, then free its room."""
         with self._lock:
-            del self._pending[write.key]  # from here on, `offer` adds no callback to it
+            del self._pending[write.key]  # from here on, `offer` adds no callbacks
         write.finish(stored)
         with self._lock:
             self._count(self._lanes[write.lane], -len(write.buffer))
 
     def wait_empty(self, timeout: float) -> bool:
-        """Wait until the queue is empty. False if that takes over ``timeout`` seconds."""
+        """False if the queue is not empty within ``timeout`` seconds."""
         with self._lock:
             return self._emptied.wait_for(lambda: not self._num_bytes, timeout)
 

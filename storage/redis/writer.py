@@ -1,8 +1,7 @@
-"""Threads that write chunks in the background, each value once, at least one for each node.
+"""Threads that write chunks in the background, each value once, at least one thread per node.
 
-A writer takes a run of its lane's chunks and writes those of one node in a `Burst`, which has a
-deadline. So a slow node costs its own chunks only, and one that misses the deadline again and again
-gets no writes for a while.
+A writer takes chunks from its lane and writes those of one node in a `Burst`, which has a deadline.
+A slow node delays only its own chunks; after repeated misses of the deadline, its writes pause.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from lmcache_connector.storage.redis.write_queue import MAX_LANES, NO_LANE, Pend
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.25
-# Added to a writer's niceness: writes can wait and vLLM cannot. On a CPU that both want, a writer
-# gets about a tenth.
+# Added to a writer's niceness: writes can wait, vLLM cannot. At full CPU load a writer gets about a
+# tenth.
 _NICENESS = 10
-# Taken at once: their presence is asked in one round trip, during which nothing is written. Less
-# where the last ones took long.
+# Taken from the queue at once: nothing is written during the round trip that asks which chunks are
+# stored already. Less if the node's last bursts were slow.
 _MAX_TAKE_BYTES, _TAKE_SECONDS = 128 << 20, 0.2
-# Of a node to which nothing has been written yet.
+# Until a first burst has been timed.
 _ASSUMED_BYTES_PER_SECOND = 8 << 20
-# A burst may take so many write time-outs, and as long as its bytes take at this speed.
+# A burst may take two write time-outs, plus the time of its bytes at this speed.
 _TIMEOUTS_PER_BURST, _MIN_BYTES_PER_SECOND = 2, 1 << 20
-# Kept for metrics until they are taken; the oldest are forgotten.
+# Burst times kept for metrics.
 _MAX_TIMES = 1024
 _MIN_SECONDS = 1e-6
 
-# Answers by which a server refuses writes here and now. Others, such as READONLY from a demoted
-# master, say that this is the wrong connection.
+# Errors by which a server refuses all writes for now. Others, such as READONLY from a demoted
+# master, mean that the connection is to the wrong server.
 _PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ")
 
 
@@ -54,9 +53,8 @@ def _lanes(nodes: tuple[Node, ...]) -> Mapping[Node, int]:
 
 
 class Writers(threading.Thread):
-    """Sees to it that each lane has a writer, and that there are ``num_writers`` in all. What was
-    put while nothing was known of the servers waits here. ``times``: bytes and seconds of each
-    burst that succeeded, until somebody takes them."""
+    """Runs ``num_writers`` writers, at least one per lane, and moves chunks that were put before
+    any node was known to their lanes. ``times``: bytes and seconds of each successful burst."""
 
     def __init__(
         self,
@@ -75,20 +73,19 @@ class Writers(threading.Thread):
         self.spoiled = spoiled
         self.times: deque[tuple[int, float]] = deque(maxlen=_MAX_TIMES)
         self.stopping = threading.Event()
-        """Set it, and what is being written is given up within a moment."""
+        """When set, writes in progress are soon given up."""
         self._num_writers = num_writers
         self._writers: list[Writer] = []
 
     def threads(self) -> list[threading.Thread]:
-        """All that is left to end once this one has ended."""
+        """The writers; complete once this thread has ended."""
         return list(self._writers)
 
     def node_of(self, key: bytes) -> Node | None:
         return self.servers.topology.node_of(chunk_tag(self.plan.config.namespace, key))
 
     def lane_of(self, node: Node | None) -> int:
-        """Which lane the chunks of a node wait in: its own, unless there are more than
-        ``MAX_LANES`` nodes."""
+        """The lane of a node's chunks; with more than ``MAX_LANES`` nodes, some share one."""
         return _lanes(self.servers.topology.nodes()).get(node, NO_LANE) if node else NO_LANE
 
     def finish(self, write: PendingWrite, end: WriteEnd) -> None:
@@ -96,7 +93,7 @@ class Writers(threading.Thread):
         self.queue.finish(write, end.is_stored)
 
     def deadline(self, seconds: float) -> Deadline:
-        """From now, and at once when this is to stop."""
+        """From now; cut short by `stopping`."""
         clock = self.servers.clock
         return Deadline(clock() + seconds, clock, self.stopping.is_set)
 
@@ -108,7 +105,7 @@ class Writers(threading.Thread):
             try:
                 self.servers.refresh(self.deadline(seconds) if strays else None)
                 self._start_writers()
-            except Exception:  # whatever it is, it may go better the next time
+            except Exception:  # try again next time
                 logger.exception("starting writers to redis failed")
             for write in strays:
                 lane = self.lane_of(self.node_of(write.key))
@@ -121,13 +118,13 @@ class Writers(threading.Thread):
         for lane in lanes:
             for _ in range(running[lane], max(1, self._num_writers // len(lanes))):
                 writer = Writer(len(self._writers), lane, self)
-                with contextlib.suppress(RuntimeError):  # no thread to spare: again in a moment
+                with contextlib.suppress(RuntimeError):  # out of threads: retried next time
                     writer.start()
                     self._writers.append(writer)
 
 
 class Writer(threading.Thread):
-    """Drains a lane over connections of its own until all ``writers`` are to stop."""
+    """Drains one lane with its own connections, until ``writers.stopping``."""
 
     def __init__(self, number: int, lane: int, writers: Writers) -> None:
         super().__init__(name=f"lmc-redis-write-{number}", daemon=True)
@@ -139,7 +136,7 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         _lower_priority()
-        timeout = 0.0  # connect before there is anything to write
+        timeout = 0.0  # connect before the first write
         while not self._all.stopping.is_set():
             size = min(int(_TAKE_SECONDS * self._bytes_per_second), _MAX_TAKE_BYTES)
             taken = self._all.queue.take(size, timeout, self.lane)
@@ -150,7 +147,7 @@ class Writer(threading.Thread):
                     self._write(left)
                 else:
                     self._connections.tend(self._is_mine)
-            except Exception:  # whatever it is, the next writes may fare better
+            except Exception:  # keep serving writes
                 logger.exception("writing to redis failed")
                 self._connections.close()
             for write in left.values():
@@ -161,7 +158,7 @@ class Writer(threading.Thread):
         return self._all.lane_of(node) == self.lane
 
     def _write(self, left: dict[bytes, PendingWrite]) -> None:
-        """Write what can be written. Finished writes, and those of other lanes, leave ``left``."""
+        """Write what can be written. Finished and moved writes are removed from ``left``."""
         self._servers.refresh()
         groups: dict[Node, list[PendingWrite]] = {}
         for write in list(left.values()):
@@ -174,9 +171,9 @@ class Writer(threading.Thread):
             try:
                 self._run_burst(node, groups[node], left)
             except UnavailableError:
-                pass  # it was logged when it began
+                pass  # logged at the start of the episode
             except WriteRefusedError as error:
-                # A server that has no room, or grants no writes, has not failed: reads go on.
+                # Out of memory or no write permission: no failure, reads go on.
                 pauses = error.reply.startswith(_PAUSING_ERRORS)
                 self._connections.drop(node, str(error), blame=not pauses)
                 if pauses:
@@ -186,7 +183,7 @@ class Writer(threading.Thread):
                 blame = error.is_peers_fault and not is_slow
                 self._connections.drop(node, str(error), blame=blame)
                 self._bytes_per_second = 0.0
-                if is_slow:  # its reads may be quick
+                if is_slow:  # reads may still be fast
                     self._pause(node, "takes writes too slowly, they pause", at_once=False)
 
     def _run_burst(
@@ -226,10 +223,10 @@ class Writer(threading.Thread):
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the calling thread; on other systems it would be the process's."""
+    """Of the calling thread; elsewhere than on Linux, it would affect the whole process."""
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
-    with contextlib.suppress(OSError):  # some sandboxes forbid it: then it is not lowered
+    with contextlib.suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, thread, niceness)

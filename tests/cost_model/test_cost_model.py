@@ -26,6 +26,7 @@ from tests.support.doubles.simulated_instance import (
     SimulatedInstance,
     TrueSpeed,
 )
+from tests.support.measured import calibrate
 
 CPU, REDIS = Tier.CPU, Tier.REDIS
 SECONDS_PER_TOKEN = 1e-4
@@ -81,7 +82,7 @@ def test_with_nothing_known_at_all_loads_are_made_within_a_bound() -> None:
 
 def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     model = make_model()
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.01)
+    calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.01)
     decision = model.decide(offer(*[REDIS] * 32))
     assert (decision.num_chunks, decision.reason) == (32, Reason.LOAD_FASTER)
     assert decision.predicted_load_seconds == pytest.approx(0.33, rel=1e-3)
@@ -95,7 +96,7 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
 @pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
 def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
     model = make_model()
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.0)
+    calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.0)
     asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})
     decision = model.decide(asked)
     assert decision.num_chunks == num_chunks
@@ -109,14 +110,14 @@ def test_company_makes_compute_dearer_and_loading_worth_it() -> None:
     for running in (0, 10):
         model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN * (1 + running), running)
         model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN * (1 + running), running)
-    model.calibrate(REDIS, bytes_per_second=3e7, latency_seconds=0.0)
+    calibrate(model, REDIS, bytes_per_second=3e7, latency_seconds=0.0)
     assert model.decide(offer(*[REDIS] * 32)).num_chunks == 0
     assert model.decide(offer(*[REDIS] * 32, running_requests=10)).num_chunks == 32
 
 
 def test_a_load_is_cut_to_what_the_deadline_cap_lets_through() -> None:
     model = make_model(max_deadline_seconds=0.32)
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.02)
+    calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.02)
     decision = model.decide(offer(*[REDIS] * 32))
     assert decision.num_chunks == 8  # 0.02 s and 8 times 0.01 s are a third of the cap
     assert decision.deadline_seconds <= 0.32
@@ -129,7 +130,7 @@ def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_tier(
     model = make_model(prefill=False)
     model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN)
     for tier in Tier:
-        model.calibrate(tier, bytes_per_second=1e9, latency_seconds=0.0)
+        calibrate(model, tier, bytes_per_second=1e9, latency_seconds=0.0)
     if redis_stalls:
         model.observe_load_failed(REDIS, seconds=1.0)
     assert model.decide(offer(*[CPU, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
@@ -137,7 +138,7 @@ def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_tier(
 
 def test_always_loads_everything_up_to_the_cap() -> None:
     model = make_model(mode="always")
-    model.calibrate(REDIS, bytes_per_second=1e3, latency_seconds=1.0)
+    calibrate(model, REDIS, bytes_per_second=1e3, latency_seconds=1.0)
     decision = model.decide(offer(*[REDIS] * 32))
     assert (decision.num_chunks, decision.reason) == (32, Reason.ALWAYS)
     assert decision.deadline_seconds == CAP_SECONDS
@@ -146,7 +147,7 @@ def test_always_loads_everything_up_to_the_cap() -> None:
 
 def test_a_decision_explains_itself_in_one_line() -> None:
     model = make_model()
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.0)
+    calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.0)
     assert str(model.decide(offer(*[REDIS] * 8))) == (
         "load 8 of 8 chunks (load_faster): load 0.0800 s, recompute 0.8192 s, deadline 0.2400 s"
     )
@@ -161,7 +162,7 @@ def test_a_partly_computed_first_chunk_saves_only_its_rest() -> None:
 def slow_cpu_model(clock: Clock) -> CostModel:
     """Calibrated at 1 GB/s; the loads that followed ran at 10 MB/s, slower than recompute."""
     model = make_model(clock=clock)
-    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.0)
+    calibrate(model, CPU, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
         model.observe_load(CPU, 32 * 10**6, 3.2)
     return model
@@ -178,17 +179,14 @@ def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -
 
 
 @pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
-def test_a_tier_is_tried_though_one_chunk_alone_does_not_pay(
-    load_seconds: float, num_chunks: int
-) -> None:
+def test_a_trial_counts_for_more_than_all_before(load_seconds: float, num_chunks: int) -> None:
     clock = Clock(0.0)
     model = slow_cpu_model(clock)
-    # A chunk takes 1 ms to load by the calibration, 2 ms to compute, and 1 ms to wait for.
     small = offer(*[CPU] * 128, chunk_tokens=20, prompt_tokens=2600)
     assert model.decide(small).num_chunks == 0
     clock.now = QUIET_SECONDS
     assert model.decide(small).num_chunks == 1
-    assert model.decide(small).num_chunks == 0  # until the trial has ended
+    assert model.decide(small).num_chunks == 0  # until that has ended
     model.observe_load(CPU, 10**6, load_seconds)
     assert model.decide(small).num_chunks == num_chunks
 
@@ -196,8 +194,8 @@ def test_a_tier_is_tried_though_one_chunk_alone_does_not_pay(
 def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
     clock = Clock(0.0)
     model = make_model(clock=clock)
-    model.calibrate(CPU, bytes_per_second=5e9, latency_seconds=0.0)
-    model.calibrate(REDIS, bytes_per_second=1e9, latency_seconds=0.0)
+    calibrate(model, CPU, bytes_per_second=5e9, latency_seconds=0.0)
+    calibrate(model, REDIS, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
         model.observe_load(REDIS, 32 * 10**6, 3.2)
     mixed = offer(*[CPU] * 10, *[REDIS] * 22)
@@ -222,7 +220,7 @@ def test_decisions_stay_in_bounds_and_are_never_predicted_to_lose(
 ) -> None:
     model = make_model(max_deadline_seconds=cap)
     for tier, (bytes_per_second, latency) in zip(Tier, speeds, strict=True):
-        model.calibrate(tier, bytes_per_second, latency)
+        calibrate(model, tier, bytes_per_second, latency)
     asked = offer(*tiers, prompt_tokens=16384, context_tokens=context, queued_bytes={REDIS: queued})
     decision = model.decide(asked)
     assert 0 <= decision.num_chunks <= len(tiers) == decision.num_hit_chunks
@@ -371,8 +369,8 @@ def windows(bytes_at: dict[int, dict[Tier, int]], *tiers: Tier, **changes: Any) 
 
 def test_a_hit_with_windows_is_cut_only_where_it_may_end() -> None:
     model = make_model()
-    model.calibrate(CPU, 1e9, 0.0)
-    model.calibrate(REDIS, 1e6, 0.0)  # slower than compute
+    calibrate(model, CPU, 1e9, 0.0)
+    calibrate(model, REDIS, 1e6, 0.0)  # slower than compute
     bytes_at = {3: {CPU: 10**6}, 10: {CPU: 10**6}, 32: {CPU: 10**6}}
     decision = model.decide(windows(bytes_at, *[CPU] * 20, *[REDIS] * 12))
     assert decision.num_chunks == 10
@@ -382,8 +380,8 @@ def test_a_hit_with_windows_is_cut_only_where_it_may_end() -> None:
 def test_windows_count_for_what_they_take() -> None:
     """Where they take longer than compute, the hit ends before, or is none."""
     model = make_model()
-    model.calibrate(CPU, 1e9, 0.0)
-    model.calibrate(REDIS, 1e6, 0.0)
+    calibrate(model, CPU, 1e9, 0.0)
+    calibrate(model, REDIS, 1e6, 0.0)
     near = {10: {CPU: 10**6}, 32: {REDIS: 10**7}}
     assert model.decide(windows(near, *[CPU] * 32)).num_chunks == 10
     assert model.decide(windows({32: {REDIS: 10**7}}, *[CPU] * 32)).num_chunks == 0
@@ -391,8 +389,8 @@ def test_windows_count_for_what_they_take() -> None:
 
 def test_windows_that_lie_in_a_tier_that_stalls_are_left_out() -> None:
     model = make_model()
-    model.calibrate(CPU, 1e9, 0.0)
-    model.calibrate(REDIS, 1e9, 0.0)
+    calibrate(model, CPU, 1e9, 0.0)
+    calibrate(model, REDIS, 1e9, 0.0)
     model.observe_load_failed(REDIS, 5.0)
     bytes_at = {7: {CPU: 10**6}, 10: {REDIS: 10**6}, 32: {REDIS: 10**6}}
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7

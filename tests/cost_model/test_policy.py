@@ -10,7 +10,6 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, Reason
 from lmcache_connector.cost_model.policy import LOOKUP_SHARE, LoadPolicy
 from lmcache_connector.plans import (
-    Calibration,
     Fetched,
     ForwardTime,
     JobResult,
@@ -19,7 +18,6 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankReport,
     Tier,
-    TransferTime,
 )
 from tests.support import jobs
 from tests.support.clock import Clock
@@ -35,20 +33,25 @@ def clock() -> Clock:
     return Clock()
 
 
+def redis(num_bytes: int, seconds: float) -> Fetched:
+    """What a probe found; nothing at all is a failure."""
+    return Fetched(Tier.REDIS, num_bytes, seconds, not num_bytes)
+
+
 def make_policy(
-    clock: Clock, redis: TransferTime, tiers: tuple[Tier, ...] = (Tier.REDIS,)
+    clock: Clock, started: Fetched, tiers: tuple[Tier, ...] = (Tier.REDIS,)
 ) -> LoadPolicy:
-    """One that knows its prefill speed, memory's, and that of its calibration of Redis."""
+    """One that knows its prefill speed, memory's, and what its start measured of Redis."""
     model = CostModel(clock, max_deadline_seconds=10.0)
     made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
-    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), redis)])
+    made.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.0002), started)])
     made.observe_reports([forward(PROMPT, RECOMPUTE)])
     return made
 
 
 @pytest.fixture
 def policy(clock: Clock) -> LoadPolicy:
-    return make_policy(clock, TransferTime(1 << 23, 0.08))
+    return make_policy(clock, redis(1 << 23, 0.08))
 
 
 def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
@@ -57,7 +60,7 @@ def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
 
 
 def probed(num_bytes: int, seconds: float, rank: int = 0) -> RankReport:
-    return RankReport(rank, (), (), redis=TransferTime(num_bytes, seconds))
+    return RankReport(rank, (), (), measured=(redis(num_bytes, seconds),))
 
 
 def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
@@ -190,13 +193,13 @@ def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock:
     assert policy.probes.take()  # the measurement is old
 
 
-ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
+ANSWERED = Fetched(Tier.REDIS, 0, 0.001)
 
 
 @pytest.fixture
 def reader(clock: Clock) -> LoadPolicy:
     """Of a Redis that may not be written to: a probe has nothing to read."""
-    return make_policy(clock, TransferTime(0, 0.001, latency_seconds=0.001))
+    return make_policy(clock, ANSWERED)
 
 
 def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
@@ -208,9 +211,9 @@ def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
     assert decide(reader, KEYS) == 0
     reader.observe_reports([probed(0, 1.0)])
     assert decide(reader, KEYS) == 0, "it is still silent"
-    reader.observe_reports([probed(0, 1.0, rank=0), ANSWERED])
+    reader.observe_measured([[redis(0, 1.0)], [ANSWERED]])
     assert decide(reader, KEYS) == 0, "one rank hears nothing yet"
-    reader.observe_reports([ANSWERED])
+    reader.observe_measured([[ANSWERED]])
     assert decide(reader, KEYS) > 0
 
 
@@ -225,7 +228,7 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
             reader.load_planned(load_job(i, KEYS), [Tier.REDIS] * len(KEYS))
             reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
         if reader.probes.take():
-            reader.observe_reports([ANSWERED])
+            reader.observe_measured([[ANSWERED]])
     assert 1 <= num_loads <= 70
 
 
@@ -346,7 +349,7 @@ def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, cl
 @pytest.fixture
 def sharing(clock: Clock) -> LoadPolicy:
     """One with peers beside Redis, as fast as Redis so far."""
-    made = make_policy(clock, TransferTime(1 << 23, 0.08), (Tier.PEER, Tier.REDIS))
+    made = make_policy(clock, redis(1 << 23, 0.08), (Tier.PEER, Tier.REDIS))
     for job_id in range(8):
         load(made, job_id, 32 * CHUNK_BYTES, 0.32, Tier.PEER)
     return made

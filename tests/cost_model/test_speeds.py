@@ -105,22 +105,21 @@ def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
     assert tier.failure_rate < (once + fresh) / 2
 
 
-def test_a_trial_starts_from_the_calibration_and_the_next_load_settles_it() -> None:
+def test_a_try_knows_nothing_but_failures_and_the_next_load_settles_it() -> None:
     tier = TierSpeed()
-    tier.calibrate(0.0, bytes_per_second=1e9, latency_seconds=0.0)
     loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
-    for slowness, expected in ((1.0, 1e9), (10.0, 1e8)):
-        tried = tier.calibrated_only(60.0)
-        tried.on_trial = True
-        assert tried.bytes_per_second == pytest.approx(1e9, rel=1e-3)
-        tried.arrived(61.0, MIB, slowness * MIB / 1e9)
-        assert not tried.on_trial
-        assert tried.bytes_per_second == pytest.approx(expected, rel=1e-2)
+    tier.cut_off(0.0, 0, 1.0)
+    tried = tier.tried(60.0)
+    assert not tried.known
+    assert not tried.stalled
+    assert tried.failure_rate == tier.failure_rate
+    tier.arrived(61.0, MIB, MIB / 1e9)
+    assert tier.seconds(MIB) == pytest.approx(MIB / 1e9, rel=1e-2)
 
 
 def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
     tier = TierSpeed()
-    tier.calibrate(0.0, bytes_per_second=1e9, latency_seconds=0.0)
+    tier.measured(0.0, [(MIB, 1e-3)])
     tier.arrived(10.0, MIB, 0.1)
     assert not tier.is_outdated(69.9)
     assert tier.is_outdated(70.0)
@@ -128,7 +127,7 @@ def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> 
     assert not tier.is_outdated(500.0)
 
 
-def test_without_a_calibration_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
+def test_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
     """It may have been a hiccup; a tier that stays slow is tried less and less."""
     tier, now, pauses = TierSpeed(), 0.0, []
     for _ in range(6):
@@ -137,22 +136,28 @@ def test_without_a_calibration_the_first_loads_count_for_seconds_and_the_next_on
         while not tier.is_outdated(now):
             now += 0.5
         pauses.append(now - asked)
-        tier = tier.calibrated_only(now)
-        assert not tier.known
+        tier.tried(now)
+        assert not tier.is_outdated(now)
     assert pauses == [2.0, 8.0, 32.0, 60.0, 60.0, 60.0]
     tier.cut_off(now, 0, 1.0)
     assert not tier.is_outdated(now + 500.0)
 
 
-def test_a_probe_that_arrives_makes_failures_fade() -> None:
+@pytest.mark.parametrize("probe", [[], [(MIB, 0.01)], [(8 * MIB, 0.08), (MIB, 0.01)]])
+def test_a_probe_that_arrives_makes_failures_fade(probe: list[tuple[int, float]]) -> None:
+    """As one load does, however many it made; one with nothing to read ends the stall alone."""
     tier = TierSpeed()
     tier.cut_off(0.0, 0, 1.0)
     before = tier.failure_rate
-    tier.calibrate(1.0, 1e8, 0.0)
+    tier.measured(1.0, probe)
     assert not tier.stalled
+    assert tier.known == bool(probe)
     assert tier.failure_rate == before  # that the stall is over says nothing of the next load
-    tier.calibrate(2.0, 1e8, 0.0)
-    assert tier.failure_rate < before
+    tier.measured(2.0, probe)
+    once = TierSpeed()
+    once.cut_off(0.0, 0, 1.0)
+    once.arrived(1.0, MIB, 0.01)
+    assert tier.failure_rate == (once.failure_rate if probe else before)
 
 
 # -- prefill ---------------------------------------------------------------------------------------

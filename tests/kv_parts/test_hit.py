@@ -256,7 +256,7 @@ def test_a_rank_stores_what_it_cannot_read() -> None:
 
 
 def test_a_chunk_builds_on_the_one_before_it_that_has_the_same_owner() -> None:
-    parents = parents_of_part(KEYS, range(100), KEYS[:100], 0, 1, 4)
+    parents = parents_of_part([Part(Rule.PREFIX, (0,), 16)], 0, KEYS, range(100), KEYS[:100], 4)
     pair = Owners((((0, 1, 2, 3),),))
     for rank in range(4):
         share, before = Share(rank, pair), b""

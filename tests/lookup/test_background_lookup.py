@@ -12,7 +12,6 @@ from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
     BackgroundLookup,
-    Found,
     LookupAnswer,
     PendingLookup,
 )
@@ -81,7 +80,7 @@ def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLo
     assert pending.wait(0.0) is PENDING
     assert pending.wait(0.001) is PENDING
     tier.gate.set()
-    assert answer(pending) == Found(dict.fromkeys(KEYS[:3], Tier.REDIS))
+    assert answer(pending) == dict.fromkeys(KEYS[:3], Tier.REDIS)
     assert tier.asked == [(tuple(KEYS), 105.0)]
 
 
@@ -104,7 +103,7 @@ def test_who_no_longer_waits_is_not_asked_for(
     remote.submit(KEYS[:3]).cancel()
     last = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(last) == Found(dict.fromkeys(KEYS[:1], Tier.REDIS))
+    assert answer(last) == dict.fromkeys(KEYS[:1], Tier.REDIS)
     assert late.wait(0.0) == MISS
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 

@@ -19,7 +19,6 @@ from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
-    Found,
     LookupAnswer,
     Pending,
     PendingLookup,
@@ -31,6 +30,7 @@ from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
 from tests.support.clock import Clock
+from tests.support.measured import calibrate
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
@@ -135,8 +135,8 @@ def pending(asked: RequestLookup) -> PendingLookup:
 def num_found(question: PendingLookup) -> int:
     """Of the chunks asked for, once the answer is there."""
     answer = question.wait(4.0)
-    assert isinstance(answer, Found)
-    return len(answer.places)
+    assert not isinstance(answer, Pending)
+    return len(answer)
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_long_step_is_lost_only_for_a_hit_that_may_be_expected() -> None:
     """To be asked again costs a request a quarter of its prompt's compute, hit or miss."""
     scene = Scene(lookup_wait_seconds=0.0)
     scene.tier.seconds = [0.0] * 20
-    scene.policy.model.calibrate(Tier.REDIS, 1e9, 0.0)
+    calibrate(scene.policy.model, Tier.REDIS, 1e9, 0.0)
     for _ in range(8):
         scene.policy.step_planned(4, 0, has_prefill=False)
         scene.clock.now += 0.25

@@ -24,6 +24,7 @@ from lmcache_connector.scheduler.request_state import RequestState, SchedulerSet
 from tests.support.doubles.lives import CHUNK, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
+from tests.support.measured import calibrate
 
 PARTS = (Part(Rule.PREFIX, (0,), 16),)
 MIB = 1 << 20
@@ -58,7 +59,7 @@ class Scene:
         for _ in range(8):
             self.model.observe_prefill(1000, 0, 1.0)
         for tier in Tier:
-            self.model.calibrate(tier, 1e9, 0.0)
+            calibrate(self.model, tier, 1e9, 0.0)
         policy = LoadPolicy(self.model, SIZE, (MIB,), lambda: 0.0)
         self.tally, self.hits = Tally(), Answers()
         self.prefetcher = Prefetcher(settings, policy, self.tally, count(1).__next__, ChunkIndex(1))
@@ -119,7 +120,7 @@ def test_what_two_requests_share_is_fetched_once_and_kept_while_one_waits() -> N
 
 def test_redis_that_does_not_answer_is_not_asked_for_more() -> None:
     scene = Scene(mib=100)
-    scene.model.calibrate(Tier.REDIS, 20e6, 0.0)
+    calibrate(scene.model, Tier.REDIS, 20e6, 0.0)
     state, other = scene.queue("a", 3), scene.queue("b", None)
     assert scene.plan() == [("a", 1)] * 3
     jobs = [job for _, job in scene.jobs]
@@ -129,7 +130,7 @@ def test_redis_that_does_not_answer_is_not_asked_for_more() -> None:
     )
     assert scene.prefetcher.ended(state, jobs[0], [result]) == jobs[1:], "they are cancelled"
     assert scene.plan() == [], "it has stalled"
-    scene.model.calibrate(Tier.REDIS, 20e6, 0.0)
+    calibrate(scene.model, Tier.REDIS, 20e6, 0.0)
     assert scene.plan() == [("b", 1)] * 3
     assert other.ahead.jobs.keys() == {job.job_id for _, job in scene.jobs}
 

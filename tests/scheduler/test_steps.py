@@ -13,12 +13,12 @@ import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import (
-    Calibration,
+    Fetched,
     PrefillWork,
     RankReport,
     RankStart,
     StepPlan,
-    TransferTime,
+    Tier,
 )
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
@@ -30,7 +30,7 @@ from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
 from tests.support.frames import product_frames
 
-CALIBRATIONS = tuple(Calibration(cpu=TransferTime(rank + 1, 1.0)) for rank in range(3))
+MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 
 
 def make(world_size: int, clock: Clock | None = None) -> EngineStart:
@@ -41,7 +41,7 @@ def make(world_size: int, clock: Clock | None = None) -> EngineStart:
 
 
 def report(rank: int, **configuration: str) -> RankReport:
-    start = RankStart(tuple(sorted(configuration.items())), CALIBRATIONS[rank])
+    start = RankStart(tuple(sorted(configuration.items())), MEASURED[rank])
     return RankReport(rank, (), (), start=start)
 
 

@@ -25,12 +25,12 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.plans import (
     CacheEvent,
+    Fetched,
     LoadJob,
     Outcome,
     PrefillWork,
     RankStart,
     StepPlan,
-    TransferTime,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -258,10 +258,10 @@ def test_the_probe_measures_and_notices_silence(
 ) -> None:
     link.set(latency_seconds=0.04)
     with make_instance(port, probe=True) as instance:
-        measured = started(instance).calibration.redis
-        assert measured is not None
-        assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-        assert measured.seconds >= 0.04
+        _, many, *few = started(instance).measured
+        assert many.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
+        assert many.seconds >= 0.04
+        assert all(0.04 <= one.seconds < many.seconds for one in few)  # none where noise hides it
         link.set(stalled=True)
         assert probed(instance).num_bytes == 0
         link.set()
@@ -294,13 +294,12 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
             slow_proxy(server.port, link) as proxy,
             make_instance(proxy.port, probe=True) as instance,
         ):
-            first = started(instance).calibration.redis
-            assert first is not None
-            assert (first.num_bytes, first.has_answered) == (0, True)
+            _, first = started(instance).measured
+            assert (first.num_bytes, first.has_failed) == (0, False)
             link.set(stalled=True)
-            assert not probed(instance).has_answered
+            assert probed(instance).has_failed
             link.set()
-            assert probed(instance).has_answered
+            assert not probed(instance).has_failed
 
 
 def started(instance: SteppedWorker) -> RankStart:
@@ -314,12 +313,12 @@ def started(instance: SteppedWorker) -> RankStart:
     raise AssertionError("the start is not told")
 
 
-def probed(instance: SteppedWorker) -> TransferTime:
+def probed(instance: SteppedWorker) -> Fetched:
     instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
         report = instance.worker.finish_step().report
-        if report is not None and report.redis is not None:
-            return report.redis
+        if report is not None and report.measured:
+            return report.measured[0]
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
 

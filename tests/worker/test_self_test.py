@@ -109,6 +109,6 @@ def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineA
 def test_a_self_test_quicker_than_the_clock_ends_no_start() -> None:
     config = parse_config({"cpu_gib": 1})
     result = SelfTestResult(num_bytes=1 << 20, store_seconds=0.0, load_seconds=0.5)
-    line = banner(config, "0" * 64, CHUNK, PartGeometries((GEOMETRY,)), result)
+    line = banner(config, "0" * 64, PartGeometries((GEOMETRY,)), result)
     assert "self-test passed" in line
     assert "load 0.0 GB/s" in line

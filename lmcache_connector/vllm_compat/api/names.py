@@ -1,7 +1,7 @@
 """Every name of vLLM that the connector's other packages use.
 
-The versions are looked at before the first import, so that a vLLM that is too old, or lacks one of
-these names, is refused with one sentence.
+Versions are checked before the first import, so that an unsuitable vLLM is refused with one
+sentence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_connector.vllm_compat.api.versions import check_versions
 
 STANDING = check_versions()
-"""Of the versions that are installed."""
+"""Of the installed versions."""
 
 with STANDING.blamed():
     from vllm import envs
@@ -88,11 +88,11 @@ __all__ = [
 
 
 def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
-    """Whether that may happen between two steps, and without a word to the ranks' connectors.
+    """Whether the engine may sleep between two steps without telling the ranks' connectors.
 
-    Since 0.33 every rank is told. Before that, an engine in a process of its own first makes steps
-    until no copy runs. One that its user steps does not; there the scheduler side stops the copies
-    of ranks in its own process, but cannot reach others.
+    Since 0.33 every rank is told. Before, an engine in its own process runs steps until no copy is
+    left. An engine stepped by its user does not; the scheduler side then stops copies of ranks in
+    its own process, but cannot reach others.
     """
     if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return False
@@ -103,9 +103,9 @@ def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
 
 
 def hit_sources(from_memory: int, from_redis: int) -> dict[Any, int]:
-    """Tokens by vLLM's ``CacheHitSource``: ``HOST`` for the CPU tier; it has no word for a store
+    """Tokens by vLLM's ``CacheHitSource``: ``HOST`` for the CPU tier; there is none for a store
     that instances share."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, which alone asks
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, the only caller
 
     sources = {CacheHitSource.HOST: from_memory, CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis}
     return {source: count for source, count in sources.items() if count}

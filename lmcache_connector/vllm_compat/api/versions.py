@@ -1,7 +1,7 @@
-"""Which versions of vLLM and LMCache run with this release, and what follows for new ones.
+"""Which versions of vLLM and LMCache this release supports, and how it treats newer ones.
 
-A version newer than those below runs if it can, and shares nothing with them: it may compute or lay
-out KV in another way. ``make contract`` checks that a version has all that is used of it.
+A newer version runs if possible, but shares nothing with those below: it may compute or lay out KV
+differently. ``make contract`` checks that a version has every name that is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ API_CHECKED = "API checked"
 @dataclass(frozen=True, slots=True)
 class Package:
     """``releases``: tested or API checked, in the order of docs/support.md. ``below``: the first
-    release that is refused."""
+    refused release."""
 
     name: str
     distributions: tuple[str, ...]
@@ -33,7 +33,7 @@ class Package:
 
     @property
     def range_text(self) -> str:
-        """As messages and the README name the versions."""
+        """The versions as messages and the README name them."""
         first, last = (text_of(release) for release in (min(self.releases), max(self.releases)))
         return f"{first} to {last}"
 
@@ -50,7 +50,7 @@ LMCACHE_PACKAGE = Package(
     below=(0, 6),
 )
 BUILT_FOR_TORCH = (2, 13)
-"""LMCache's wheels of these releases hold CUDA code that was built for this torch."""
+"""LMCache's wheels of these releases contain CUDA code built for this torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,12 @@ class Standing:
     unverified: tuple[str, ...] = ()
 
     def namespace(self, wanted: str) -> str:
-        """``wanted``, or for unverified versions a namespace of their own inside it."""
+        """``wanted``, or with unverified versions a namespace inside it."""
         return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """With an unverified version, errors inside the ``with`` become :class:`UnsupportedError`
-        with one sentence."""
+        """With an unverified version, turn errors of the body into :class:`UnsupportedError`."""
         try:
             yield
         except (AttributeError, ImportError, KeyError, TypeError) as error:
@@ -77,18 +76,18 @@ class Standing:
 
 
 def check_versions() -> Standing:
-    """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
+    """Raises :class:`UnsupportedError` for refused versions. Imports nothing."""
     return Standing(_standing(VLLM_PACKAGE).unverified + check_lmcache().unverified)
 
 
 def check_lmcache() -> Standing:
-    """What is known of LMCache alone. Raises :class:`UnsupportedError` if it is refused."""
+    """LMCache's standing alone. Raises :class:`UnsupportedError` if it is refused."""
     return _standing(LMCACHE_PACKAGE)
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raises :class:`UnsupportedError` for the first method of ``kind`` whose parameters differ
-    from those of ``base``, a class of an unverified vLLM, or that ``kind`` lacks."""
+    """Raises :class:`UnsupportedError` for the first method of ``kind`` that is missing or whose
+    parameters differ from those of ``base``, a class of an unverified vLLM."""
     for name, ours in inspect.getmembers(kind, inspect.isroutine):
         if name not in vars(base) or name.startswith("__"):
             continue
@@ -121,7 +120,7 @@ def _standing(package: Package) -> Standing:
             f"lmcache-connector supports {package.name} {package.range_text}, and {found} is "
             f"installed: install one of these, or a connector release for {found}."
         )
-    # Of a build from source the number tells the last release before it, not what is in it.
+    # A source build has the number of the last release, but newer content.
     between = ".dev" in found
     if release in package.releases and not between:
         return Standing()
@@ -149,7 +148,7 @@ def installed_version(package: Package) -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if found:  # the remains of a package have none
+        if found:  # incomplete installations have no version
             return found
     raise UnsupportedError(
         f"{package.name} is not installed, or without the metadata that tells its version: "
@@ -158,7 +157,7 @@ def installed_version(package: Package) -> str:
 
 
 def release_of(package: Package, text: str) -> Release:
-    """Which release of the package a version belongs to; the empty one if it names none."""
+    """The release that a version belongs to; empty if it has no number."""
     match = re.match(r"\d+(\.\d+)*", text)
     numbers = tuple(map(int, match[0].split("."))) if match else ()
     return numbers[: len(min(package.releases))]

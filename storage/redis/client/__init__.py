@@ -1,1 +1,1 @@
-"""One bounded conversation with a Redis server: address, protocol, connecting."""
+"""A Redis client with bounded replies: URL, protocol, connecting."""

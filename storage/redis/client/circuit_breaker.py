@@ -1,9 +1,9 @@
-"""A circuit breaker: stop asking a server that fails, and try it again now and then.
+"""A circuit breaker: stop asking a failing server, and try again after a back-off.
 
     CLOSED --failures in a row, or silence--> OPEN --back-off over, connection made--> TRIAL
     TRIAL --work done--> CLOSED          TRIAL --one failure--> OPEN, for twice as long
 
-Only background threads connect, so no caller waits to find out whether a server is back.
+Only background threads connect, so no caller waits to learn whether a server is back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """Opens after ``threshold`` failures in a row, for ``min_seconds``, and twice as long each time
-    until work is done, ``max_seconds`` at most. ``random`` returns numbers in [0, 1): a delay is
-    half of that to all of it. ``clock`` returns seconds. Thread-safe."""
+    """Opens after ``threshold`` consecutive failures, for ``min_seconds``, doubled each time up to
+    ``max_seconds``, until `succeeded`. ``random`` returns numbers in [0, 1): the actual delay is
+    half to all of it. ``clock`` returns seconds. Thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CircuitBreaker:
         return self._state
 
     def may_connect(self) -> bool:
-        """Whether to try a connection now. While open, that is once per back-off delay."""
+        """Whether to connect now: if open, once per back-off delay."""
         with self._lock:
             if self._state is not CircuitState.OPEN:
                 return True
@@ -66,7 +66,7 @@ class CircuitBreaker:
             return max(0.0, self._retry_at - self._clock())
 
     def connected(self) -> bool:
-        """Report a connection that was made and answered. True if the breaker was open."""
+        """A connection was made and answered. True if the breaker was open."""
         with self._lock:
             was_open = self._state is CircuitState.OPEN
             if was_open:
@@ -74,13 +74,13 @@ class CircuitBreaker:
             return was_open
 
     def succeeded(self) -> None:
-        """Report real work done: the breaker closes."""
+        """Work was done over the connection: the breaker closes."""
         with self._lock:
             self._state = CircuitState.CLOSED
             self._failures = self._num_delays = 0
 
     def failed(self, *, at_once: bool = False) -> bool:
-        """Report a failure; ``at_once`` opens the breaker. True if it opened now, to be logged."""
+        """Count a failure; ``at_once`` opens the breaker. True if it opened now, to be logged."""
         with self._lock:
             self._failures += 1
             if self._state is CircuitState.OPEN:

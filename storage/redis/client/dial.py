@@ -1,8 +1,7 @@
 """Connects to a server with redis-py: TCP, TLS or a Unix socket, credentials, database.
 
-redis-py asks and answers whatever is a command. What it reads of one question's answers is bounded
-in bytes and in time by the socket that it is given here. Where values are to move, the socket is
-taken from it.
+redis-py sends commands and parses replies. The socket it is given here bounds the bytes and seconds
+of each command's replies. For the transfer of values, `take_socket` takes the socket from it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from lmcache_connector.storage.redis.client.url import RedisAddress
 
 Client: TypeAlias = redis.Redis
 
-# What connecting and asking raise. The last ones are redis-py's, about answers without any sense.
+# Errors of connecting and of commands. The last ones: redis-py's, on malformed replies.
 TALK_ERRORS = (
     OSError,
     redis.RedisError,
     *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
 )
-# Another node of the cluster has the key, or will soon have it; but this one answers.
+# The node works, but another node of the cluster has the key, or soon will.
 REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
 SMALL_BYTES = 64 << 10
 
@@ -44,23 +43,23 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 
 
 class UnreachableError(redis.ConnectionError):
-    """No route, nobody there, no trust."""
+    """No route, connection refused, or a failed TLS handshake."""
 
 
 def says_no(error: Exception) -> bool:
-    """Whether the server lives, and would not have this connection: it may have too many, and what
-    is connected goes on. After its refusal it hangs up, which can be all that is seen of it."""
+    """Whether the server works but refuses this connection, for instance because it has too many;
+    existing connections go on. It may just hang up instead of sending an error."""
     is_away = isinstance(error, UnreachableError)
     return isinstance(error, ResponseError | redis.ConnectionError) and not is_away
 
 
 def is_wrong_type(error: object) -> bool:
-    """Whether an answer says that a key holds no string."""
+    """Whether a reply says that the key holds no string."""
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def is_endpoint(host: str, port: int) -> bool:
-    """Whether a server may name this as another's address."""
+    """Whether a server may name this address as another server's."""
     return _HOST.fullmatch(host) is not None and 1 <= port <= 65535
 
 
@@ -68,8 +67,8 @@ class Dialer:
     """Connects to the servers behind one URL. Thread-safe.
 
     ``connect_seconds`` bounds connecting to each address of a name, ``answer_seconds`` the TLS
-    handshake and the answers to each question; ``clock`` returns seconds. A name look-up is the
-    system's, and as slow as it is.
+    handshake and the replies to each command; ``clock`` returns seconds. Name resolution takes as
+    long as the system takes.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class Dialer:
             "socket_connect_timeout": connect_seconds,
             "socket_timeout": answer_seconds,
             "protocol": 2,
-            "parser_class": _RESP2Parser,  # hiredis believes the lengths of arrays
+            "parser_class": _RESP2Parser,  # hiredis allocates what the length of an array claims
             "retry": Retry(NoBackoff(), 0),
         }
-        # Without any password OpenSSL would ask the terminal, and wait.
+        # With no password given, OpenSSL would prompt on the terminal.
         self._tls = {"ssl_password": "", **address.tls_options()} if address.tls else {}
 
     def connect(self, host: str, port: int, max_bytes: int) -> Client:
-        """To a server with data; ``host`` is of no matter for a Unix socket. ``max_bytes``: of all
-        answers to one question. Raises one of ``TALK_ERRORS``."""
+        """Connect to a data server. A Unix socket ignores ``host`` and ``port``. ``max_bytes``: of
+        the replies to one command. Raises one of ``TALK_ERRORS``."""
         address = self._address
         login = {"username": address.username, "password": address.password, "db": address.db}
         return self._open(host, port, max_bytes=max_bytes, **login)
@@ -116,8 +115,8 @@ class Dialer:
 
 
 def take_socket(client: Client) -> socket.socket:
-    """The client's connected socket, for another owner: nothing is left to read, neither in the
-    socket nor in redis-py's buffer. Raises one of ``TALK_ERRORS``."""
+    """The client's connected socket, for another owner, with nothing left to read in it or in
+    redis-py's buffer. Raises one of ``TALK_ERRORS``."""
     connection = client.connection_pool.get_connection()
     if connection.can_read(0):
         raise InvalidResponse("bytes that nobody asked for")
@@ -127,24 +126,22 @@ def take_socket(client: Client) -> socket.socket:
 
 
 def be_patient(client: Client, seconds: float) -> None:
-    """From now on the answers to each question may take ``seconds``. Raises one of
-    ``TALK_ERRORS``."""
+    """Allow ``seconds`` for the replies to each further command. Raises one of ``TALK_ERRORS``."""
     connection = client.connection_pool.get_connection()
     connection.allow(seconds)
     client.connection_pool.release(connection)
 
 
 def never_redial(client: Client) -> None:
-    """From now on a connection that is lost stays lost. redis-py would dial again before the next
-    command, and who listens there then may be another server than the one that was looked at.
-    Raises one of ``TALK_ERRORS``."""
+    """Do not reconnect a lost connection. redis-py would redial before the next command, and might
+    reach another server than the one that was checked. Raises one of ``TALK_ERRORS``."""
     connection = client.connection_pool.get_connection()
     connection.is_last = True
     client.connection_pool.release(connection)
 
 
 class Question:
-    """A command that was sent, and more of them while its answer is waited for. Raises one of
+    """A command in flight, to which more can be added while its reply is pending. Raises one of
     ``TALK_ERRORS``."""
 
     def __init__(self, client: Client, *words: Any) -> None:
@@ -159,7 +156,7 @@ class Question:
         self._pool.release(self._connection)
 
     def add(self, packed: bytes) -> bool:
-        """Send another one, from any thread. False if it cannot be sent at once."""
+        """Send another command. Thread-safe. False if it cannot be sent without blocking."""
         try:
             sent: int = self._connection._sock.sock.send(packed, socket.MSG_DONTWAIT)
         except OSError:
@@ -167,12 +164,12 @@ class Question:
         return sent == len(packed)
 
     def answer(self) -> Any:
-        """The next one: there are as many as commands."""
+        """The next reply; there is one per command."""
         return self._connection.read_response()
 
 
 class _BoundedSocket:
-    """Gives redis-py so many bytes and seconds for the answers to one question."""
+    """Limits bytes and seconds of the replies to one command."""
 
     def __init__(
         self, sock: socket.socket, max_bytes: int, seconds: float, clock: Callable[[], float]
@@ -189,7 +186,7 @@ class _BoundedSocket:
 
     def recv(self, num_bytes: int) -> bytes:
         left = self._until - self._clock()
-        if self.sock.gettimeout() != 0.0:  # with it, redis-py looks whether anything is there
+        if self.sock.gettimeout() != 0.0:  # 0: redis-py only polls for data
             if left <= 0.0:
                 raise TimeoutError("timed out")
             self.sock.settimeout(left)
@@ -204,7 +201,7 @@ class _BoundedSocket:
 
 
 class _Bounded:
-    """Of redis-py's connections. It would name itself to the server, which may not be allowed."""
+    """Mixin for redis-py's connections. Omits CLIENT SETINFO, which ACLs may forbid."""
 
     _sock: _BoundedSocket | None
     is_last = False
@@ -224,7 +221,7 @@ class _Bounded:
         return _BoundedSocket(sock, *self._bounds)
 
     def allow(self, seconds: float) -> None:
-        """For the answers to each question."""
+        """Seconds for the replies to each command."""
         self._bounds = self._bounds[0], seconds, self._bounds[2]
         if self._sock is not None:
             self._sock.seconds = seconds

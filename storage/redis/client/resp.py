@@ -1,4 +1,4 @@
-"""The few parts of the RESP2 protocol that the tier speaks itself (pure)."""
+"""The parts of RESP2 that the tier implements itself (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_DIGITS = 20
 
 
 class ReplyFault(Enum):
-    """What a well-formed reply is, other than the value asked for."""
+    """Kinds of well-formed replies that are not the requested value."""
 
     MISSING = "missing"
     ERROR_REPLY = "error_reply"
@@ -26,7 +26,7 @@ def command(*parts: bytes) -> bytes:
 
 
 def set_command(key: bytes, value_bytes: int, options: tuple[bytes, ...]) -> tuple[bytes, bytes]:
-    """What goes before and after the value of a SET."""
+    """The bytes before and after the value of a SET."""
     name = b"$3\r\nSET\r\n$%d\r\n%b\r\n" % (len(key), key)
     head = b"*%d\r\n%b$%d\r\n" % (3 + len(options), name, value_bytes)
     tail = b"".join(b"\r\n$%d\r\n%b" % (len(option), option) for option in options)
@@ -39,7 +39,7 @@ def bulk_line(num_bytes: int) -> bytes:
 
 
 def bulk_length(line: bytes) -> int | None:
-    """The length that such a line, without its CRLF, announces; None if it is another line."""
+    """The length in a bulk line without its CRLF; None for any other line."""
     digits = line[1:]
     if line[:1] != b"$" or not digits.isdigit() or len(digits) > _MAX_DIGITS:
         return None
@@ -47,7 +47,7 @@ def bulk_length(line: bytes) -> int | None:
 
 
 def classify_mismatch(head: bytes) -> ReplyFault | WireFault:
-    """What a reply is that does not begin with the bulk line of the value asked for."""
+    """Classify a reply that does not begin with the expected bulk line."""
     if head.startswith(b"$-1\r"):
         return ReplyFault.MISSING
     if head.startswith(b"-WRONGTYPE"):
@@ -65,5 +65,5 @@ def first_line(reply: bytes) -> str:
 
 
 def is_redirection(line: bytes) -> bool:
-    """Whether a cluster answers that the key lives, or will soon live, on another node."""
+    """Whether a cluster node replies that the key is, or will soon be, on another node."""
     return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN"))

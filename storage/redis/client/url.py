@@ -8,8 +8,8 @@
 ``redis+cluster://[user:password@]host[:port],host...``               a cluster, from any node
 ====================================================================  =============================
 
-``rediss+sentinel`` and ``rediss+cluster`` are the TLS forms. The sentinels' own credentials, if
-any, are ``?sentinel_username=&sentinel_password=``.
+``rediss+sentinel`` and ``rediss+cluster`` are the TLS forms. The sentinels' own credentials are
+``?sentinel_username=&sentinel_password=``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TopologyKind(Enum):
     CLUSTER = "cluster"
 
 
-# URL options, named as in redis-py. Any other option is refused.
+# URL options, named as in redis-py. Others are refused.
 _TLS_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password"}
     | {"ssl_cert_reqs", "ssl_check_hostname"}
@@ -54,8 +54,8 @@ _SCHEMES = {
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A parsed URL. No secret shows in ``repr`` or ``str``. ``options``: typed as redis-py has
-    them, those of TLS and of sentinels."""
+    """A parsed URL. ``repr`` and ``str`` show no secret. ``options``: of TLS and sentinels, typed
+    as in redis-py."""
 
     kind: TopologyKind
     tls: bool
@@ -68,16 +68,14 @@ class RedisAddress:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def tls_options(self) -> dict[str, Any]:
-        """The options about certificates."""
         return {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
 
     def sentinel_login(self) -> tuple[str | None, str | None]:
-        """User and password of the sentinels."""
         return self.options.get("sentinel_username"), self.options.get("sentinel_password")
 
     def redact(self, error: object) -> str:
-        """``error`` for a log: short, and without credentials, which the message of a server or a
-        library may repeat."""
+        """``error`` for a log: short, and without credentials, which messages of servers and
+        libraries may repeat."""
         text = str(error) or type(error).__name__
         secrets = {self.username, self.password, *map(self.options.get, _SECRETS)}
         for secret in filter(None, secrets):
@@ -85,7 +83,7 @@ class RedisAddress:
         return text[:_MAX_CHARS].encode("ascii", "backslashreplace").decode()
 
     def __str__(self) -> str:
-        """The address for logs, without credentials and options."""
+        """For logs, without credentials and options."""
         scheme = next(s for s, kind in _SCHEMES.items() if kind == (self.kind, self.tls))
         if self.path:
             return f"unix://{self.path}"
@@ -94,7 +92,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises ``ValueError``. Its message never repeats the URL, which may hold a password."""
+    """Raises ``ValueError``, whose message never repeats the URL: it may contain a password."""
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         raise ValueError(f"redis_url: unknown scheme; use one of {', '.join(_SCHEMES)}")
@@ -106,7 +104,7 @@ def parse_redis_url(url: str) -> RedisAddress:
     login, _, names = netloc.rpartition("@")
     if "@" in login and "," in login:
         raise ValueError(f"redis_url: user and password stand once, before all hosts{_ENCODE}")
-    # A Unix socket's URL for what all have: redis-py knows no other with several hosts.
+    # Options are parsed as those of a Unix socket: redis-py has no URL with several hosts.
     given = _parsed(
         f"unix://{login}@/{path}?{query}", f"an option or the database is no number{_ENCODE}"
     )
@@ -128,8 +126,8 @@ def parse_redis_url(url: str) -> RedisAddress:
 
 
 def _parsed(url: str, problem: str) -> dict[str, Any]:
-    """What redis-py makes of a URL. Its messages may repeat a piece of a password."""
-    from redis.connection import parse_url  # here: settings are parsed where there is no Redis
+    """Parse with redis-py, but drop its error message, which may repeat a piece of a password."""
+    from redis.connection import parse_url  # late: settings are parsed without Redis too
 
     try:
         given: dict[str, Any] = parse_url(url)
@@ -150,7 +148,7 @@ def _host(name: str, kind: TopologyKind) -> tuple[str, int]:
 
 
 def _split_path(kind: TopologyKind, path: str, db: int) -> tuple[str, int]:
-    """The master and the database in the path of a URL with hosts."""
+    """Master and database in the path of a URL with hosts."""
     pieces = [piece for piece in path.split("/") if piece]
     master = ""
     if kind is TopologyKind.SENTINEL:

@@ -25,6 +25,8 @@ def test_vllm_understands_what_it_is_asked(tmp_path: Path) -> None:
 
     parser: argparse.ArgumentParser = FlexibleArgumentParser()
     add_cli_args(parser)
+    args = parser.parse_args(VllmBench(shares_prefixes=False).command(target(tmp_path))[3:])
+    assert (args.dataset_name, args.random_input_len) == ("random", LOAD.context_tokens)
     args = parser.parse_args(VllmBench().command(target(tmp_path))[3:])
     assert args.dataset_name == "prefix_repetition"
     prompt = args.prefix_repetition_prefix_len + args.prefix_repetition_suffix_len

@@ -33,7 +33,7 @@ from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
-    Calibration,
+    Fetched,
     LoadJob,
     PartRun,
     PrefetchJob,
@@ -41,7 +41,7 @@ from lmcache_connector.plans import (
     RankStart,
     StepPlan,
     StoreJob,
-    TransferTime,
+    Tier,
     WeightsInMemory,
 )
 from lmcache_connector.scheduler.scheduler import Scheduler
@@ -143,10 +143,10 @@ class ShadowEngine:
 
     def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
         changes, digest = self.ranks[rank].changes, str(self.version)
-        speed = TransferTime(1 << 30, 1.0) if changes is not None else None
+        speed = (Fetched(Tier.CPU, 1 << 30, 1.0),) if changes is not None else ()
         start = RankStart(
             configuration,
-            Calibration(cpu=speed),
+            speed,
             changes_at=changes.place if changes is not None else "",
         )
         weights = WeightsInMemory(digest=digest, first_digest=digest)

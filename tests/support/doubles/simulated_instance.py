@@ -12,7 +12,6 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.plans import (
-    Calibration,
     Fetched,
     ForwardTime,
     JobResult,
@@ -20,7 +19,6 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankReport,
     Tier,
-    TransferTime,
 )
 from tests.support.jobs import load_job
 
@@ -53,16 +51,16 @@ class TrueSpeed:
     def seconds(self, num_chunks: int, noise: float = 1.0) -> float:
         return self.arrivals(num_chunks, noise)[-1] if num_chunks else 0.0
 
-    def probe(self, noise: float) -> TransferTime:
+    def probe(self, noise: float) -> tuple[Fetched, ...]:
         in_time = [
             seconds
             for seconds in self.arrivals(_PROBE_CHUNKS, noise)
             if seconds <= _PROBE_PATIENCE_SECONDS
         ]
         if not in_time:
-            return TransferTime(0, _PROBE_PATIENCE_SECONDS)
-        latency_seconds = min(noise * self.latency_seconds, in_time[-1])
-        return TransferTime(len(in_time) * CHUNK_BYTES, in_time[-1], latency_seconds)
+            return (Fetched(Tier.REDIS, 0, _PROBE_PATIENCE_SECONDS, True),)
+        reads = dict.fromkeys((len(in_time), 1))
+        return tuple(Fetched(Tier.REDIS, n * CHUNK_BYTES, in_time[n - 1]) for n in reads)
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,12 @@ class SimulatedInstance:
         model = CostModel(lambda: self.now, max_deadline_seconds=10.0)
         self.policy = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), lambda: self.now)
         self._job_id = 0
-        self._probes: list[tuple[float, TransferTime]] = []
+        self._probes: list[tuple[float, tuple[Fetched, ...]]] = []
 
     def calibrate(self) -> None:
         """As at the start: the self-test copies one chunk, the probe reads Redis."""
-        copied = TransferTime(CHUNK_BYTES, self.tiers[Tier.CPU].seconds(1))
-        self.policy.calibrate([Calibration(copied, self.tiers[Tier.REDIS].probe(1.0))])
+        copied = Fetched(Tier.CPU, CHUNK_BYTES, self.tiers[Tier.CPU].seconds(1))
+        self.policy.observe_measured([(copied, *self.tiers[Tier.REDIS].probe(1.0))])
 
     def compute_seconds(self, start: int, end: int) -> float:
         return (end - start) * (1.2e-4 + 3e-9 * (start + end) / 2)
@@ -164,11 +162,11 @@ class SimulatedInstance:
         """A probe runs beside the requests, and reports once it has ended."""
         if self.policy.probes.take():
             measured = self.tiers[Tier.REDIS].probe(self._some_noise())
-            self._probes.append((self.now + measured.seconds, measured))
+            self._probes.append((self.now + sum(m.seconds for m in measured), measured))
 
     def _probe_reports(self) -> Iterator[RankReport]:
         while self._probes and self._probes[0][0] <= self.now:
-            yield RankReport(0, (), (), redis=self._probes.pop(0)[1])
+            yield RankReport(0, (), (), measured=self._probes.pop(0)[1])
 
     def _some_noise(self) -> float:
         return math.exp(self._rng.gauss(0, self.noise))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
-    Found,
     LookupAnswer,
 )
 from lmcache_connector.lookup.hit_finder import HitFinder
@@ -40,7 +39,7 @@ class SteppedAnswer:
     """Comes when it was waited for ``delay`` times."""
 
     def __init__(self, found: frozenset[bytes], delay: int) -> None:
-        self._found = Found(dict.fromkeys(found, Tier.REDIS))
+        self._found = dict.fromkeys(found, Tier.REDIS)
         self._delay = delay
 
     @property
