@@ -331,9 +331,6 @@ class SimSocket:
     def gettimeout(self) -> float | None:
         return self._timeout
 
-    def setblocking(self, flag: bool) -> None:
-        self._timeout = None if flag else 0.0
-
     def setsockopt(self, level: int, option: int, value: Any) -> None:
         if level == real_socket.SOL_SOCKET and option in (
             real_socket.SO_RCVTIMEO,
@@ -341,14 +338,6 @@ class SimSocket:
         ):
             seconds, micros = _TIMEVAL.unpack(value)
             self._option_timeouts[option] = (seconds + micros / 1e6) or None
-
-    def getpeername(self) -> Address:
-        if self._link is None:
-            raise OSError(errno.ENOTCONN, "not connected")
-        return self._link.address
-
-    def getsockname(self) -> Address:
-        return (self.process.name, self._fd)
 
     def fileno(self) -> int:
         return -1 if self._is_closed else self._fd
@@ -365,12 +354,6 @@ class SimSocket:
             self.process.on_kill.remove(self._vanish)
         if self._link is not None:
             self._link.close()
-
-    def __enter__(self) -> SimSocket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_readable(self) -> bool:
@@ -421,9 +404,6 @@ class _Poll:
 
     def register(self, sock: Any, events: int = real_select.POLLIN) -> None:
         self._registered[sock if isinstance(sock, int) else sock.fileno()] = events
-
-    def unregister(self, sock: Any) -> None:
-        del self._registered[sock if isinstance(sock, int) else sock.fileno()]
 
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
         """``timeout`` is in milliseconds."""

@@ -178,16 +178,15 @@ class RedisModel:
             return b"-ERR unknown command '%b'\r\n" % verb
         if self.password is not None and not (session.is_known or verb == b"AUTH"):
             return b"-NOAUTH Authentication required.\r\n"
-        if self.is_loading and verb not in (b"HELLO", b"AUTH", b"CLIENT"):
+        if self.is_loading and verb != b"AUTH":
             return b"-LOADING Redis is loading the dataset in memory\r\n"
         self._expire()
-        asking, session.asking = session.asking, False
-        refusal = self._redirection(_KEYED[verb](args), asking) if verb in _KEYED else None
+        refusal = self._redirection(_KEYED[verb](args)) if verb in _KEYED else None
         if refusal is None and verb in _WRITES:
             refusal = self.refusal
         return refusal or handler(self, session, args)
 
-    def _redirection(self, names: Sequence[bytes], asking: bool) -> bytes | None:
+    def _redirection(self, names: Sequence[bytes]) -> bytes | None:
         if self.cluster is None or not names:
             return None
         slots = {key_slot(name) for name in names}
@@ -199,8 +198,6 @@ class RedisModel:
         if owner is None:
             return b"-CLUSTERDOWN Hash slot not served\r\n"
         if owner is not self:
-            if target is self and asking:
-                return None
             return b"-MOVED %d %b:%d\r\n" % (slot, owner.address[0].encode(), owner.address[1])
         if target is not None:
             there = [name in self.entries for name in names]
@@ -276,14 +273,6 @@ class RedisModel:
         text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
         return _bulk(text % (self.used_bytes, limit, policy))
 
-    def _hello(self, session: Session, args: Sequence[bytes]) -> bytes:
-        fields = {b"server": b"redis", b"version": b"7.4.0", b"mode": b"standalone"}
-        parts = [_bulk(part) for pair in fields.items() for part in pair]
-        return b"*%d\r\n" % (2 * len(fields)) + b"".join(parts)
-
-    def _ok(self, session: Session, args: Sequence[bytes]) -> bytes:
-        return b"+OK\r\n"
-
     def _auth(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.password is None:
             return b"-ERR AUTH <password> called without any password configured\r\n"
@@ -296,18 +285,9 @@ class RedisModel:
         host, port = self.master.address
         return b"*2\r\n" + _bulk(host.encode()) + _bulk(b"%d" % port)
 
-    def _pong(self, session: Session, args: Sequence[bytes]) -> bytes:
-        return b"+PONG\r\n"
-
-    def _asking(self, session: Session, args: Sequence[bytes]) -> bytes:
-        session.asking = True
-        return b"+OK\r\n"
-
     def _cluster(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.cluster is None:
             return b"-ERR This instance has cluster support disabled\r\n"
-        if args[0].upper() != b"SLOTS":
-            return _SYNTAX
         ranges = self.cluster.ranges()
         reply = b"*%d\r\n" % len(ranges)
         for first, last, owner in ranges:
@@ -320,10 +300,9 @@ class RedisModel:
 
 @dataclass(slots=True)
 class Session:
-    """One client. ``asking``: its next command may use a slot that is being imported."""
+    """One client."""
 
     buffer: bytearray = field(default_factory=bytearray)
-    asking: bool = False
     is_known: bool = False
 
 
@@ -336,13 +315,8 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"EXISTS": RedisModel._exists,
     b"PEXPIRE": RedisModel._pexpire,
     b"INFO": RedisModel._info,
-    b"HELLO": RedisModel._hello,
     b"AUTH": RedisModel._auth,
     b"SENTINEL": RedisModel._sentinel,
-    b"SELECT": RedisModel._ok,
-    b"CLIENT": RedisModel._ok,
-    b"PING": RedisModel._pong,
-    b"ASKING": RedisModel._asking,
     b"CLUSTER": RedisModel._cluster,
 }
 

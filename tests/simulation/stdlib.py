@@ -97,9 +97,6 @@ class Lock:
                 kernel.wake(waiter)
                 return
 
-    def locked(self) -> bool:
-        return self._owner is not None
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -217,12 +214,6 @@ class Semaphore:
         for _ in range(min(n, len(self._waiters))):
             RUNTIME.kernel.wake(self._waiters.popleft())
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 class Thread:
     def __init__(
@@ -258,12 +249,6 @@ class Thread:
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_done
-
-    @property
-    def ident(self) -> int | None:
-        return self._task.ident if self._task is not None else None
-
-    native_id = ident
 
 
 class Local:

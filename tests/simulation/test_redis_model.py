@@ -68,8 +68,6 @@ def _command(chance: random.Random) -> tuple[bytes, ...]:
             (b"STRLEN", name),
             (b"EXISTS", name, *_NAMES[: chance.randrange(3)]),
             (b"PEXPIRE", name, chance.choice((milliseconds, b"0", b"-5"))),
-            (b"PING",),
-            (b"SELECT", b"0"),
         )
     )
 
