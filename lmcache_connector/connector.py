@@ -198,7 +198,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             is_planned = self._plan_load(request, blocks, num_external_tokens)
             self._scheduler_guard.promised(request, is_planned=is_planned)
         else:
-            self._admitted(request)
+            self._on_scheduled_to_compute(request)
 
     @costs_hits(answer=False)
     def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
@@ -214,8 +214,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.load_planned(request, job, num_tokens)
 
     @costs_hits()
-    def _admitted(self, request: Request) -> None:
-        self._scheduler_side.admitted(request)
+    def _on_scheduled_to_compute(self, request: Request) -> None:
+        self._scheduler_side.on_scheduled_to_compute(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
         guard, plan = self._guard or self._scheduler_guard, None

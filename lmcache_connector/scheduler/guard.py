@@ -111,7 +111,7 @@ class SchedulerGuard:
                 continue
             if not request.is_finished():
                 compute_the_rest(ShortLoad(request, 0), manager)
-                self._side.compute(request)
+                self._side.exclude_from_loads(request)
 
     def _start_over(self) -> None:
         try:

@@ -174,7 +174,7 @@ class Scheduler:
                 self.prefetcher.is_next(request.request_id)
                 return None, False
             num_tokens = 0
-        if num_tokens and self._will_never_be_taken(request.request_id):
+        if num_tokens and self._was_refused_while_idle(request.request_id):
             num_tokens = 0
         self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         state = self.book.get(request.request_id)
@@ -225,7 +225,7 @@ class Scheduler:
             state, num_computed_tokens, hit, may_be_in_step=self._unseen.are_excluded()
         )
 
-    def _will_never_be_taken(self, request_id: str) -> bool:
+    def _was_refused_while_idle(self, request_id: str) -> bool:
         """Whether vLLM has refused this request's load although nothing runs that could free
         blocks. vLLM reserves blocks for requests whose load failed, and such a request may queue
         behind this one. Computing the request needs only blocks that exist."""
@@ -258,7 +258,7 @@ class Scheduler:
             left = request.num_tokens - state.load.offered_from - num_external_tokens
             self._begins(request, left)
 
-    def admitted(self, request: Request) -> None:
+    def on_scheduled_to_compute(self, request: Request) -> None:
         """vLLM has scheduled the request without a load, or after its load."""
         self._ask_until.pop(request.request_id, None)
         self._begins(request, request.num_tokens - request.num_computed_tokens)
@@ -271,7 +271,7 @@ class Scheduler:
         self.transfers.let_go(request.request_id)
         self.policy.request_admitted(request.request_id, num_tokens)
 
-    def compute(self, request: Request) -> None:
+    def exclude_from_loads(self, request: Request) -> None:
         """Offer the request no load until it runs: its load failed, and the blocks that vLLM
         reserves for such requests may leave too few to admit a further load."""
         self._to_compute[request.request_id] = request
@@ -494,7 +494,7 @@ class Scheduler:
 
     def will_free_blocks(self) -> bool:
         """vLLM found too few free blocks: whether it should wait for a step, not preempt."""
-        return self.held.will_free()
+        return self.held.should_wait()
 
     @property
     def has_unattended_jobs(self) -> bool:
