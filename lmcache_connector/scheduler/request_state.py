@@ -171,7 +171,7 @@ class AuditState:
 
 
 @dataclass(slots=True)
-class AheadState:
+class PrefetchState:
     """Prefetches for a waiting request. Written by the :class:`Prefetcher`.
 
     ``jobs``: open jobs and the most bytes each may bring. ``keys``: chunks that should be in memory
@@ -197,7 +197,7 @@ class RequestState:
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
-    ahead: AheadState = field(default_factory=AheadState)
+    prefetch: PrefetchState = field(default_factory=PrefetchState)
     is_finished: bool = False
     source: PeerSource | None = None
 
@@ -220,4 +220,4 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        return self.load.job is not None or bool(self.store.job_ids or self.ahead.jobs)
+        return self.load.job is not None or bool(self.store.job_ids or self.prefetch.jobs)
