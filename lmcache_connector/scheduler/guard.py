@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
-def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
+def returns_on_failure(answer: object = None) -> Callable[[CallT], CallT]:
     """Decorate a call of vLLM's: it returns ``answer`` if the scheduler side raises. Methods of an
     object whose ``_guard`` is ``None`` (a worker) are not guarded."""
 
