@@ -238,14 +238,14 @@ class Steps:
     def plan(self, _: int = 0) -> None:
         if len(self.plans) < 2:
             names = self.names
-            self.plans.append((names.name, names.heard, names.take_question()))
+            self.plans.append((names.name, names.acked, names.take_question()))
 
     def run(self, _: int = 0) -> None:
         """What a plan stores or loads, where no rank refuses it, is of the weights in memory."""
         if not self.plans:
             return
-        name, heard, question = self.plans.popleft()
-        if name and list(heard) == [rank.version for rank in self.ranks]:
+        name, acked, question = self.plans.popleft()
+        if name and list(acked) == [rank.version for rank in self.ranks]:
             assert name == name_of([rank.content for rank in self.ranks])
         for rank in self.ranks:
             if question:

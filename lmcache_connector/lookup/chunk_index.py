@@ -35,7 +35,7 @@ class ChunkIndex:
         self._planned: dict[bytes, int] = {}  # key -> the latest store job for it
         self._leaving: dict[bytes, int] = {}  # key -> bit set of the ranks that will evict it
         self._num_leaving = [0] * world_size
-        self.heard_leaving: tuple[int, ...] = ()
+        self.acked_leaving: tuple[int, ...] = ()
 
     def share(self, needed: Callable[[bytes], int], num_owners: Sequence[int]) -> None:
         """Ranks read from each other: see :class:`Owners`. ``num_owners`` is per part."""
@@ -92,13 +92,13 @@ class ChunkIndex:
     def forget_planned(self) -> None:
         """No store job is open any more, and the last plan may be lost."""
         self._planned.clear()
-        self.heard_leaving = tuple(self._num_leaving)
+        self.acked_leaving = tuple(self._num_leaving)
 
-    def take_heard(self) -> tuple[int, ...]:
+    def take_acked(self) -> tuple[int, ...]:
         """Per rank, the number of known reports of leaving chunks, for the next plan; empty if
         unchanged since the last plan."""
-        heard, self.heard_leaving = self.heard_leaving, ()
-        return heard
+        acked, self.acked_leaving = self.acked_leaving, ()
+        return acked
 
     def num_firm(self, keys: Iterable[bytes]) -> int:
         """Number of leading chunks that all ranks hold, and no rank evicts before the next plan."""
@@ -128,7 +128,7 @@ class ChunkIndex:
                 self._stays(bit, event.key)
         if num_leaving > known:
             self._num_leaving[rank] = num_leaving
-            self.heard_leaving = tuple(self._num_leaving)
+            self.acked_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
         """The rank lacks the chunk, or could not read it from its owner: then the chunk counts as

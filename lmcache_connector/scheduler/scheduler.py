@@ -327,7 +327,7 @@ class Scheduler:
             self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
-            (adapters.heard, weights.heard),
+            (adapters.acked, weights.acked),
             idle=not scheduled,
             prefill=work if not has_loads else None,
             probe=probe,
@@ -337,7 +337,7 @@ class Scheduler:
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
             transfers=tuple(transfers.updates) if transfers.updates else (),
-            heard_leaving=self.index.take_heard() if self.index.heard_leaving else (),
+            acked_leaving=self.index.take_acked() if self.index.acked_leaving else (),
         )
         if transfers.updates:  # cleared only now, so that no failure loses them
             transfers.updates.clear()

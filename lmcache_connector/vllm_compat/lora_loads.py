@@ -110,7 +110,7 @@ class LoraLoads:
         )
         return LoadedAdapterList(self._question, digests, self._num_lists, replaced)
 
-    def heard(self, list_number: int) -> None:
+    def note_acked(self, list_number: int) -> None:
         """The scheduler side's plans are made with that list from now on."""
         for loaded in self._loaded.values():
             loaded[:-1] = [each for each in loaded[:-1] if each.replaced_in > list_number]

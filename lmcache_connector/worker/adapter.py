@@ -193,7 +193,7 @@ class WorkerAdapter:
     def load_in_step(self, plan: StepPlan) -> None:
         """Right before the forward pass that reads the loaded KV. Failures, which only device
         errors and bugs cause, must end the step: vLLM has planned with this KV."""
-        if plan.heard_weights and self._is_other(plan.heard_weights):
+        if plan.acked_weights and self._is_other(plan.acked_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
         self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
 
@@ -201,11 +201,11 @@ class WorkerAdapter:
         """After the forward pass was submitted, or before one that waits for loads. No load here is
         for this forward pass."""
         self._timer.stop()
-        if plan.heard_leaving:
-            self._engine.leaving.hear(plan.heard_leaving[self._settings.engine.rank])
+        if plan.acked_leaving:
+            self._engine.leaving.note_acked(plan.acked_leaving[self._settings.engine.rank])
         self._idle = plan.idle
-        if plan.heard_weights:
-            self._is_outdated = self._is_other(plan.heard_weights)
+        if plan.acked_weights:
+            self._is_outdated = self._is_other(plan.acked_weights)
         if plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan.probe:
@@ -216,8 +216,8 @@ class WorkerAdapter:
             self._engine.use(plan.uses)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
-        if plan.heard_adapters:
-            self._lora_loads.heard(plan.heard_adapters[self._settings.engine.rank])
+        if plan.acked_adapters:
+            self._lora_loads.note_acked(plan.acked_adapters[self._settings.engine.rank])
         for job in plan.loads_and_earlier_stores():
             is_free = isinstance(job, LoadJob) and not job.after_passes
             self._submit(job, None if is_free else self._before)
@@ -329,9 +329,9 @@ class WorkerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
-    def _is_other(self, heard_weights: Sequence[int]) -> bool:
+    def _is_other(self, acked_weights: Sequence[int]) -> bool:
         """Whether the plan assumes other weights than those in memory."""
-        return heard_weights[self._settings.engine.rank] != self._weights.version
+        return acked_weights[self._settings.engine.rank] != self._weights.version
 
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()

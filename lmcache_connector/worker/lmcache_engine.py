@@ -479,13 +479,13 @@ class LMCacheEngineAdapter:
         its remaining time, and reads in the other half."""
         deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
-            heard = self.leaving.heard
+            acked = self.leaving.acked
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
             self._announce_ahead()
             seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()) / 2)
-            if not self.leaving.wait(heard, seconds):
+            if not self.leaving.wait(acked, seconds):
                 break
         return None
 

@@ -152,9 +152,9 @@ def test_what_was_replaced_between_two_lists_is_told(loads: LoraLoads, folder: P
     assert [name.value for name in names] == [one, two, one]
     told = LoadedAdapterList(0, ((1, one),), number=2, replaced=((1, one), (1, two)))
     assert loads.take() == told
-    loads.heard(1)
+    loads.note_acked(1)
     assert loads.names_of(1) == names
-    loads.heard(2)
+    loads.note_acked(2)
     assert loads.names_of(1) == names[-1:]
     loads.ask(1)
     assert loads.take() == LoadedAdapterList(1, ((1, one),), number=3), "told once"
