@@ -125,14 +125,14 @@ class WitnessState:
 class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
-    Chunks before ``next_chunk`` are planned or stored. Chunks before ``num_sighted`` are counted
+    Chunks before ``next_chunk`` are planned or stored. Chunks before ``num_counted`` are counted
     for admission to Redis, once even if planned again. ``junction``: the number of leading chunks
     after which requests that share them will need windows. ``has_tail``: the tail is planned.
     """
 
     next_chunk: int = 0
     has_tail: bool = False
-    num_sighted: int = 0
+    num_counted: int = 0
     junction: int = 0
     job_ids: set[int] = field(default_factory=set)
 
