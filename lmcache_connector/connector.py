@@ -228,8 +228,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                     guard.unsent_in_step.clear()
             except Exception as error:  # noqa: BLE001 - logged there
                 guard.failed("build_connector_meta", error)
-        if guard.has_news:
-            plan = guard.add_news(plan, is_idle=not scheduler_output.num_scheduled_tokens)
+        if guard.has_updates:
+            plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
         return PlanMetadata(plan) if plan is not None else NO_PLAN
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

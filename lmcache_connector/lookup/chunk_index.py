@@ -194,7 +194,7 @@ _MAX_TRACKED = 1 << 16
 
 class WantedChunks:
     """Collects chunks that requests use, at most once per interval and chunk. O(1) per chunk.
-    ``clock`` returns seconds. ``has_news``: whether :meth:`take` has something to return.
+    ``clock`` returns seconds. ``has_updates``: whether :meth:`take` has something to return.
 
     Chunks that live in Redis for ``ttl_seconds`` are reported several times per lifetime.
     """
@@ -208,24 +208,24 @@ class WantedChunks:
         if ttl_seconds is not None:
             self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
         self._told_at: OrderedDict[bytes, float] = OrderedDict()
-        self._news: list[bytes] = []
-        self.has_news = False
+        self._updates: list[bytes] = []
+        self.has_updates = False
 
-    def sight(self, keys: Sequence[bytes]) -> None:
+    def note_uses(self, keys: Sequence[bytes]) -> None:
         now = self._clock()
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
-            if len(self._news) >= _MAX_PER_STEP:
+            if len(self._updates) >= _MAX_PER_STEP:
                 return
             if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
                 self._told_at[key] = now
                 self._told_at.move_to_end(key)
-                self._news.append(key)
-                self.has_news = True
+                self._updates.append(key)
+                self.has_updates = True
         while len(self._told_at) > _MAX_TRACKED:
             self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
         """Chunks to report to the workers, 256 at most."""
-        news, self._news = tuple(self._news), []
-        self.has_news = False
-        return news
+        updates, self._updates = tuple(self._updates), []
+        self.has_updates = False
+        return updates

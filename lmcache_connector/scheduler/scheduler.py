@@ -190,7 +190,7 @@ class Scheduler:
         if self.wanted:
             num_parts = len(self.settings.parts)
             for part in range(num_parts):
-                self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
+                self.wanted.note_uses(keys_of_part(state.keys.keys, part, num_parts))
         self._uses.add(state.keys.keys, state.claim)
         if self.settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
@@ -331,7 +331,7 @@ class Scheduler:
             idle=not scheduled,
             prefill=work if not has_loads else None,
             probe=probe,
-            wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
+            wanted=self.wanted.take() if self.wanted and self.wanted.has_updates else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
@@ -490,7 +490,7 @@ class Scheduler:
         freed."""
         if self.held.is_holding:
             self.held.free_delayed()
-        return self.kv_events.take() if self.kv_events.has_news else ()
+        return self.kv_events.take() if self.kv_events.has_updates else ()
 
     def will_free_blocks(self) -> bool:
         """vLLM found too few free blocks: whether it should wait for a step, not preempt."""

@@ -247,7 +247,7 @@ class WorkerAdapter:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
-        if not self._has_news():
+        if not self._has_updates():
             return _NO_NEWS
         self._take_ended()
         return self._output(self._report(self._ended))
@@ -273,7 +273,7 @@ class WorkerAdapter:
         self._before, self._idle = None, False
         self._engine.tell_again()
         # News and answers in preparation may be lost.
-        self._is_start_told, self._weights.has_news = False, True
+        self._is_start_told, self._weights.has_updates = False, True
         if plan is not None and plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan is not None and plan.adapter_question:
@@ -364,26 +364,26 @@ class WorkerAdapter:
         if isinstance(job, StoreJob):
             self._transfers.store_ended(job.job_id, job.keys)
 
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         """Most decode steps end here. The check reads few attributes, because a forward pass has
         evicted them from the processor's caches."""
         return bool(
             not self._is_start_told
             or self._in_step
             or self._jobs.is_busy
-            or self._engine.has_news
-            or self._timer.has_news
-            or self._probe.has_news
-            or self._lora_loads.has_news
-            or self._weights.has_news
-            or self._transfers.has_news
+            or self._engine.has_updates
+            or self._timer.has_updates
+            or self._probe.has_updates
+            or self._lora_loads.has_updates
+            or self._weights.has_updates
+            or self._transfers.has_updates
         )
 
     def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
         ended, self._ended = self._ended, []
         jobs = [queued.job for queued in ended]
         loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
-        sent = frozenset(self._transfers.take_finished() if self._transfers.has_news else ())
+        sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
 
     def _take_ended(self) -> None:

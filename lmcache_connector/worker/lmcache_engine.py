@@ -328,7 +328,7 @@ class LMCacheEngineAdapter:
             self._cpu.remove(engine_key)
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 

@@ -121,7 +121,7 @@ def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path)
     assert loads.take() is not None
     manager.add(1, folder, load_inplace=True)
     assert loads.names_of(1) == names
-    assert not loads.has_news
+    assert not loads.has_updates
 
 
 def test_what_vllm_has_dropped_is_not_loaded(loads: LoraLoads, folder: Path) -> None:

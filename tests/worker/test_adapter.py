@@ -410,5 +410,5 @@ def test_a_job_is_reported_with_a_quiet_step(
     job = store_job(1, "r", KEYS[:1], ((0, 1),))
     run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
     assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
-    while instance.worker._has_news():  # its write to Redis ends later, and is reported too
+    while instance.worker._has_updates():  # its write to Redis ends later, and is reported too
         assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

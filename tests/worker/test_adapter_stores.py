@@ -28,7 +28,7 @@ MINE = AdapterRef(1, "mine")
 
 
 class Loads(LoraLoads):
-    """What has been loaded is said by the test. ``has_news``: it was asked for."""
+    """What has been loaded is said by the test. ``has_updates``: it was asked for."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -37,7 +37,7 @@ class Loads(LoraLoads):
         self.question = 0
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self.question)
 
     def ask(self, question: int) -> None:
