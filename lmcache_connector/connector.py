@@ -285,7 +285,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         paged cache's memory, to sleep. Engines in other processes first step until no job is open.
         An engine stepped by its user, with all ranks in this process, has made its last step."""
         self._scheduler_side.reset_cache()
-        return all(worker.let_go() for worker in self._workers_here())
+        return all(worker.stop_copies() for worker in self._workers_here())
 
     @returns_on_failure(answer=False)
     def has_pending_block_frees(self) -> bool:
@@ -344,7 +344,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Called since vLLM 0.33 before the paged cache's memory is freed, to sleep. The memory
         comes back at the same addresses."""
         if self._worker is not None:
-            self._worker.let_go()
+            self._worker.stop_copies()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._is_in_step:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
-_LET_GO_SECONDS = 5.0
+_STOP_SECONDS = 5.0
 # Share of the CPU tier that KV transfers to other instances may keep until they are read.
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait so long for the next one.
@@ -300,15 +300,15 @@ class WorkerAdapter:
             return
         self._finish_stores()
 
-    def let_go(self) -> bool:
+    def stop_copies(self) -> bool:
         """Between steps: stop every copy from or into the paged cache. False if one still runs
         after some seconds."""
         self._jobs.cancel()
         self._gate.open()
         self._wait_for_no_plan()
-        if self._jobs.cancel_all(_LET_GO_SECONDS):
+        if self._jobs.cancel_all(_STOP_SECONDS):
             return True
-        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        logger.error("A KV transfer did not stop within %.1f s", _STOP_SECONDS)
         return False
 
     def shutdown(self) -> None:
@@ -335,7 +335,7 @@ class WorkerAdapter:
 
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()
-        self._jobs.finish_stores(_LET_GO_SECONDS)
+        self._jobs.finish_stores(_STOP_SECONDS)
 
     def _wait_for_no_plan(self) -> None:
         """Allocations must not wait for a plan: only this thread could deliver one."""
