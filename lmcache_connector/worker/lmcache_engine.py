@@ -130,7 +130,7 @@ class LMCacheEngineAdapter:
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving = ChangedKeys(), 0
-        self.leaving = LeavingChunks(self._changed.tell)
+        self.leaving = LeavingChunks(self._changed.report)
         is_told = settings.announces
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
         self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
@@ -177,7 +177,7 @@ class LMCacheEngineAdapter:
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
-            self._changed.tell(held)
+            self._changed.report(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
             transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
             transfers.append(transfer)
@@ -228,9 +228,9 @@ class LMCacheEngineAdapter:
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
                 # Other ranks were not asked for these chunks, which may still be there.
-                self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
+                self._changed.report(k for k in others if not self.share.is_elsewhere(k))
                 if not cancelled.is_set():
-                    self._changed.tell((first,))
+                    self._changed.report((first,))
                 break
         if job.needs_redis:
             self._announce_ahead()
@@ -350,7 +350,7 @@ class LMCacheEngineAdapter:
 
     def tell_again(self) -> None:
         """Report all chunks again: the last events may be lost."""
-        self._changed.tell([*self.chunks.all_keys(), *self.leaving.removed])
+        self._changed.report([*self.chunks.all_keys(), *self.leaving.removed])
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks written to Redis since the last call, if reporting is on."""
