@@ -123,11 +123,13 @@ class Transfers:
             if not transfer.is_over:
                 return NotOver.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
-            is_elsewhere = self._chunks.is_elsewhere  # the owning rank pins and reports these
+            is_read_from_owner = (
+                self._chunks.is_read_from_owner
+            )  # the owning rank pins and reports these
             kept = (
                 key
                 for key, lease in transfer.leases.items()
-                if lease is not None or is_elsewhere(key)
+                if lease is not None or is_read_from_owner(key)
             )
             return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
 

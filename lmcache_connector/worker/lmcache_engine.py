@@ -142,7 +142,7 @@ class LMCacheEngineAdapter:
         if peers is not None:
             self.share.is_away = peers.is_away
         if self._plugin is not None:
-            self._plugin.is_elsewhere = self.share.is_elsewhere
+            self._plugin.is_read_from_owner = self.share.is_read_from_owner
         self.chunks = CpuTierChunks(
             self._cpu, self._database, self._sizes.geometries, self._shared, self.share
         )
@@ -228,7 +228,7 @@ class LMCacheEngineAdapter:
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
                 # Other ranks were not asked for these chunks, which may still be there.
-                self._changed.report(k for k in others if not self.share.is_elsewhere(k))
+                self._changed.report(k for k in others if not self.share.is_read_from_owner(k))
                 if not cancelled.is_set():
                     self._changed.report((first,))
                 break
@@ -281,7 +281,7 @@ class LMCacheEngineAdapter:
         """Note that requests have these chunks in their prompts. Called from the engine's step:
         the ledger processes the notes later."""
         for use in uses:
-            here = tuple(key for key in use.keys if not self.share.is_elsewhere(key))
+            here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
@@ -389,15 +389,15 @@ class LMCacheEngineAdapter:
     ) -> None:
         """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
         tokens = self._tokens(transfer)
-        is_elsewhere = any(map(self.share.is_elsewhere, transfer.run.keys))
-        if self._plugin is None or not (asks_all or is_elsewhere):
+        is_read_from_owner = any(map(self.share.is_read_from_owner, transfer.run.keys))
+        if self._plugin is None or not (asks_all or is_read_from_owner):
             self._engine.retrieve(tokens, transfer=transfer)
         else:
             is_cancelled = transfer.cancelled.is_set
             with self._plugin.load_context(
                 deadline, is_cancelled, source, asks_all=asks_all
             ) as context:
-                if is_elsewhere or not (source is None or source.is_trusted):
+                if is_read_from_owner or not (source is None or source.is_trusted):
                     self._retrieve_once(transfer)
                 else:
                     self._engine.retrieve(tokens, transfer=transfer)
@@ -444,7 +444,7 @@ class LMCacheEngineAdapter:
 
     def _is_missing(self, key: bytes) -> bool:
         """Whether the CPU tier lacks a chunk that this rank stores."""
-        return not (self.share.is_elsewhere(key) or self.holds(key))
+        return not (self.share.is_read_from_owner(key) or self.holds(key))
 
     def _bytes_missing(self, keys: Sequence[bytes]) -> int:
         """Size of the chunks that the CPU tier lacks."""
