@@ -9,8 +9,8 @@ At start the files name the weights, so that engines of all parallel sizes share
 bytes keep their name, and other bytes are named by their digests, so that engines updated alike
 share KV. While the name is unknown, nothing is stored or loaded.
 
-Files may change while they are loaded. So this host remembers the digest that files had in memory;
-weights with another digest are named by their own.
+Files may change while they are loaded. So this host remembers which digest in memory belongs to
+the files; weights with another digest are named by that digest.
 """
 
 from __future__ import annotations

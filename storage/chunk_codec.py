@@ -23,7 +23,7 @@ Format v1, all integers little-endian::
                   or the 32-byte BLAKE3 tag keyed from ``hash_key``
        128        payload [layers][tokens][content], the KV cache's own bytes, or the blosc2 chunk
 
-Readers compare with the header they expect; no size in a header is ever allocated.
+Readers compare with the header they expect, and never allocate a size that a header claims.
 """
 
 from __future__ import annotations

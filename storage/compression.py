@@ -39,7 +39,7 @@ _SHUFFLE_AND_ZSTD = bytes((1, 0, 0, 0, 0, 0, 5)) + bytes(9)
 
 
 def compress(payload: Buffer, dtype: str) -> bytes | None:
-    """``payload`` as a blosc2 chunk, or None if that is not smaller."""
+    """``payload`` as a blosc2 chunk, or None if that is not smaller or of another kind."""
     blosc2.set_releasegil(True)
     item_bytes = _ITEM_BYTES.get(dtype, 1)
     chunk: bytes = blosc2.compress2(

@@ -67,7 +67,7 @@ class RequestIdentity:
 
     def extras(self, start: int, end: int) -> bytes:
         """The part of a chunk key besides tokens, for tokens ``[start, end)``. Offsets are relative
-        to the chunk, as in vLLM's block hashes.
+        to the chunk, as in vLLM's block hashes, so that a span has the same part behind any prefix.
         """
         spans = [
             [span.content_hash, span.start - start]

@@ -27,7 +27,7 @@ class Address:
             host = host[1:-1]
         elif ":" in host:
             raise ValueError("an IPv6 address goes into brackets: [::1]:7450")
-        if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
+        if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
             raise ValueError("must be HOST:PORT, with a port from 1 to 65535")
         try:
             return cls(host, int(port), is_dns).check()
@@ -36,7 +36,8 @@ class Address:
 
     def check(self) -> Address:
         """Returns itself. Raises ``ValueError`` if ``host`` is no host."""
-        if not (_is_address(self.host) or _NAME.fullmatch(self.host)):
+        is_host = _is_address(self.host) or _NAME.fullmatch(self.host)
+        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # a scope may be any
             raise ValueError("neither a host name nor an address")
         return self
 

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 0.5
 """An owner that takes longer to reply is busy or stopped."""
 _RELEASE_SECONDS = 0.05
+_FAIR_SECONDS = 0.02
+"""In which nobody need have connected: the load was late."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 16 << 20
@@ -96,6 +98,7 @@ class MappedPeers:
         address = self._address_of(node)
         if address is None or self.is_silent(node):
             return None
+        asked_at = self._clock()
         try:
             with self._mapping(node, address, limit) as mapping:
                 return mapping.read(self._plan, keys, buffers, limit)
@@ -104,7 +107,10 @@ class MappedPeers:
         except (WireError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
-            self._leave_alone(node, _RETRY_SECONDS)
+            was_late = isinstance(error, TimeoutError) and self._clock() - asked_at < _FAIR_SECONDS
+            was_late |= isinstance(error, WireError) and not error.is_peers_fault
+            if not was_late:  # ourselves
+                self._leave_alone(node, _RETRY_SECONDS)
         return None
 
     def is_silent(self, node: str) -> bool:

@@ -123,9 +123,8 @@ class Transfers:
             if not transfer.is_over:
                 return NotOver.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
-            is_read_from_owner = (
-                self._chunks.is_read_from_owner
-            )  # the owning rank pins and reports these
+            # The owning rank pins and reports chunks that are read from it.
+            is_read_from_owner = self._chunks.is_read_from_owner
             kept = (
                 key
                 for key, lease in transfer.leases.items()

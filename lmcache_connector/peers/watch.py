@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
+from lmcache_connector.storage.redis.client.dial import (
+    TALK_ERRORS,
+    Client,
+    Dialer,
+    Question,
+    never_redial,
+)
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.threads import start_thread
@@ -85,9 +91,10 @@ class TransferWatch:
             guest = self._guests.get(source)
             if guest is not None and not guest.is_ended:
                 return guest
-            ended = [address for address, each in self._guests.items() if each.is_ended]
-            for address in ended:
-                del self._guests[address]
+            is_full = len(self._guests) >= _MAX_GUESTS
+            for address, each in list(self._guests.items()):
+                if each.end_if_idle() if is_full else each.is_ended:
+                    del self._guests[address]
             if self._is_closed or len(self._guests) >= _MAX_GUESTS:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
@@ -120,6 +127,7 @@ class _Guest:
         self._asked: Question | None = None  # the command in flight
         self._has_more = False  # commands were added after the current one was built
         self._is_nudged = False
+        self._is_late = False  # somebody had no time left to wait for the answer
         self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -127,7 +135,9 @@ class _Guest:
     def add(self, awaited: Awaited) -> bool:
         """False if the thread has ended."""
         with self._changed:
-            if not self.is_ended:
+            if self._is_late and not awaited.transfer_id:
+                awaited.settle(Offered(cause=Cause.DEADLINE))
+            elif not self.is_ended:
                 self._open.append(awaited)
                 self._nudge()
             return not self.is_ended
@@ -136,6 +146,8 @@ class _Guest:
         with self._changed:
             if awaited in self._open:
                 self._open.remove(awaited)
+                was_late = awaited.answer is not None and awaited.answer.cause is Cause.DEADLINE
+                self._is_late |= was_late and not awaited.transfer_id
             if awaited.transfer_id:
                 self._read.append(awaited.transfer_id)
             self._nudge()
@@ -147,6 +159,13 @@ class _Guest:
         self._changed.notify()
         if self._asked is not None and not self._is_nudged:
             self._is_nudged = self._asked.add(_NUDGE)
+
+    def end_if_idle(self) -> bool:
+        """Whether it has ended, now at the latest: others need its place."""
+        with self._changed:
+            if not (self._open or self._read):
+                self._end()
+            return self.is_ended
 
     def close(self) -> None:
         with self._changed:
@@ -174,6 +193,7 @@ class _Guest:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
+            self._is_late = False
             if not (self._open or self._read or self.is_ended):
                 self._changed.wait(_IDLE_SECONDS)
             self.is_ended |= not (self._open or self._read)
@@ -236,14 +256,22 @@ class _Guest:
             self._open = self._open[len(asked) :] + self._open[: len(asked)]
 
     def _connect(self) -> None:
-        host, port = self._source.host, self._source.port
-        self._clients.append(self._dialer.connect(host, port, _MAX_ANSWER_BYTES))
-        greeting = Greeting.parse(self._clients[0].execute_command("PEER"))
-        self._engine_id = greeting.engine_id
+        greeting = self._greet_next()
         if greeting.num_ranks > MAX_RANKS:
             raise ValueError(f"it has {greeting.num_ranks} ranks")
-        for rank in range(1, greeting.num_ranks):
-            self._clients.append(self._dialer.connect(host, port + rank, _MAX_ANSWER_BYTES))
+        while len(self._clients) < greeting.num_ranks:
+            if self._greet_next() != greeting:
+                raise ValueError(f"rank {len(self._clients) - 1} is another instance's")
+        self._engine_id = greeting.engine_id
+
+    def _greet_next(self) -> Greeting:
+        """Connect to the next rank. Who it is comes before anything that a request says; once the
+        connection is lost, it may be another."""
+        port = self._source.port + len(self._clients)
+        client = self._dialer.connect(self._source.host, port, _MAX_ANSWER_BYTES)
+        self._clients.append(client)
+        never_redial(client)
+        return Greeting.parse(client.execute_command("PEER"))
 
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         """Key prefixes of the chunks that every rank has."""

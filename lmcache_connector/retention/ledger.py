@@ -117,7 +117,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    # -- the tier's verbs ----------------------------------------------------------------------
+    # -- called by the tier --------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
         """The tier stored a chunk. It has no tenant until it is used or fetched."""
@@ -419,7 +419,7 @@ class Ledger:
                 self._watch(key, chunk)
         return False
 
-    # -- places --------------------------------------------------------------------------------
+    # -- queues and accounts -------------------------------------------------------------------
 
     def _enter(self, key: bytes, chunk: _Chunk, now: float) -> None:
         if chunk.is_expired:

@@ -28,7 +28,7 @@ from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
-from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import (
     LoadedAdapterList,
@@ -213,9 +213,14 @@ class Scheduler:
         if not (self.settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
-        if self.transfers.find(state, self._wait) is PENDING:
+        if self.transfers.find(state, num_computed_tokens, self._wait) is PENDING:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
+        if state.source is not None and hit is not PENDING:
+            elsewhere = self.hits.find_ahead(state.lookup, num_computed_tokens)
+            if isinstance(elsewhere, FetchAhead) and elsewhere.stop > hit.stop:
+                self.transfers.turn_down(state)
+                hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:
             return None
         self._stores.found(state, hit)

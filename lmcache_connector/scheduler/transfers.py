@@ -78,7 +78,7 @@ class Transfers:
             part = self.router.part_in(name, request.kv_transfer_params)
         except ValueError as error:
             self.tally.count("p2p_malformed_requests")
-            logger.warning("Request %s is computed here: %s", name[:256], error)
+            logger.warning("Request %.256r is computed here: %s", name, error)
             return
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
@@ -101,11 +101,13 @@ class Transfers:
             return False
         return True
 
-    def find(self, state: RequestState, wait: StepWait) -> Pending | None:
-        """Learn which chunks the sender offers. ``PENDING``: ask again."""
+    def find(self, state: RequestState, num_computed_tokens: int, wait: StepWait) -> Pending | None:
+        """Learn which chunks the sender offers behind the computed tokens. ``PENDING``: ask
+        again."""
         name = state.request.request_id
         source = self._sources.pop(name, None)
-        if source is not None and self.watch is not None:
+        num_chunks = num_computed_tokens // self.config.chunk_size
+        if source is not None and self.watch is not None and state.keys.loadable[num_chunks:]:
             seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._part_keys(state.keys.loadable)
             self._awaited[name] = self.watch.ask(source, "", seconds, keys)
         awaited = self._awaited.get(name)
@@ -133,6 +135,11 @@ class Transfers:
             offered.engine_id,
         )
         return None
+
+    def turn_down(self, state: RequestState) -> None:
+        """Others have more of the request than the instance that it names."""
+        state.source, state.lookup.offered_keys = None, frozenset()
+        self.let_go(state.request.request_id)
 
     def let_go(self, request_id: str) -> None:
         """The request needs nothing more from another instance."""

@@ -95,7 +95,7 @@ class TieredCache(DynamicCache):
             self.num_prompt_tokens = len(self.token_ids)
         self._leave()
 
-    # -- what generate does to caches ----------------------------------------------------------
+    # -- called by generate --------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
         """Called by assisted decoding to remove rejected tokens."""

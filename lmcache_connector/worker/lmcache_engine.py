@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -129,7 +130,7 @@ class LMCacheEngineAdapter:
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
-        self._changed, self.num_leaving = ChangedKeys(), 0
+        self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
         self.leaving = LeavingChunks(self._changed.report)
         is_told = settings.announces
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
@@ -230,6 +231,8 @@ class LMCacheEngineAdapter:
                 # Other ranks were not asked for these chunks, which may still be there.
                 self._changed.report(k for k in others if not self.share.is_read_from_owner(k))
                 if not cancelled.is_set():
+                    if not self.share.is_owner(first):
+                        self._unread.append(first)
                     self._changed.report((first,))
                 break
         if job.needs_redis:
@@ -336,7 +339,9 @@ class LMCacheEngineAdapter:
         """For each chunk that changed since the last call: whether the CPU tier has it now. Changed
         means that it came or left, is leaving or no longer leaving, was found by a store or missed
         by a load. Sets ``num_leaving`` to the number of :meth:`LeavingChunks.report`."""
+        unread = [self._unread.popleft() for _ in range(len(self._unread))]
         cache, keys = self._cpu.hot_cache, self._changed.take()
+        keys += tuple(unread)  # a copy that was here may have gone too, and that is less
         leaving, self.num_leaving = self.leaving.report(keys)
         return tuple(
             CacheEvent(key, self._database.engine_key(key) in cache, is_leaving=key in leaving)

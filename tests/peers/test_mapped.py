@@ -305,6 +305,19 @@ def test_a_silent_owner_is_waited_for_no_longer_than_the_load_may_take(path: Pat
         assert peers.num_failed == 1, "it is left alone for a while"
 
 
+def test_a_load_that_was_late_itself_blames_no_owner(path: Path, chunks: HeldChunks) -> None:
+    """Or the next loads would not come out of its memory, and its rank would count as away."""
+    with HostFolder(path).listen(name_of("one")):
+        peers, read = reader_of_one(path, 0.0)
+        for number in (1, 2):
+            assert read() is None
+            assert peers.num_failed == number, "it is asked again"
+    with owner(path, chunks):
+        peers, read = reader_of_one(path, 0.0)
+        assert read() in (None, [False])
+        assert not peers.is_silent(f"host {name_of('one').engine}")
+
+
 def test_an_owner_whose_answer_trickles_is_waited_for_no_longer_than_the_load_may_take(
     path: Path,
 ) -> None:

@@ -65,6 +65,9 @@ def test_what_a_request_says(
         ("r", {"remote_prefiller": PLACE}),
         ("r", {"remote_kv_source": "127.0.0.1:7001"}),
         ("r", {"remote_kv_source": PLACE | {"remote_host": "10.0.0.9"}}),
+        ("r", consume(remote_host="::1%\nWARNING")),
+        ("r", consume(remote_host="::1%" + "x" * 254)),
+        ("r", consume(remote_port="00000199999")),
         ("r" * 513, {"do_remote_decode": True}),
         ("r\ud800", {"do_remote_decode": True}),
         *(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import redis
@@ -25,6 +27,7 @@ from tests.support.clock import Clock
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+from tests.support.waits import within
 
 KEYS = tuple(map(chunk_key, range(6)))
 NUM_HELD = 4
@@ -334,6 +337,68 @@ def test_what_a_peer_holds(served: tuple[HeardTransfers, PeerServer], watch: Tra
 def test_nobody_is_there(watch: TransferWatch) -> None:
     source = Address("127.0.0.1", free_ports(1))
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
+
+
+def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChunks) -> None:
+    """For whoever is asked next: a fleet is larger, and requests may name anybody."""
+    for number in range(1, 150):
+        source = Address(f"127.0.1.{number}", 9)
+        assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
+    with serving(chunks) as server:
+        assert answer_of(watch.ask(at(server), "", 60.0, KEYS)).holds(KEYS[0])
+    assert len(watch._guests) <= watch_module._MAX_GUESTS
+
+
+def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Address("127.0.0.1", silent.getsockname()[1])
+        first = watch.ask(source, "", 60.0, KEYS)
+        with silent.accept()[0]:
+            first.settle(Offered(cause=Cause.DEADLINE))
+            watch.done(first)
+            assert answer_of(watch.ask(source, "", 60.0, KEYS), 0.0).cause is Cause.DEADLINE
+            assert watch.ask(source, "t", 60.0).answer is None
+            assert within(20.0, lambda: watch.ask(source, "", 60.0, KEYS).answer is None)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_who_comes_back_is_asked_who_it_is(
+    watch: TransferWatch, chunks: HeldChunks, num_ranks: int
+) -> None:
+    """Another engine, with as many ranks or others, at the address where one was before."""
+    first = free_ports(2)
+    with serving(chunks, engine_id="old", port=first):
+        answer = answer_of(watch.ask(Address("127.0.0.1", first), "", 60.0, KEYS))
+        assert (answer.engine_id, answer.num_ranks) == ("old", 1)
+    with ExitStack() as stack:
+        for rank in range(num_ranks):
+            held = HeldChunks(range(1 + rank, NUM_HELD))
+            ranks: dict[str, Any] = {
+                "ranks": [PARTS] * num_ranks,
+                "rank": rank,
+                "port": first + rank,
+            }
+            stack.enter_context(serving(held, engine_id="new", **ranks))
+        answer = answer_of(watch.ask(Address("127.0.0.1", first), "", 60.0, KEYS))
+        assert (answer.engine_id, answer.num_ranks) == ("new", num_ranks)
+        assert [answer.holds(key) for key in KEYS[:3]] == [False, num_ranks == 1, True]
+
+
+@pytest.mark.parametrize("engine_id", ["one", "two"])
+def test_nobody_else_is_told_what_requests_say(
+    watch: TransferWatch, chunks: HeldChunks, engine_id: str
+) -> None:
+    """At the port of a rank may be another instance."""
+    transfers, first = HeardTransfers(chunks), free_ports(2)
+    ranks: dict[str, Any] = {"ranks": [PARTS] * 2, "transfers": transfers}
+    with (
+        serving(chunks, engine_id="one", port=first, **ranks),
+        serving(chunks, engine_id=engine_id, port=first + 1, **ranks),
+    ):
+        send(transfers, "t", (0, 2))
+        answer = answer_of(watch.ask(Address("127.0.0.1", first), "t", 60.0))
+    assert (answer.cause is None) == (engine_id == "one")
+    assert bool(transfers._names) == (engine_id == "one")
 
 
 def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) -> None:

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 
 from tests.support.engines.asks import Ask, ask, prefill
-from tests.support.engines.calls import forget
+from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
 from tests.transfers.conftest import Way
-from tests.transfers.test_transfers import WANTS, check, missing_blocks, rest
+from tests.transfers.test_transfers import BLOCK, WANTS, check, missing_blocks, rest
 
 pytestmark = pytest.mark.soak
 ROLES = "kv_producer", "kv_consumer"
@@ -54,6 +55,23 @@ def test_other_tensor_parallel_sizes(
                 )
                 assert served.served.external_hit_tokens in (num_tokens, num_tokens - 1)
                 assert () != served.served.shard_digests == cold.served.shard_digests
+
+
+def test_redis_has_more_than_the_instance_that_a_request_names(
+    way: Way, tiny_model: Path, tmp_path: Path, valkey: Server
+) -> None:
+    with pair(way, tiny_model, tmp_path, connector={"redis_url": valkey.url}) as engines:
+        (first, port), (second, _) = engines.prefill[0], engines.decode[0]
+        prompt = random_prompt(1, 1500)
+        cold = first.call(ask, Ask("whole", prompt))
+        first.call(wait_for_writes)
+        first.call(forget)
+        first.call(ask, Ask("half", prompt[:700]))
+        second.call(ask, Ask("warm", random_prompt(2, 300)))  # it is connected to Redis
+        place = {"remote_kv_source": {"remote_host": "127.0.0.1", "remote_port": port}}
+        served = second.call(ask, Ask("named", prompt, params=place))
+        assert served.served.external_hit_tokens == 1500 // BLOCK * BLOCK
+        assert () != served.served.block_digests == cold.served.block_digests
 
 
 def strike(victim: VllmInstance, seconds: float, number: int) -> threading.Timer:

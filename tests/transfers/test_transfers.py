@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,6 +132,23 @@ def test_what_another_engine_happens_to_hold(engines: Engines) -> None:
             assert () != served.served.block_digests == cold.served.block_digests
         second.call(forget)
     rest(engines)
+
+
+def test_nobody_is_asked_for_what_is_here(engines: Engines) -> None:
+    """Or a source that has died would delay each request that names it."""
+    second, prompt = engines.decode[0][0], fresh(engines, 700)
+    second.call(ask, Ask(f"own-{next(engines.numbers)}", prompt))
+    with socket.create_server(("127.0.0.1", 0)) as source:
+        source.setblocking(False)
+        place = {"remote_host": "127.0.0.1", "remote_port": source.getsockname()[1]}
+        asks = [prompt, prompt[: BLOCK - 1], fresh(engines, 300)]
+        for number, asked in enumerate(asks):
+            if number == len(asks) - 1:
+                with pytest.raises(BlockingIOError):
+                    source.accept()
+            name = f"named-{next(engines.numbers)}"
+            second.call(ask, Ask(name, asked, params={"remote_kv_source": place}))
+        source.accept()[0].close()
 
 
 def test_many_at_once_while_they_are_computed(engines: Engines) -> None:
