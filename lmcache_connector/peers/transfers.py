@@ -123,8 +123,7 @@ class Transfers:
             if not transfer.is_over:
                 return NotOver.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
-            # The owning rank pins and reports chunks that are read from it.
-            is_read_from_owner = self._chunks.is_read_from_owner
+            is_read_from_owner = self._chunks.is_read_from_owner  # pinned and reported there
             kept = (
                 key
                 for key, lease in transfer.leases.items()
