@@ -54,7 +54,7 @@ class WeightFiles:
 
 class WeightNames:
     """``name``: of the weights, "" while unknown. ``question``: goes with the next plan; 0: none.
-    ``heard``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
+    ``acked``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
     starts on this host, by a digest of how they were loaded; ``keep`` adds to them without waiting
     for the disk.
 
@@ -74,7 +74,7 @@ class WeightNames:
     ) -> None:
         self.name = ""
         self.question = 0
-        self.heard = (-1,) * world_size
+        self.acked = (-1,) * world_size
         self._files = files
         self._kept = kept
         self._keep = keep
@@ -119,9 +119,9 @@ class WeightNames:
     def learn(self, rank: int, weights: WeightsInMemory) -> bool:
         """Process a rank's report. Returns whether KV computed since its previous report may belong
         to other weights than the name says."""
-        version = self.heard[rank]
+        version = self.acked[rank]
         self._ranks[rank] = weights
-        self.heard = (*self.heard[:rank], weights.version, *self.heard[rank + 1 :])
+        self.acked = (*self.acked[:rank], weights.version, *self.acked[rank + 1 :])
         is_doubtful = bool(self.name) and (weights.digest is None or weights.version != version)
         if is_doubtful:
             self.name = ""
@@ -131,7 +131,7 @@ class WeightNames:
         """Name the weights if all ranks have read them. ``configuration``: further settings that
         affect how files are loaded. Returns whether there is a name."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
-        have_answered = len(ranks) == len(self.heard) and all(
+        have_answered = len(ranks) == len(self.acked) and all(
             each.digest is not None and each.question >= self._num_questions for each in ranks
         )
         if have_answered and not self.name:
@@ -180,13 +180,17 @@ class WeightNames:
         own, files = f"memory:{digest}", self._files.name
         if not files:
             return own, ""
+        key = ""
+        if all(each.is_visible for each in ranks):
+            key = _hex([files, configuration, [each.form for each in ranks]])
+            if key in self._kept:  # whatever has changed meanwhile, bytes are compared with bytes
+                fits = self._kept[key] == digest
+                why = "the weights in memory are not what their files gave at earlier starts"
+                return (files, "") if fits else (own, why)
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"
-        if all(each.is_visible for each in ranks):
-            key = _hex([files, configuration, [each.form for each in ranks]])
-            if self._kept.get(key, digest) != digest:
-                return own, "the weights in memory are not what their files gave at earlier starts"
+        if key:
             self._keep({key: digest})
         return files, ""
 

@@ -197,7 +197,7 @@ def scheduled(plan: str) -> Any:
 def test_a_step_of_the_first_runner(
     connector: LMCacheTieredConnector, recorder: Recorder, speculates: bool
 ) -> None:
-    connector._runs_drafter = speculates
+    connector._ends_late = speculates
     for plan in ("first", "second"):
         output = FirstRunner.maybe_get_kv_connector_output(
             scheduled(plan), defer_finalize=speculates
@@ -251,7 +251,7 @@ def test_a_rank_that_is_put_to_sleep_stops_its_copies(
 ) -> None:
     connector.unregister_kv_caches()
     connector.unregister_kv_caches()
-    assert recorder.calls == [("let_go", None)] * 2
+    assert recorder.calls == [("stop_copies", None)] * 2
     connector._worker = None
     connector.unregister_kv_caches()
 

@@ -191,7 +191,7 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
                 (held.discard if act == "evicted" else held.add)(rank)
             if takes:
                 take()
-        while log.has_news:
+        while log.has_updates:
             take()
         names = {
             (tier, f"{key}0".encode()) for (tier, key), ranks in holders.items() if len(ranks) == 2
