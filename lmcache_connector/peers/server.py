@@ -30,7 +30,7 @@ from lmcache_connector.peers.commands import (
     ProtocolError,
     Reply,
 )
-from lmcache_connector.peers.host import HostDoor
+from lmcache_connector.peers.host import HostSocket
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class _Connection:
 
 
 class PeerServer:
-    """Serves and finally closes ``listeners`` and ``door``. ``clock`` returns seconds."""
+    """Serves and finally closes ``listeners`` and ``host_socket``. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class PeerServer:
         commands: Commands,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        door: HostDoor | None = None,
+        host_socket: HostSocket | None = None,
     ) -> None:
-        self._door, self._next_look = door, clock()
+        self._host_socket, self._next_look = host_socket, clock()
         self._commands = commands
         self._limits = limits or Limits()
         self._clock = clock
@@ -104,15 +104,15 @@ class PeerServer:
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._listeners = list[socket.socket]()
-        for listener in (*listeners, *([door.sock] if door is not None else [])):
+        for listener in (*listeners, *([host_socket.sock] if host_socket is not None else [])):
             self._listen_at(listener)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = start_thread("lmc-peer-server", self._serve)
 
     @property
-    def has_door(self) -> bool:
+    def has_host_socket(self) -> bool:
         """Whether engines on this host can find this server by its socket name."""
-        return self._door is not None
+        return self._host_socket is not None
 
     @property
     def port(self) -> int:
@@ -147,23 +147,23 @@ class PeerServer:
             for sock in (*self._listeners, self._wake, self._woken):
                 sock.close()
             self._selector.close()
-            if self._door is not None:
-                self._door.close()
+            if self._host_socket is not None:
+                self._host_socket.close()
 
     def _listen_at(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._listeners.append(listener)
 
-    def _look_after_door(self, now: float) -> None:
-        if self._door is None or now < self._next_look:
+    def _maintain_host_socket(self, now: float) -> None:
+        if self._host_socket is None or now < self._next_look:
             return
         self._next_look = now + _IDLE_SECONDS
-        if (old := self._door.renew()) is not None:
+        if (old := self._host_socket.renew()) is not None:
             self._listeners.remove(old)
             self._selector.unregister(old)
             old.close()
-            self._listen_at(self._door.sock)
+            self._listen_at(self._host_socket.sock)
 
     def _turn(self) -> None:
         was_full, was_woken = self._is_full, False
@@ -188,7 +188,7 @@ class PeerServer:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
         self._commands.tend()
-        self._look_after_door(now)
+        self._maintain_host_socket(now)
 
     def _seconds_to_look(self) -> float:
         connections = self._connections.values()

@@ -129,7 +129,7 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    listeners = [] if "door" in more else [listener or listen("127.0.0.1", port)]
+    listeners = [] if "host_socket" in more else [listener or listen("127.0.0.1", port)]
     server = PeerServer(listeners, commands, limits, **more)
     transfers.on_change = server.look_again
     try:
