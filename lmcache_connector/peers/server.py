@@ -63,17 +63,17 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of replies; the last part of a reply carries its lease. ``leases``: chunks
-    that the client copies out of our memory. ``moved_at``: the last complete command or progress
-    of sending. ``held``: a command whose reply is delayed until ``held_until``."""
+    that the client copies out of our memory. ``last_progress_at``: the last complete command or
+    progress of sending. ``held``: a command whose reply is delayed until ``held_until``."""
 
     sock: socket.socket
-    moved_at: float
+    last_progress_at: float
     parser: CommandParser = field(default_factory=CommandParser)
     client: Client = field(default_factory=Client)
     leases: list[Lease] = field(default_factory=list)
     unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
     unsent_bytes: int = 0
-    taken_bytes: int = 0  # since ``moved_at``
+    taken_bytes: int = 0  # since ``last_progress_at``
     has_asked: bool = False
     held: list[bytes] | None = None
     held_until: float = 0.0
@@ -119,7 +119,7 @@ class PeerServer:
         """Port of the first listener."""
         return int(self._listeners[0].getsockname()[1])
 
-    def look_again(self) -> None:
+    def recheck_held_commands(self) -> None:
         """Re-evaluate commands whose reply is delayed. Thread-safe."""
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -127,7 +127,7 @@ class PeerServer:
     def close(self, seconds: float) -> bool:
         """False if the thread is still running after ``seconds``: it may still read chunks."""
         self._stopping.set()
-        self.look_again()
+        self.recheck_held_commands()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -178,9 +178,9 @@ class PeerServer:
         now, is_held_up = self._clock(), was_full or self._is_full
         for connection in list(self._connections.values()):
             if is_held_up and not (connection.unsent or connection.leases):
-                connection.moved_at = now  # the server delays it
+                connection.last_progress_at = now  # the server delays it
             waits_for_it = connection.unsent or connection.parser.num_bytes or connection.leases
-            if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
+            if waits_for_it and now - connection.last_progress_at > self._limits.stall_seconds:
                 self._drop(connection)
             elif connection.held is not None and (was_woken or now >= connection.held_until):
                 self._attend(connection, 0)
@@ -226,7 +226,7 @@ class PeerServer:
         if len(self._connections) > self._limits.num_clients:
             # A client that never sent a command is dropped first.
             others = list(self._connections.values())[:-1]
-            self._drop(min(others, key=lambda each: (each.has_asked, each.moved_at)))
+            self._drop(min(others, key=lambda each: (each.has_asked, each.last_progress_at)))
 
     def _attend(self, connection: _Connection, events: int) -> None:
         """Read commands, answer them, send what the socket takes."""
@@ -237,7 +237,7 @@ class PeerServer:
                     self._drop(connection)
                     return
                 if not connection.parser.num_bytes:
-                    connection.moved_at = self._clock()
+                    connection.last_progress_at = self._clock()
                 connection.parser.feed(data)
             self._send(connection)
             if self._answer_next(connection):
@@ -283,7 +283,7 @@ class PeerServer:
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
-            connection.has_asked, connection.moved_at = True, self._clock()
+            connection.has_asked, connection.last_progress_at = True, self._clock()
             # Move to the end: when leases free up, the longest waiting client comes first.
             self._connections[connection.sock] = self._connections.pop(connection.sock)
         return num_answered > 0
@@ -293,7 +293,7 @@ class PeerServer:
         now = self._clock()
         if connection.held is None and words is not None:
             connection.held = words
-            connection.held_until = now + self._commands.patience(words)
+            connection.held_until = now + self._commands.max_wait_seconds(words)
         return now < connection.held_until and not connection.parser.num_bytes
 
     def _may_answer(self, connection: _Connection) -> bool:
@@ -326,7 +326,7 @@ class PeerServer:
             connection.taken_bytes += num_bytes
             least = self._limits.unsent_bytes if self._is_full else _LEAST_BYTES
             if connection.taken_bytes >= least or not connection.unsent_bytes:
-                connection.moved_at, connection.taken_bytes = self._clock(), 0
+                connection.last_progress_at, connection.taken_bytes = self._clock(), 0
             while num_bytes:
                 view, lease = connection.unsent[0]
                 if num_bytes < len(view):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, Lease, NotOver
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, IncompleteTransfer, Lease
 from lmcache_connector.plans import TransferUpdate
 
 logger = logging.getLogger(__name__)
@@ -110,18 +110,18 @@ class Transfers:
 
     # -- readers --------------------------------------------------------------------------------
 
-    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+    def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
         until `done`."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
-                return NotOver.UNKNOWN
+                return IncompleteTransfer.UNKNOWN
             if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
                 transfer.readers.add(reader)
             transfer.until = self._clock() + self._lease_seconds
             if not transfer.is_over:
-                return NotOver.COMING
+                return IncompleteTransfer.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
             is_elsewhere = self._chunks.is_elsewhere  # the owning rank pins and reports these
             kept = (

@@ -238,7 +238,7 @@ def _peer_server_maker(
                 logger.warning("No other engine of this host can load from here: %s", error)
         limits = Limits(leased_bytes=leased_bytes)
         server = PeerServer(listeners, commands, limits, host_socket=host_socket)
-        transfers.on_change, transfers.seal = server.look_again, commands.seal
+        transfers.on_change, transfers.seal = server.recheck_held_commands, commands.seal
         return server
 
     return start
