@@ -346,7 +346,7 @@ def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChun
         assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
     with serving(chunks) as server:
         assert answer_of(watch.ask(at(server), "", 60.0, KEYS)).holds(KEYS[0])
-    assert len(watch._guests) <= watch_module._MAX_GUESTS
+    assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
 def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWatch) -> None:
