@@ -80,12 +80,12 @@ class PeerTopology(Topology):
             self._guests = known | {node: ((host, port), now + _GUEST_SECONDS)}
         return node
 
-    def here(self, engine_id: str) -> Node | None:
+    def node_on_host(self, engine_id: str) -> Node | None:
         """The engine with that id, if it is on this host."""
         node = Node(f"{HERE}{digest(engine_id)}") if engine_id else None
         return node if node in self._found_here else None
 
-    def address_here(self, node: str) -> str | None:
+    def socket_path(self, node: str) -> str | None:
         """Path of the socket of a peer on this host, else ``None``."""
         name = self._found_here.get(Node(node)) or self._own_ranks.get(Node(node))
         return self._host.address(name) if name is not None and self._host is not None else None
