@@ -12,7 +12,12 @@ from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, never_redial
+from lmcache_connector.storage.redis.client.dial import (
+    TALK_ERRORS,
+    Client,
+    Dialer,
+    disable_reconnect,
+)
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
@@ -172,7 +177,7 @@ class PeerTopology(Topology):
         else:
             raise OSError("it is no peer any more")
         try:
-            never_redial(client)  # a redialled connection would not be greeted
+            disable_reconnect(client)  # a redialled connection would not be greeted
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
                 self._own.add(node)

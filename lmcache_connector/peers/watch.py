@@ -20,7 +20,7 @@ from lmcache_connector.storage.redis.client.dial import (
     Client,
     Dialer,
     Question,
-    never_redial,
+    disable_reconnect,
 )
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -272,7 +272,7 @@ class _InstancePoller:
         port = self._source.port + len(self._clients)
         client = self._dialer.connect(self._source.host, port, _MAX_ANSWER_BYTES)
         self._clients.append(client)
-        never_redial(client)
+        disable_reconnect(client)
         return Greeting.parse(client.execute_command("PEER"))
 
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:

@@ -25,8 +25,8 @@ from lmcache_connector.storage.redis.client.dial import (
     Client,
     NoPermissionError,
     ResponseError,
-    be_patient,
     is_wrong_type,
+    set_reply_timeout,
 )
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Node, make_topology
@@ -254,7 +254,7 @@ class RedisAdmin:
                 with suppress(ResponseError):  # unknown before Redis 7.2
                     client.client_no_touch("ON")
                 client.ping()  # raises while the server loads its data
-                be_patient(client, _ANSWER_SECONDS)
+                set_reply_timeout(client, _ANSWER_SECONDS)
         return self._clients[node]
 
     @contextmanager

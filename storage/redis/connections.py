@@ -19,7 +19,7 @@ from lmcache_connector.storage.redis.client.dial import (
     TALK_ERRORS,
     Client,
     ResponseError,
-    says_no,
+    is_rejected_by_server,
     take_socket,
 )
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -238,7 +238,7 @@ class Dial:
                 wire = Wire(take_socket(client), servers.clock, self._idle_seconds, _IDLE_BYTES)
         except Exception as error:
             servers.topology.mark_stale()
-            if breaker.failed(at_once=not says_no(error)):
+            if breaker.failed(at_once=not is_rejected_by_server(error)):
                 detail = servers.redact(error)
                 logger.warning("%s %s: cannot connect: %s", servers.kind, node, detail)
             if not isinstance(error, TALK_ERRORS):
@@ -341,7 +341,7 @@ class Connections:
             wire.close()
 
 
-def look_at_memory(client: Client) -> None:
+def warn_if_unbounded(client: Client) -> None:
     """Warn if the server has neither a memory limit nor eviction: cached chunks would fill the
     machine's memory. Raises one of ``TALK_ERRORS``."""
     try:

@@ -46,7 +46,7 @@ class UnreachableError(redis.ConnectionError):
     """No route, connection refused, or a failed TLS handshake."""
 
 
-def says_no(error: Exception) -> bool:
+def is_rejected_by_server(error: Exception) -> bool:
     """Whether the server works but refuses this connection, for instance because it has too many;
     existing connections go on. It may just hang up instead of sending an error."""
     is_away = isinstance(error, UnreachableError)
@@ -125,14 +125,14 @@ def take_socket(client: Client) -> socket.socket:
     return sock
 
 
-def be_patient(client: Client, seconds: float) -> None:
+def set_reply_timeout(client: Client, seconds: float) -> None:
     """Allow ``seconds`` for the replies to each further command. Raises one of ``TALK_ERRORS``."""
     connection = client.connection_pool.get_connection()
     connection.allow(seconds)
     client.connection_pool.release(connection)
 
 
-def never_redial(client: Client) -> None:
+def disable_reconnect(client: Client) -> None:
     """Do not reconnect a lost connection. redis-py would redial before the next command, and might
     reach another server than the one that was checked. Raises one of ``TALK_ERRORS``."""
     connection = client.connection_pool.get_connection()

@@ -22,7 +22,7 @@ import pytest
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Servers, look_at_memory
+from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import make_topology
@@ -91,7 +91,7 @@ class Caller:
                 servers.connect(node).close()
 
     def greet(self, client: Client) -> None:
-        look_at_memory(client)
+        warn_if_unbounded(client)
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)
