@@ -13,7 +13,7 @@ from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     Client,
     Dialer,
     disable_reconnect,
@@ -195,7 +195,7 @@ class PeerTopology(Topology):
         seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
         try:
             return Dialer(address, *seconds, self._clock).connect("", 0, max_bytes)
-        except TALK_ERRORS:
+        except CONNECTION_ERRORS:
             host.remove_if_dead(name)
             raise
 

@@ -16,10 +16,10 @@ from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     Client,
     Dialer,
-    Question,
+    PendingCommand,
     disable_reconnect,
 )
 from lmcache_connector.storage.redis.client.resp import command
@@ -126,7 +126,7 @@ class _InstancePoller:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
-        self._asked: Question | None = None  # the command in flight
+        self._asked: PendingCommand | None = None  # the command in flight
         self._has_more = False  # commands were added after the current one was built
         self._is_pinged = False
         self._is_late = False  # somebody had no time left to wait for the answer
@@ -206,14 +206,14 @@ class _InstancePoller:
         was_connected = bool(self._clients)
         try:
             self._work()
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             self._disconnect()
             if not was_connected:
                 self._give_up(error)
             else:
                 try:
                     self._work()
-                except TALK_ERRORS as again:
+                except CONNECTION_ERRORS as again:
                     self._give_up(again)
 
     def _give_up(self, error: Exception) -> None:
@@ -234,7 +234,7 @@ class _InstancePoller:
         self._clients = []
 
     def _work(self) -> None:
-        """Ask each rank once. Raises one of ``TALK_ERRORS``."""
+        """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
             if not self._open:
                 self._read = []
@@ -290,18 +290,18 @@ class _InstancePoller:
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]
-        with Question(client, "TRANSFER", _WAIT_MS, self._reader, *names) as question:
+        with PendingCommand(client, "TRANSFER", _WAIT_MS, self._reader, *names) as pending:
             with self._changed:
-                self._asked = question
+                self._asked = pending
                 if self._has_more:
                     self._end_long_poll()
             try:
-                answer = question.answer()
+                answer = pending.answer()
             finally:
                 with self._changed:
                     self._asked, was_pinged, self._is_pinged = None, self._is_pinged, False
             if was_pinged:
-                question.answer()
+                pending.answer()
         if not isinstance(answer, list) or len(answer) != len(wanted):
             raise ValueError("an answer that is none")
         now = self._clock()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     AuthenticationError,
     Client,
     NoPermissionError,
@@ -261,7 +261,7 @@ class RedisAdmin:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             raise self._translate(error) from error
 
     def _translate(self, error: Exception) -> RedisAdminError:

@@ -14,9 +14,9 @@ from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
 from lmcache_connector.storage.redis.client.dial import (
+    CONNECTION_ERRORS,
     REDIRECTIONS,
     SMALL_BYTES,
-    TALK_ERRORS,
     Client,
     ResponseError,
     is_rejected_by_server,
@@ -132,7 +132,7 @@ class Servers:
     def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
         """Connect, and check that the server answers commands with these credentials. Some servers
         accept connections before they have loaded their data. ``max_bytes``: of the replies to one
-        command. Raises one of ``TALK_ERRORS``."""
+        command. Raises one of ``CONNECTION_ERRORS``."""
         client = self.topology.connect(node, max_bytes)
         try:
             with contextlib.suppress(*REDIRECTIONS):
@@ -149,7 +149,7 @@ class Servers:
     def _learn(self) -> None:
         try:
             self.topology.prepare()
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             is_new, self._troubled = not self._troubled, True
             if is_new:
                 address, detail = self.config.address, self.redact(error)
@@ -241,7 +241,7 @@ class Dial:
             if breaker.failed(at_once=not is_rejected_by_server(error)):
                 detail = servers.redact(error)
                 logger.warning("%s %s: cannot connect: %s", servers.kind, node, detail)
-            if not isinstance(error, TALK_ERRORS):
+            if not isinstance(error, CONNECTION_ERRORS):
                 raise
             return
         if breaker.connected():
@@ -343,7 +343,7 @@ class Connections:
 
 def warn_if_unbounded(client: Client) -> None:
     """Warn if the server has neither a memory limit nor eviction: cached chunks would fill the
-    machine's memory. Raises one of ``TALK_ERRORS``."""
+    machine's memory. Raises one of ``CONNECTION_ERRORS``."""
     try:
         facts = client.info("memory")
     except ResponseError:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client
+from lmcache_connector.storage.redis.client.dial import CONNECTION_ERRORS, Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -85,7 +85,7 @@ class Caller:
         config = settings(self.url)
         topology = make_topology(config, time.monotonic)
         servers = Servers(config, topology, time.monotonic, random.random, self.greet)
-        with contextlib.suppress(*TALK_ERRORS):
+        with contextlib.suppress(*CONNECTION_ERRORS):
             topology.prepare()
             for node in islice(topology.nodes(), 3):
                 servers.connect(node).close()
@@ -95,7 +95,7 @@ class Caller:
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)
-        with contextlib.suppress(*TALK_ERRORS):
+        with contextlib.suppress(*CONNECTION_ERRORS):
             topology.prepare()
         assert len(topology.nodes()) <= 1000
 
