@@ -263,8 +263,8 @@ class Commands:
             return 0.0
         return min(int(words[1][:6]), _MAX_WAIT_MS) / 1000
 
-    def tend(self) -> None:
-        self._transfers.tend()
+    def maintain(self) -> None:
+        self._transfers.maintain()
 
     # -- KV transfers ----------------------------------------------------------------------------
 

@@ -75,10 +75,10 @@ class PeerLookup(RedisLookup):
         """The answer is read later, to keep the connection. Until then the node is not asked."""
         self._owed[question.node] = question
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         self._collect()
-        if not self._owed:  # a late answer would look like unrequested bytes to `tend`
-            super().tend()
+        if not self._owed:  # a late answer would look like unrequested bytes to `maintain`
+            super().maintain()
 
     def _collect(self) -> None:
         """Read late answers."""

@@ -187,7 +187,7 @@ class PeerServer:
         if (was_full or self._has_held_up) and not self._is_full:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
-        self._commands.tend()
+        self._commands.maintain()
         self._maintain_host_socket(now)
 
     def _seconds_to_look(self) -> float:

@@ -140,7 +140,7 @@ class Transfers:
                 if transfer.is_complete and not transfer.readers:
                     self._release(transfer)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """End expired transfers. Cheap to call often."""
         now = self._clock()
         if now < self._next_look:

@@ -302,7 +302,7 @@ class Connections:
             kind, detail = self._servers.kind, self._servers.redact(detail)
             logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
 
-    def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
+    def maintain(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
         """Start connecting to every node that has no live connection and may be tried."""
         self._servers.refresh()
         known = set(filter(is_wanted, self._servers.topology.nodes()))

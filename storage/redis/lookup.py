@@ -86,9 +86,9 @@ class RedisLookup:
         await_answers(questions, limit)
         return self.found(keys, questions)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Connect ahead of need."""
-        self._connections.tend()
+        self._connections.maintain()
 
     def close(self) -> None:
         self._connections.close()

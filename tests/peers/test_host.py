@@ -68,7 +68,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def holds(lookup: AnyLookup, index: int) -> bool:
-    lookup.tend()
+    lookup.maintain()
     return lookup.find([chunk_key(index)], time.monotonic() + 0.1) == [Tier.PEER]
 
 
@@ -128,7 +128,7 @@ def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
     with looking(path) as lookup:
 
         def is_empty() -> bool:
-            lookup.tend()
+            lookup.maintain()
             return not names_in(path)
 
         assert within(FOUND_SECONDS, is_empty)

@@ -136,11 +136,11 @@ def test_a_lease_ends_at_its_time_unless_somebody_asks(
     clock.now += 0.9 * LEASE_SECONDS
     transfers.state(b"d", "asked")
     clock.now += 0.9 * LEASE_SECONDS
-    transfers.tend()
+    transfers.maintain()
     assert chunks.num_leased == 2
     assert transfers.state(b"d", "unasked") is IncompleteTransfer.UNKNOWN
     clock.now += 1.1 * LEASE_SECONDS
-    transfers.tend()
+    transfers.maintain()
     assert chunks.num_leased == 0
 
 

@@ -104,7 +104,7 @@ class Caller:
         keys = [chunk_key(i) for i in range(8)]
         for _ in range(4):
             assert 0 <= lookup.exists_prefix(keys, time.monotonic() + TIMEOUT_SECONDS) <= len(keys)
-            lookup.tend()
+            lookup.maintain()
         lookup.close()
 
     def use(self) -> None:
@@ -204,7 +204,7 @@ def test_who_met_a_hostile_server_serves_again_once_it_is_honest(long_lived: Hos
     keys = [chunk_key(i) for i in range(4)]
 
     def ask() -> int:
-        lookup.tend()
+        lookup.maintain()
         return lookup.exists_prefix(keys, time.monotonic() + 1.0)
 
     while long_lived.num_conversations < 60:

@@ -88,7 +88,7 @@ def test_a_connection_that_ended_is_replaced_before_anybody_asks(valkey: Server)
     with valkey.client() as client:
 
         def connections() -> set[str]:
-            lookup.tend()
+            lookup.maintain()
             return {c["id"] for c in client.client_list() if c["cmd"] == "exists"}
 
         lookup.exists_prefix([chunk_key(0)], time.monotonic() + 5.0)
