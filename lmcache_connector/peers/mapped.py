@@ -189,7 +189,7 @@ class _Mapping:
                 for descriptor in descriptors:
                     os.close(descriptor)
             self._wire = Wire(sock, until.clock, _ANSWER_SECONDS)
-            self._wire.give_back(data)
+            self._wire.unread(data)
             self._wire.receive_line(until)
         except BaseException:
             sock.close()
