@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config
 from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -122,6 +124,21 @@ def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
     message = refused(vllm_config(model), kv_cache(states))
     assert "does not support recurrent states with --mamba-cache-mode none" in message
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
+
+
+@pytest.mark.parametrize(
+    ("what", "is_there"),
+    [
+        ("the scan of Mamba-1, for Jamba", lambda: hasattr(torch.ops._C, "selective_scan_fwd")),
+        ("a model of Bamba", lambda: "BambaForCausalLM" in ModelRegistry.get_supported_archs()),
+    ],
+    ids=["Jamba", "Bamba"],
+)
+def test_what_vllm_does_not_run_on_cpu_cannot_be_tested(
+    what: str, is_there: Callable[[], bool]
+) -> None:
+    """vLLM 0.32. When this fails, add the family to ``tiny_families``."""
+    assert not is_there(), what
 
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(model: Path) -> None:

@@ -24,7 +24,8 @@ _SHAPE = ModelShape(vocab_size=2048, max_position=16384)
 class Family:
     """``title`` and ``kv``: who is of this family, and what its KV is made of, as the README says.
     ``model``, ``config`` and ``sizes``: Transformers' classes and the arguments of the latter.
-    ``engine_args``: what vLLM needs to be told beside the model.
+    ``engine_args``: what vLLM needs to be told beside the model. ``needs``: a package that vLLM
+    imports for the family alone.
     """
 
     title: str
@@ -33,6 +34,11 @@ class Family:
     config: str
     sizes: dict[str, Any]
     engine_args: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
+
+    @property
+    def has_states(self) -> bool:
+        return "mamba_cache_mode" in self.engine_args
 
 
 _COMMON: dict[str, Any] = {
@@ -55,6 +61,21 @@ def _layers(pattern: str, repeats: int, window: str = "sliding_attention") -> di
     kinds = {"w": window, "f": "full_attention"}
     types = [kinds[letter] for letter in pattern * repeats]
     return {"layer_types": types, "num_hidden_layers": len(types)}
+
+
+_DELTA_NET: dict[str, Any] = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_ALIGNED: dict[str, Any] = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+
+
+def _by_blocks(size: int) -> dict[str, Any]:
+    """vLLM's CPU build ends in a step of Mamba-2 that goes on behind a block it has filled: no step
+    is longer than a block, which has so many tokens."""
+    return _ALIGNED | {"max_num_batched_tokens": size, "max_num_seqs": 8}
 
 
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
@@ -89,15 +110,17 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         ),
         "gemma4": Family(
             "Gemma 4",
-            "windows and full attention, with heads and blocks of other sizes",
+            "windows and full attention, with heads and blocks of other sizes; the last layers "
+            "have the KV of earlier ones",
             "Gemma4ForCausalLM",
             "Gemma4TextConfig",
-            _layers("wwf", 1)
+            _layers("wwfwf", 1)
             | {
                 "sliding_window": WINDOW,
                 "vocab_size_per_layer_input": _SHAPE.vocab_size,
                 "hidden_size_per_layer_input": 32,
-                "per_layer_config": {"02": {"head_dim": 128}},
+                "num_kv_shared_layers": 2,
+                "per_layer_config": {"02": {"head_dim": 128}, "04": {"head_dim": 128}},
             },
         ),
         "gpt-oss": Family(
@@ -127,17 +150,86 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Qwen3NextForCausalLM",
             "Qwen3NextConfig",
             _layers("wf", 2, "linear_attention")
+            | _DELTA_NET
             | {
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
                 "moe_intermediate_size": 64,
                 "shared_expert_intermediate_size": 64,
                 "num_experts": 4,
                 "num_experts_per_tok": 2,
             },
-            {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
+            _ALIGNED,
+        ),
+        "qwen3.5": Family(
+            "Qwen3.5",
+            "recurrent states (GDN) and full attention",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5TextConfig",
+            _layers("wf", 2, "linear_attention") | _DELTA_NET,
+            _ALIGNED,
+            needs="torchvision",
+        ),
+        "granite4": Family(
+            "Granite 4",
+            "recurrent states (Mamba-2) and full attention",
+            "GraniteMoeHybridForCausalLM",
+            "GraniteMoeHybridConfig",
+            {
+                "layer_types": ["mamba", "attention"] * 2,
+                "num_hidden_layers": 4,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 64,
+                "mamba_d_state": 64,
+                "mamba_chunk_size": 64,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "shared_intermediate_size": 256,
+                "position_embedding_type": "rope",
+            },
+            _by_blocks(384),
+        ),
+        "falcon-h1": Family(
+            "Falcon-H1",
+            "recurrent states (Mamba-2) and full attention in every layer",
+            "FalconH1ForCausalLM",
+            "FalconH1Config",
+            {
+                "num_hidden_layers": 2,
+                "mamba_d_ssm": 512,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 64,
+                "mamba_d_state": 64,
+                "mamba_chunk_size": 64,
+            },
+            _by_blocks(384),
+        ),
+        "nemotron-h": Family(
+            "Nemotron-H",
+            "recurrent states (Mamba-2) and full attention",
+            "NemotronHForCausalLM",
+            "NemotronHConfig",
+            {
+                "layers_block_type": ["mamba", "attention"] * 2,
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 64,
+                "ssm_state_size": 64,
+                "n_groups": 1,
+                "chunk_size": 64,
+            },
+            _by_blocks(384),
+        ),
+        "lfm2": Family(
+            "LFM2",
+            "states of short convolutions, and full attention",
+            "Lfm2ForCausalLM",
+            "Lfm2Config",
+            _layers("wf", 2, "conv")
+            | {
+                "block_auto_adjust_ff_dim": False,
+                "block_multiple_of": 32,
+                "block_dim": 256,
+                "conv_dim": 256,
+            },
+            _ALIGNED,
         ),
     }
 )
