@@ -180,13 +180,17 @@ class WeightNames:
         own, files = f"memory:{digest}", self._files.name
         if not files:
             return own, ""
+        key = ""
+        if all(each.is_visible for each in ranks):
+            key = _hex([files, configuration, [each.form for each in ranks]])
+            if key in self._kept:  # whatever has changed meanwhile, bytes are compared with bytes
+                fits = self._kept[key] == digest
+                why = "the weights in memory are not what their files gave at earlier starts"
+                return (files, "") if fits else (own, why)
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"
-        if all(each.is_visible for each in ranks):
-            key = _hex([files, configuration, [each.form for each in ranks]])
-            if self._kept.get(key, digest) != digest:
-                return own, "the weights in memory are not what their files gave at earlier starts"
+        if key:
             self._keep({key: digest})
         return files, ""
 

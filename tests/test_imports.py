@@ -38,7 +38,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "retention": 815,
         "storage/redis": 2990,
         "tracing": 90,
-        "weight_names": 240,
+        "weight_names": 245,
     },
     {"plans": 475, "storage": 620, "storage/redis/client": 600, "vllm_compat/api": 280},
     {"change_count": 75, "errors": 55, "keys": 620, "kv_parts": 430, "net": 520, "threads": 165},

@@ -97,6 +97,15 @@ def test_files_that_changed_name_nothing() -> None:
     assert not engine.kept
 
 
+def test_files_that_changed_name_bytes_that_they_gave_before() -> None:
+    """Folders of models are busy: a second start need not wait for a quiet moment."""
+    kept: dict[str, str] = {}
+    Engine(kept=kept).answer("one")
+    changed = Files(changed=Path("/model"))
+    assert Engine(files=changed, kept=kept).answer("one") == "sha256:files"
+    assert Engine(files=changed, kept=kept).answer("two", first="two").startswith("memory:")
+
+
 def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
     kept: dict[str, str] = {}
     assert Engine(kept=kept).answer("one") == "sha256:files"
