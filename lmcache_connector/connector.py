@@ -38,7 +38,6 @@ from lmcache_connector.vllm_compat.api.names import (
     hit_sources,
 )
 from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
-from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.short_loads import before_each_reset, compute_the_rest
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
-    _runs_drafter = False  # with KV: its forward pass comes between the last calls of a step
+    _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
     _handled: BaseException | None = None  # in the caller of the step, from before the step
 
     def __init__(
@@ -324,7 +323,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             raise UnsupportedError(_TWO_ENGINES)
         self._worker = self._make_worker(kv_caches)
-        self._runs_drafter = find_drafter(self._vllm_config) is not None
+        self._ends_late = self._vllm_config.speculative_config is not None
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         # Imported here: lmcache and its dependencies must not be imported before vLLM has
@@ -426,7 +425,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             if self._is_in_step:
                 self._step_failed()
             return set(), set()  # vLLM discards the answer
-        self._is_in_step = self._runs_drafter
+        self._is_in_step = self._ends_late
         try:
             self._step_output = output = (self._worker or self._worker_side).finish_step()
         except Exception as error:  # noqa: BLE001 - logged there

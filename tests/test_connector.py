@@ -227,7 +227,7 @@ def scheduled(plan: str) -> Any:
 def test_a_step_of_the_first_runner(
     connector: LMCacheTieredConnector, recorder: Recorder, speculates: bool
 ) -> None:
-    connector._runs_drafter = speculates
+    connector._ends_late = speculates
     for plan in ("first", "second"):
         output = FirstRunner.maybe_get_kv_connector_output(
             scheduled(plan), defer_finalize=speculates

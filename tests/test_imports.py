@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1280},
     {"integrations": 440, "scheduler": 3740, "worker": 4165},
-    {"lookup": 810, "vllm_compat": 2555},
+    {"lookup": 810, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2920},
     {
         "audit": 345,

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
+from vllm.triton_utils import triton
+from vllm.triton_utils.importing import TritonPlaceholder
 from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -110,8 +112,6 @@ def _state_rule(name: str, spec: MambaSpec) -> tuple[Rule, int]:
             "start with --enable-prefix-caching --mamba-cache-mode align, where the model "
             "supports it",
         )
-    if spec.num_speculative_blocks:
-        raise unsupported(f"speculative decoding with the recurrent states of layer {name} yet")
     return Rule.STATE, 0
 
 
@@ -141,6 +141,20 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "decide alike; use the mp or the ray executor, or engines of one rank",
         )
     yield from drafter_problems(vllm_config)
+    if vllm_config.speculative_config is not None and any(
+        isinstance(first_spec(group), MambaSpec) for group in kv_cache_config.kv_cache_groups
+    ):
+        yield from _problems_of_drafted_states()
+
+
+def _problems_of_drafted_states() -> Iterator[tuple[str, str]]:
+    """vLLM keeps a state for each draft, and copies that of the last one accepted. vLLM 0.32 ends
+    with that on CPUs, and with asynchronous scheduling it may take the number of another request:
+    vllm#51571."""
+    what, remedy = "speculative decoding beside recurrent states", "leave out --speculative-config"
+    if isinstance(triton, TritonPlaceholder):
+        yield f"{what} where vLLM has no Triton, and itself ends at the first request", remedy
+    yield f"{what} yet", remedy
 
 
 def _computes_prompts_at_once(vllm_config: VllmConfig) -> bool:

@@ -67,6 +67,12 @@ PARTS = {
         groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, depth=2, redis=True
     ),
     "states and windows": Shape(groups=("s", "full", "w40"), chunk_size=BLOCK_SIZE, num_blocks=60),
+    "states and drafts": Shape(
+        groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, redis=True, drafts=3
+    ),
+    "states, windows and drafts, zeroed": Shape(
+        groups=("w40", "s", "full"), chunk_size=BLOCK_SIZE, num_blocks=60, zeroes=True, drafts=2
+    ),
     "windows, a drafter's head": Shape(
         groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
     ),

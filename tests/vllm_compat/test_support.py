@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import (
@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.vllm_compat import support
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.support import check_setup, kept_groups
 from tests.support.vllm_configs import full_attention, kv_cache, latents_with_index, vllm_config
@@ -124,6 +125,30 @@ def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
     message = refused(vllm_config(model), kv_cache(states))
     assert "does not support recurrent states with --mamba-cache-mode none" in message
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
+
+
+def test_drafts_beside_states_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = MambaSpec(
+        block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    config, cache = drafted_config(model), kv_cache(full_attention(), states)
+    assert "where vLLM has no Triton, and itself ends at the first" in refused(config, cache)
+    monkeypatch.setattr(support, "triton", "one that is there")
+    assert "speculative decoding beside recurrent states yet" in refused(config, cache)
+    check_setup(config, kv_cache())
+    check_setup(vllm_config(model), cache)
+
+
+def drafted_config(model: Path) -> VllmConfig:
+    config = vllm_config(model)
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=2,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    return config
 
 
 @pytest.mark.parametrize(

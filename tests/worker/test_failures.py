@@ -63,7 +63,7 @@ class Rank:
         """The model raises. vLLM's first model runner ``tells`` the connector of the step's end all
         the same, its second does not. Or the drafter raises, which runs within a step's end."""
         metadata = PlanMetadata(plan)
-        self.connector._runs_drafter = drafts
+        self.connector._ends_late = drafts
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         if drafts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from lmcache_connector.vllm_compat import support
 from tests.support.doubles.foreign_connector import FOREIGN
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.vllm_configs import engine_config, make_scheduler
@@ -35,7 +37,8 @@ class Shape:
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
     ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
-    with requests up to ``drafted_len``.
+    with requests up to ``drafted_len``. ``drafts``: by n-grams, for each step of a decode; some are
+    rejected.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
     "s" for states, whose chunks are blocks; "r" and a size for rings. ``in_step``: ranks make loads
     inside steps, and announce what they evict.
@@ -59,6 +62,7 @@ class Shape:
     groups: tuple[str, ...] = ("full",)
     lookahead: int = 0
     drafted_len: int = MAX_MODEL_LEN - 1
+    drafts: int = 0
     in_step: bool = False
 
 
@@ -72,7 +76,7 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
         world_size=shape.world_size,
         prefix_caching=shape.prefix_caching,
         kv_events=shape.kv_events,
-        speculative_config=_eagle(model, shape) if shape.lookahead else None,
+        speculative_config=_speculation(model, shape),
         kv_transfer_config=_transfer(shape),
     )
     if "s" in shape.groups:
@@ -82,33 +86,44 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
         kv_cache_tensors=[],
         kv_cache_groups=[_group(shape, i, code) for i, code in enumerate(shape.groups)],
     )
-    built = make_scheduler(config, kv_cache)
+    # It is refused for what vLLM's workers do, which are not here.
+    with patch.object(support, "_problems_of_drafted_states", tuple):
+        built = make_scheduler(config, kv_cache)
     built.needs_kv_cache_zeroing = shape.zeroes
     for manager in built.kv_cache_manager.coordinator.single_type_managers:
         manager._record_new_block_ids = shape.zeroes
     return built
 
 
-def _eagle(model: Path, shape: Shape) -> SpeculativeConfig:
-    """A head of the model's own form. Nothing is read of it but its configuration."""
+def _speculation(model: Path, shape: Shape) -> SpeculativeConfig | None:
+    """A head of the model's own form, or n-grams. Nothing is read of it but its configuration."""
+    if not (shape.lookahead or shape.drafts):
+        return None
     target = ModelConfig(
         model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
     )
-    parallel = ParallelConfig(tensor_parallel_size=1)
+    common: dict[str, Any] = {
+        "target_model_config": target,
+        "target_parallel_config": ParallelConfig(tensor_parallel_size=1),
+    }
+    if shape.drafts:
+        return SpeculativeConfig(
+            method="ngram", num_speculative_tokens=shape.drafts, prompt_lookup_max=2, **common
+        )
     return SpeculativeConfig(
         method="eagle",
         model=target.model,
         num_speculative_tokens=1,
         max_model_len=shape.drafted_len + 1,
-        target_model_config=target,
-        target_parallel_config=parallel,
+        **common,
     )
 
 
 def _group(shape: Shape, index: int, code: str) -> KVCacheGroupSpec:
     layers = [f"model.layers.{2 * index + i}.self_attn.attn" for i in range(2)]
     if code == "s":
-        state = {"shapes": ((4,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        state: dict[str, Any] = {"shapes": ((4,),), "dtypes": (torch.float32,)}
+        state |= {"mamba_cache_mode": "align", "num_speculative_blocks": shape.drafts}
         return KVCacheGroupSpec(layers, MambaSpec(block_size=BLOCK_SIZE, **state))
     common: dict[str, Any] = {
         "block_size": BLOCK_SIZE,

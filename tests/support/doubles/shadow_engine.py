@@ -24,7 +24,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.change_count import ChangeCount
@@ -132,6 +132,7 @@ class ShadowEngine:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
         self._streams: dict[str, list[int]] = {}
+        self._rows: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._aborted: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.plans: list[StepPlan] = []
@@ -327,12 +328,28 @@ class ShadowEngine:
             for rid in self.scheduler.requests
         }
         self._name_keys(plan, tables)
+        self._extend_rows(output)
         passes = []
         for request_id, count in output.num_scheduled_tokens.items():
             end = self.requests[request_id].num_computed_tokens
-            passes.append(self._pass(request_id, end - count, end))
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            begins = request_id in restarted
+            passes.append(self._pass(request_id, end - count, end, drafts, begins=begins))
         zeroed = tuple(output.new_block_ids_to_zero or ())
-        return Step(plan, tuple(passes), tables, zeroed, foreign, str(self.version))
+        rows = dict(self._rows)
+        return Step(plan, tuple(passes), tables, rows, zeroed, foreign, str(self.version))
+
+    def _extend_rows(self, output: SchedulerOutput) -> None:
+        """As vLLM's workers know the blocks of a request: nothing is taken away."""
+        for new in output.scheduled_new_reqs:
+            self._rows[new.req_id] = tuple(map(tuple, new.block_ids))
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            more = tuple(map(tuple, blocks or [()] * len(self.shape.groups)))
+            rows = self._rows[request_id]
+            if request_id not in cached.resumed_req_ids:
+                more = tuple(map(tuple.__add__, rows, more))
+            self._rows[request_id] = more
 
     def _plans_of(self, output: SchedulerOutput) -> tuple[StepPlan, ForeignWork]:
         metadata = output.kv_connector_metadata
@@ -353,13 +370,24 @@ class ShadowEngine:
                 return ours, ForeignWork(part.loads, cells, part.sends, aborted)
         return ours, ForeignWork()
 
-    def _pass(self, request_id: str, start: int, end: int) -> Pass:
+    def _pass(
+        self, request_id: str, start: int, end: int, drafts: Sequence[int], *, begins: bool
+    ) -> Pass:
         """Tokens not sampled yet are known here: the shadow model is a function of the prompt."""
+        stream = self._true_tokens(request_id, end + self.shape.lookahead)
+        first = end - len(drafts)
+        if not self.shape.drafts:  # all of a head's drafts are right
+            drafts = stream[first:]
+        right = [draft == token for draft, token in zip(drafts, stream[first:end], strict=False)]
+        num_right = [*right, False].index(False)
+        cells = self._cells(request_id, [*stream[:first], *drafts] if self.shape.drafts else stream)
+        return Pass(request_id, start, end, cells, end - first, num_right, begins=begins)
+
+    def _true_tokens(self, request_id: str, count: int) -> list[int]:
         stream = self._streams[request_id]
-        known = end + self.shape.lookahead
-        while len(stream) < known:
+        while len(stream) < count:
             stream.append(next_token(stream))
-        return Pass(request_id, start, end, self._cells(request_id, stream[:known]))
+        return stream[:count]
 
     def _cells(self, request_id: str, tokens: Sequence[int]) -> Cells:
         source = self._sources[request_id]
@@ -406,6 +434,18 @@ class ShadowEngine:
             outputs.append(sampled({one.request_id: self._sample(one) for one in step.passes}))
             outputs[-1].kv_connector_output = self._connector_output(rank.run(step))
         self.scheduler.update_from_output(output, merged(self._aggregator, outputs))
+        if self.shape.drafts:
+            names = [r for r in output.num_scheduled_tokens if r in self.scheduler.requests]
+            drafts = [self._draft(request_id) for request_id in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _draft(self, request_id: str) -> list[int]:
+        """As many as an n-gram finds, the first ones right."""
+        known = self.requests[request_id].num_tokens
+        count = self.chance.randrange(self.shape.drafts + 1)
+        drafts = self._true_tokens(request_id, known + count)[known:]
+        right = self.chance.randrange(count + 1)
+        return [*drafts[:right], *((token + 1) % VOCABULARY for token in drafts[right:])]
 
     def _connector_output(self, report: StepReport) -> KVConnectorOutput:
         meta: KVConnectorWorkerMetadata | None = None
@@ -422,14 +462,15 @@ class ShadowEngine:
         )
 
     def _sample(self, one: Pass) -> list[int]:
-        """A token if the pass reached the end of what the request had, and each draft before it:
-        all drafts are accepted."""
+        """A token if the pass reached the end of what the request had, and each draft before it
+        that is right."""
         # Steps run in order, so whatever was sampled before this pass has been processed.
         known, stream = self.requests[one.request_id].num_tokens, self._streams[one.request_id]
         if one.end < known:
             return []
-        first = known if self.shape.lookahead else one.end
-        return [next_token(stream[:end]) for end in range(first, one.end + 1)]
+        first = known if self.shape.lookahead else one.end - one.drafts
+        last = one.end if self.shape.lookahead else first + one.accepted
+        return [next_token(stream[:end]) for end in range(first, last + 1)]
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -56,18 +56,23 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One request in one forward pass: compute positions ``[start, end)``."""
+    """One request in one forward pass: compute positions ``[start, end)``. The last ones are those
+    of ``drafts``, of which so many are ``accepted``. ``begins``: it has not computed here before,
+    or was preempted."""
 
     request_id: str
     start: int
     end: int
     cells: Cells  # of all positions up to ``end``
+    drafts: int = 0
+    accepted: int = 0
+    begins: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on, by KV
-    cache group.
+    cache group. ``rows``: of requests that compute, with the blocks they had before.
 
     ``zeroed``: blocks that are zeroed before the plan is handed over. ``foreign``: what another
     connector has to do, with the right cells of each of its loads. ``weights``: a digest of them.
@@ -76,6 +81,7 @@ class Step:
     plan: StepPlan
     passes: tuple[Pass, ...]
     tables: Mapping[str, BlockIds]
+    rows: Mapping[str, BlockIds]
     zeroed: tuple[int, ...] = ()
     foreign: ForeignWork = NO_FOREIGN_WORK
     weights: str = ""
@@ -133,6 +139,8 @@ class ShadowRank:
         self.memory = Memory(self.num_blocks)
         self.foreign = ForeignWorker(self.memory, self.chance)
         self._tables: Mapping[str, BlockIds] = {}
+        self._rows: Mapping[str, BlockIds] = {}
+        self._states: dict[str, tuple[int, int]] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
         self._question = 0
@@ -162,7 +170,7 @@ class ShadowRank:
         vacated = self._open if step.plan.starts_over else step.plan.vacated_stores
         self._cancelled.update(self._open.intersection(vacated))
         self._open_gate()
-        self._tables = step.tables
+        self._tables, self._rows = step.tables, step.rows
         if step.plan.weights_question:
             self._question, self._reads_weights = step.plan.weights_question, True
         self.foreign.begin(step.foreign)
@@ -207,7 +215,8 @@ class ShadowRank:
 
     def _forward(self, one: Pass) -> None:
         cells = one.cells
-        if not all(self._reads_right(one, i) for i in range(len(self.parts))):
+        column = self._move_states(one)
+        if not all(self._reads_right(one, i, column) for i in range(len(self.parts))):
             if not self.faults.others_lie:
                 raise WrongKV(f"{one.request_id} computes on wrong KV")
             cells = tuple(cell(value, -1) for value in cells)
@@ -215,15 +224,57 @@ class ShadowRank:
             own = cells_of_part(cells, number)
             for group in part.groups:
                 table, start = self._tables[one.request_id][group], one.start
-                if part.rule is Rule.STATE:  # vLLM copies it to where the step ends, and goes on
-                    table, start = (table[(one.end - 1) // BLOCK_SIZE],), one.end - 1
-                    self.memory.write(table, 0, own[start : one.end])
-                else:
-                    self.memory.write(table, start, own[start : one.end])
+                if part.rule is Rule.STATE:
+                    self._write_states(one, group, own)
+                    continue
+                self.memory.write(table, start, own[start : one.end])
                 if 0 in table[start // BLOCK_SIZE : -(-one.end // BLOCK_SIZE)]:
                     raise WrongKV(f"{one.request_id} writes to the null block")
         for ring in self._rings(one):
             self.memory.write(ring, 0, cells[max(one.start, one.end - BLOCK_SIZE) : one.end])
+        self._keep_accepted_states(one)
+
+    # As vLLM does in its mode "align". A request's state is in one column of its row, and the
+    # states after each of its drafts are in the columns after that.
+
+    def _state_groups(self) -> list[int]:
+        return [g for part in self.parts if part.rule is Rule.STATE for g in part.groups]
+
+    def _move_states(self, one: Pass) -> int:
+        """Where the pass ends; the column in which the state is that it goes on from."""
+        before, accepted = self._states.get(one.request_id, (0, 0))
+        if one.begins:
+            before, accepted = (one.start - 1) // BLOCK_SIZE, 1
+        column = (one.end - 1) // BLOCK_SIZE
+        if column != before and before >= 0:
+            for group in self._state_groups():
+                self._copy_state(one, group, before + accepted - 1, column)
+            accepted = 1
+        self._states[one.request_id] = column, accepted
+        return column + accepted - 1
+
+    def _copy_state(self, one: Pass, group: int, source: int, target: int) -> None:
+        row = self._rows[one.request_id][group]
+        self.memory.write((row[target],), 0, self.memory.read((row[source],), 0, 1))
+
+    def _write_states(self, one: Pass, group: int, own: Cells) -> None:
+        row, (column, _) = self._rows[one.request_id][group], self._states[one.request_id]
+        for draft in range(one.drafts + 1):
+            if not row[column + draft]:
+                raise WrongKV(f"{one.request_id} writes to the null block")
+            self.memory.write((row[column + draft],), 0, (own[one.end - one.drafts - 1 + draft],))
+
+    def _keep_accepted_states(self, one: Pass) -> None:
+        """Where a block ends among the accepted ones."""
+        column, accepted = self._states[one.request_id][0], 1 + one.accepted
+        first = one.end - one.drafts  # tokens that the state in ``column`` has seen
+        border = (first + one.accepted) // BLOCK_SIZE * BLOCK_SIZE
+        if border >= first:
+            target = border // BLOCK_SIZE - 1
+            for group in self._state_groups():
+                self._copy_state(one, group, column + border - first, target)
+            accepted = 1 if target == column else accepted
+        self._states[one.request_id] = column, accepted
 
     def _rings(self, one: Pass) -> list[tuple[int, ...]]:
         """The block of each group of which nothing is stored."""
@@ -231,15 +282,16 @@ class ShadowRank:
         tables = enumerate(self._tables[one.request_id])
         return [tuple(table[:1]) for group, table in tables if group not in stored]
 
-    def _reads_right(self, one: Pass, number: int) -> bool:
-        """Whether all is there that the first token of the pass attends to."""
+    def _reads_right(self, one: Pass, number: int, column: int) -> bool:
+        """Whether all is there that the first token of the pass attends to. ``column``: of the
+        state."""
         part, start = self.parts[number], one.start
         first = part.first_needed(start)
         expected = cells_of_part(one.cells[first:start], number)
         for group in part.groups:
             table = self._tables[one.request_id][group]
             if part.rule is Rule.STATE and start:
-                found = self.memory.read((table[(start - 1) // BLOCK_SIZE],), 0, 1)
+                found = self.memory.read((self._rows[one.request_id][group][column],), 0, 1)
             else:
                 found = self.memory.read(table, first, start)
             if found != expected:
