@@ -136,8 +136,8 @@ class Recorder:
         self.calls.append(("finish_step", None))
         return StepOutput()
 
-    def let_go(self) -> bool:
-        self.calls.append(("let_go", None))
+    def stop_copies(self) -> bool:
+        self.calls.append(("stop_copies", None))
         return True
 
     def take_metrics(self) -> None:
@@ -289,7 +289,7 @@ def test_a_rank_that_is_put_to_sleep_stops_its_copies(
 ) -> None:
     connector.unregister_kv_caches()
     connector.unregister_kv_caches()
-    assert recorder.calls == [("let_go", None)] * 2
+    assert recorder.calls == [("stop_copies", None)] * 2
     connector._worker = None
     connector.unregister_kv_caches()
 

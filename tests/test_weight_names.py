@@ -212,27 +212,27 @@ class Rank:
     digest: str | None = None
     first_digest: str | None = None
     is_first: bool = True
-    has_news: bool = True
+    has_updates: bool = True
 
     def change(self, content: str) -> None:
         """By a call that it sees."""
-        self.content, self.digest, self.has_news = content, None, True
+        self.content, self.digest, self.has_updates = content, None, True
         self.version += 2
         self.is_first = False
 
     def ask(self, question: int) -> None:
-        self.question, self.digest, self.has_news = question, None, True
+        self.question, self.digest, self.has_updates = question, None, True
 
     def read(self) -> None:
         if self.digest is None:
-            self.digest, self.has_news = f"{self.content} of rank {self.number}", True
+            self.digest, self.has_updates = f"{self.content} of rank {self.number}", True
             self.first_digest = self.digest if self.is_first else self.first_digest
             self.is_first = False
 
     def take(self) -> WeightsInMemory | None:
-        has_news, self.has_news = self.has_news, False
+        has_updates, self.has_updates = self.has_updates, False
         told = WeightsInMemory(self.version, self.question, self.digest, self.first_digest)
-        return told if has_news else None
+        return told if has_updates else None
 
 
 class Steps:
@@ -247,14 +247,14 @@ class Steps:
     def plan(self, _: int = 0) -> None:
         if len(self.plans) < 2:
             names = self.names
-            self.plans.append((names.name, names.heard, names.take_question()))
+            self.plans.append((names.name, names.acked, names.take_question()))
 
     def run(self, _: int = 0) -> None:
         """What a plan stores or loads, where no rank refuses it, is of the weights in memory."""
         if not self.plans:
             return
-        name, heard, question = self.plans.popleft()
-        if name and list(heard) == [rank.version for rank in self.ranks]:
+        name, acked, question = self.plans.popleft()
+        if name and list(acked) == [rank.version for rank in self.ranks]:
             assert name == name_of([rank.content for rank in self.ranks])
         for rank in self.ranks:
             if question:

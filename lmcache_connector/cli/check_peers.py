@@ -39,7 +39,7 @@ _NOBODY = "lmcache-connector-check.invalid:1"
 
 
 def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
-    told = config.told_address(0)
+    told = config.advertised_address(0)
     if config.peer_listen is not None and told is not None:
         yield _check_reach(told)
         yield _check_port(Address.parse(config.peer_listen))

@@ -97,7 +97,7 @@ class Chunks(Protocol):
 
     def holds(self, key: bytes) -> bool: ...
 
-    def is_elsewhere(self, key: bytes) -> bool:
+    def is_read_from_owner(self, key: bytes) -> bool:
         """Whether another rank stores the chunk on behalf of this one."""
         ...
 
@@ -358,7 +358,7 @@ class Commands:
             return _error("fewer keys")
         keys = (words[1][i : i + CHUNK_KEY_BYTES] for i in range(0, len(words[1]), CHUNK_KEY_BYTES))
         is_ours, chunks = words[0] == self._namespace.encode(), self._chunks
-        held = (is_ours and (chunks.holds(key) or chunks.is_elsewhere(key)) for key in keys)
+        held = (is_ours and (chunks.holds(key) or chunks.is_read_from_owner(key)) for key in keys)
         return Reply((b"+", bytes(b"01"[each] for each in held), CRLF))
 
     def _strlen(self, client: Client, words: list[bytes]) -> Reply:

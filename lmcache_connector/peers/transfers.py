@@ -44,8 +44,8 @@ class _Transfer:
 
 class Transfers:
     """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
-    a transfer is complete. ``has_news``: `take_finished` would return something; a plain attribute,
-    polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
+    a transfer is complete. ``has_updates``: `take_finished` would return something; a plain
+    attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Transfers:
         self._finished: set[str] = set()
         self._leased_bytes = 0
         self._next_look = 0.0
-        self.has_news = False
+        self.has_updates = False
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
         self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
@@ -105,7 +105,7 @@ class Transfers:
     def take_finished(self) -> set[str]:
         """Requests whose blocks no store reads any more, since the last call."""
         with self._lock:
-            finished, self._finished, self.has_news = self._finished, set(), False
+            finished, self._finished, self.has_updates = self._finished, set(), False
         return finished
 
     # -- readers --------------------------------------------------------------------------------
@@ -123,11 +123,11 @@ class Transfers:
             if not transfer.is_complete:
                 return IncompleteTransfer.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
-            is_elsewhere = self._chunks.is_elsewhere  # the owning rank pins and reports these
+            is_read_from_owner = self._chunks.is_read_from_owner  # pinned and reported there
             kept = (
                 key
                 for key, lease in transfer.leases.items()
-                if lease is not None or is_elsewhere(key)
+                if lease is not None or is_read_from_owner(key)
             )
             return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
 
@@ -188,7 +188,7 @@ class Transfers:
         if not self._held[request_id]:
             del self._held[request_id]
             self._finished.add(request_id)
-            self.has_news = True
+            self.has_updates = True
 
     def _lease(self, transfer: _Transfer, keys: Iterable[bytes]) -> None:
         """Pin the chunks that are cached, within ``max_bytes``."""

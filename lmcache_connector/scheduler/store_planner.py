@@ -32,7 +32,7 @@ class ReuseTracker:
         self._capacity = capacity
         self._times: OrderedDict[bytes, int] = OrderedDict()
 
-    def sight(self, key: bytes) -> int:
+    def count_use(self, key: bytes) -> int:
         """Count one more request for the chunk. Returns the new count."""
         times = self._times[key] = self._times.get(key, 0) + 1
         self._times.move_to_end(key)
@@ -164,9 +164,9 @@ class StorePlanner:
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
         """Chunks that this request is the second to use, and chunks used more often that the CPU
         tier lacks: Redis may have lost these too."""
-        new = state.keys.keys[state.store.num_sighted : end]
-        state.store.num_sighted = max(state.store.num_sighted, end)
-        times = {key: self._reuse_tracker.sight(key) for key in new}
+        new = state.keys.keys[state.store.num_counted : end]
+        state.store.num_counted = max(state.store.num_counted, end)
+        times = {key: self._reuse_tracker.count_use(key) for key in new}
         again = [key for key, n in times.items() if n >= 2]
         num_parts = len(self.settings.parts)
         return frozenset(

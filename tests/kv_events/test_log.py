@@ -160,7 +160,7 @@ def test_a_reset_is_told_bit_by_bit() -> None:
     many(log, 2000)
     log.clear()
     told: list[str] = []
-    while log.has_news:
+    while log.has_updates:
         now = removed_from_redis(log)
         assert 0 < len(now) <= MAX_LEFT_BEHIND
         told += now
@@ -211,7 +211,7 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
                 (held.discard if act == "evicted" else held.add)(rank)
             if takes:
                 take()
-        while log.has_news:
+        while log.has_updates:
             take()
         names = {
             (tier, f"{key}0".encode()) for (tier, key), ranks in holders.items() if len(ranks) == 2

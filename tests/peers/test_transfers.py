@@ -93,9 +93,9 @@ def test_it_is_over_when_its_stores_have_ended(transfers: Transfers, chunks: Hel
     assert transfers.state(b"d", "t") is IncompleteTransfer.COMING
     chunks.data[KEYS[5]] = chunk_data(5)
     transfers.store_ended(7, (KEYS[5],))
-    assert not transfers.has_news
+    assert not transfers.has_updates
     transfers.store_ended(8, ())
-    assert transfers.has_news
+    assert transfers.has_updates
     assert transfers.take_finished() == {"request"}
     assert transfers.take_finished() == set()
     assert transfers.state(b"d", "t") == names(0, 1, 5)

@@ -263,8 +263,8 @@ def test_an_adapter_that_came_back_may_have_been_another_in_between(
     engine.adapter.update_from_reports([RankReport(0, (), (), adapters=listed)])
     settle(engine)
     assert engine.adapter.tally.total("store_jobs") == stores
-    assert engine.plans[-1].heard_adapters in ((), (5,))
-    assert any(plan.heard_adapters == (5,) for plan in engine.plans)
+    assert engine.plans[-1].acked_adapters in ((), (5,))
+    assert any(plan.acked_adapters == (5,) for plan in engine.plans)
     engine.check_whole()
 
 

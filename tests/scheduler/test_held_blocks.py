@@ -132,9 +132,9 @@ def test_vllm_waits_one_step_at_most(model: Path) -> None:
     """It asks whether blocks will be free when it finds none."""
     held = Held(model)
     held.pin(1, [3, 4])
-    assert held.blocks.will_free()
+    assert held.blocks.should_wait()
     held.blocks.next_step()
-    assert not held.blocks.will_free()
+    assert not held.blocks.should_wait()
 
 
 # -- blocks of requests that have ended ------------------------------------------------------------

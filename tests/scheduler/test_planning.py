@@ -164,18 +164,18 @@ def test_a_load_waits_for_forward_passes_only_if_they_use_its_blocks() -> None:
 # -- stores ----------------------------------------------------------------------------------------
 
 
-def test_sights_are_counted() -> None:
+def test_uses_are_counted() -> None:
     tracker = ReuseTracker()
-    assert [tracker.sight(b"a") for _ in range(3)] == [1, 2, 3]
-    assert tracker.sight(b"b") == 1
+    assert [tracker.count_use(b"a") for _ in range(3)] == [1, 2, 3]
+    assert tracker.count_use(b"b") == 1
 
 
 def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
     tracker = ReuseTracker(capacity=2)
     for key in (b"a", b"b", b"a", b"c"):  # b goes
-        tracker.sight(key)
-    assert tracker.sight(b"b") == 1  # and now a
-    assert tracker.sight(b"c") == 2
+        tracker.count_use(key)
+    assert tracker.count_use(b"b") == 1  # and now a
+    assert tracker.count_use(b"c") == 2
 
 
 @pytest.mark.parametrize(("store_generated", "stored"), [(True, 2), (False, 1)])

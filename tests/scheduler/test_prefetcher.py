@@ -95,13 +95,13 @@ def test_who_came_first_is_served_first_and_the_others_wait_for_room() -> None:
     first, second, third = (scene.queue(name, 4) for name in "abc")
     assert scene.plan() == [("a", 4), ("b", 2)]
     assert scene.plan() == []
-    assert scene.prefetcher.release(first) == [job for job, _ in first.ahead.jobs.values()]
+    assert scene.prefetcher.release(first) == [job for job, _ in first.prefetch.jobs.values()]
     assert scene.plan() == [], "its job is under way"
-    scene.end(first, *(job for job, _ in list(first.ahead.jobs.values())))
+    scene.end(first, *(job for job, _ in list(first.prefetch.jobs.values())))
     assert scene.plan() == [("c", 4)]
     for state in (second, third):
         scene.prefetcher.release(state)
-        scene.end(state, *(job for job, _ in list(state.ahead.jobs.values())))
+        scene.end(state, *(job for job, _ in list(state.prefetch.jobs.values())))
     scene.prefetcher.check_integrity()
 
 
@@ -142,7 +142,7 @@ def test_redis_that_does_not_answer_is_not_asked_for_more() -> None:
     assert scene.plan() == [], "it has stalled"
     calibrate(scene.model, Tier.REDIS, 20e6, 0.0)
     assert scene.plan() == [("b", 1)] * 3
-    assert other.ahead.jobs.keys() == {job.job_id for _, job in scene.jobs}
+    assert other.prefetch.jobs.keys() == {job.job_id for _, job in scene.jobs}
 
 
 def test_a_step_with_a_long_queue_looks_at_few_prompts() -> None:
@@ -166,7 +166,7 @@ def test_where_there_is_no_room_a_step_looks_at_nothing() -> None:
         before = scene.hits.num_looked_at
         assert scene.plan() == []
     assert scene.hits.num_looked_at == before
-    scene.end(first, *(job for job, _ in list(first.ahead.jobs.values())))
+    scene.end(first, *(job for job, _ in list(first.prefetch.jobs.values())))
     assert scene.plan() == [], "what has come is still wanted"
     scene.prefetcher.release(first)
     assert scene.plan() == [("b", 4)]

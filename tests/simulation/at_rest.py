@@ -77,7 +77,7 @@ class AtRest:
     def check(self, now: float) -> None:
         """``now``: on the engine's clock. Raises :class:`SimulationFailure`, but for what takes
         another step to be told."""
-        if any(rank.has_news for rank in self._ranks):
+        if any(rank.has_updates for rank in self._ranks):
             return
         held = [rank.keys_in_memory() for rank in self._ranks]
         by_all, by_some = set.intersection(*held), set.union(*held)

@@ -121,7 +121,7 @@ def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path)
     assert loads.take() is not None
     manager.add(1, folder, load_inplace=True)
     assert loads.names_of(1) == names
-    assert not loads.has_news
+    assert not loads.has_updates
 
 
 def test_what_vllm_has_dropped_is_not_loaded(loads: LoraLoads, folder: Path) -> None:
@@ -152,9 +152,9 @@ def test_what_was_replaced_between_two_lists_is_told(loads: LoraLoads, folder: P
     assert [name.value for name in names] == [one, two, one]
     told = LoadedAdapterList(0, ((1, one),), number=2, replaced=((1, one), (1, two)))
     assert loads.take() == told
-    loads.heard(1)
+    loads.note_acked(1)
     assert loads.names_of(1) == names
-    loads.heard(2)
+    loads.note_acked(2)
     assert loads.names_of(1) == names[-1:]
     loads.ask(1)
     assert loads.take() == LoadedAdapterList(1, ((1, one),), number=3), "told once"

@@ -121,14 +121,14 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
     weights = FixedWeights()
     with make_instance(port, weights=weights) as instance:
         store = store_job(1, "r", KEYS[:1], ((0, 1),))
-        instance.run(StepPlan(stores=(store,), heard_weights=(0,)))
+        instance.run(StepPlan(stores=(store,), acked_weights=(0,)))
         assert instance.wait_for(1).outcome is Outcome.DONE
         weights.version = 2
         untouched = instance.blocks(range(4, 6))
         for job_id, version, outcome in ((2, 0, Outcome.CANCELLED), (4, 2, Outcome.DONE)):
             store = store_job(job_id, "r", KEYS[job_id : job_id + 1], ((2, 3),))
             load = load_job(job_id + 1, "r", KEYS[:1], ((4, 5),), deadline_seconds=20.0)
-            instance.run(StepPlan(loads=(load,), stores=(store,), heard_weights=(version,)))
+            instance.run(StepPlan(loads=(load,), stores=(store,), acked_weights=(version,)))
             assert instance.wait_for(job_id).outcome is outcome
             assert instance.wait_for(job_id + 1).outcome is outcome
             are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))
@@ -410,5 +410,5 @@ def test_a_job_is_reported_with_a_quiet_step(
     job = store_job(1, "r", KEYS[:1], ((0, 1),))
     run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
     assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
-    while instance.worker._has_news():  # its write to Redis ends later, and is reported too
+    while instance.worker._has_updates():  # its write to Redis ends later, and is reported too
         assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

@@ -28,16 +28,16 @@ MINE = AdapterRef(1, "mine")
 
 
 class Loads(LoraLoads):
-    """What has been loaded is said by the test. ``has_news``: it was asked for."""
+    """What has been loaded is said by the test. ``has_updates``: it was asked for."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.names: dict[int, tuple[Task[str], ...]] = {}
-        self.heard_list = 0
+        self.acked_list = 0
         self.question = 0
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self.question)
 
     def ask(self, question: int) -> None:
@@ -47,8 +47,8 @@ class Loads(LoraLoads):
         question, self.question = self.question, 0
         return LoadedAdapterList(question) if question else None
 
-    def heard(self, list_number: int) -> None:
-        self.heard_list = list_number
+    def note_acked(self, list_number: int) -> None:
+        self.acked_list = list_number
 
     def names_of(self, number: int) -> tuple[Task[str], ...]:
         return self.names.get(number, ())
@@ -116,10 +116,10 @@ def test_without_the_adapter_nothing_is_stored(worker: SteppedWorker) -> None:
 def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
     worker: SteppedWorker, loads: Loads
 ) -> None:
-    report = worker.run(StepPlan(idle=True, adapter_question=3, heard_adapters=(7,)))
+    report = worker.run(StepPlan(idle=True, adapter_question=3, acked_adapters=(7,)))
     assert report is not None
     assert report.adapters == LoadedAdapterList(3)
-    assert loads.heard_list == 7
+    assert loads.acked_list == 7
 
 
 @pytest.mark.parametrize(

@@ -136,5 +136,5 @@ def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
     connected(reader)
     link.set(stalled=True)
     reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(10, 20)))))
-    assert reader.worker.let_go()
+    assert reader.worker.stop_copies()
     assert_nothing_is_held(reader)

@@ -68,7 +68,7 @@ class HeldChunks:
     def holds(self, key: bytes) -> bool:
         return key in self.data
 
-    def is_elsewhere(self, key: bytes) -> bool:
+    def is_read_from_owner(self, key: bytes) -> bool:
         return key in self.elsewhere
 
     def lease(self, key: bytes) -> CountedLease | None:
