@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 570, "stepwise": 1280},
     {"integrations": 440, "scheduler": 3740, "worker": 4165},
     {"lookup": 810, "vllm_compat": 2560},
-    {"config": 780, "copy_kv_blocks": 1200, "peers": 2920},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2930},
     {
         "audit": 345,
         "cost_model": 1350,

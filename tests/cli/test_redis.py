@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.peers.host import HostDoor, HostFolder, SocketName, digest
+from lmcache_connector.peers.host import HostFolder, HostSocket, SocketName, digest
 from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.support.command_line import Cli
 from tests.support.peers.chunks import HeldChunks, serving
@@ -65,7 +65,7 @@ def short_path() -> Iterator[Path]:
 def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, short_path: Path) -> None:
     """Without a secret: who may enter the folder is the user."""
     name, chunks = SocketName(digest("default"), digest("engine"), 0, 1), HeldChunks(range(3))
-    with serving(chunks, door=HostDoor(HostFolder(short_path), name), secret=None):
+    with serving(chunks, host_socket=HostSocket(HostFolder(short_path), name), secret=None):
         url = f"unix://{short_path / str(name)}"
         (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
         assert (group["namespace"], group["chunks"]) == ("default", 3)

@@ -44,7 +44,7 @@ class GatedLookup(AnyLookup):
             raise self.error
         return [Tier.REDIS] * (len(keys) - 1) + [None]
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Nothing to connect."""
 
     def close(self) -> None:

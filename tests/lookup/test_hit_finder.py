@@ -60,7 +60,7 @@ class SlowLookup(AnyLookup):
         num_held = len(keys) if self.num_held is None else self.num_held
         return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Nothing to connect."""
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
     keys, found = [chunk_key(i) for i in indices], list[bool]()
 
     def finds_any() -> bool:
-        lookup.tend()
+        lookup.maintain()
         found[:] = [t is not None for t in lookup.find(keys, time.monotonic() + seconds)]
         return any(found)
 
