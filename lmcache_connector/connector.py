@@ -21,7 +21,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import LoadJob, RankReport, StepOutput, StepPlan
 from lmcache_connector.scheduler.build import build_scheduler
-from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
+from lmcache_connector.scheduler.guard import SchedulerGuard, returns_on_failure
 from lmcache_connector.scheduler.scheduler import Scheduler
 from lmcache_connector.vllm_compat.api.names import (
     STANDING,
@@ -168,11 +168,11 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler side ------------------------------------------------------------------------
 
-    @costs_hits()
+    @returns_on_failure()
     def on_new_request(self, request: Request) -> None:
         self._scheduler_side.on_new_request(request)
 
-    @costs_hits((0, False))
+    @returns_on_failure((0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -197,9 +197,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             is_planned = self._plan_load(request, blocks, num_external_tokens)
             self._scheduler_guard.promised(request, is_planned=is_planned)
         else:
-            self._admitted(request)
+            self._on_scheduled_to_compute(request)
 
-    @costs_hits(answer=False)
+    @returns_on_failure(answer=False)
     def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
         job = self._scheduler_side.update_state_after_alloc(
             request, blocks.get_block_ids(), num_tokens
@@ -208,13 +208,13 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.load_planned(request, job, num_tokens)
         return job is not None
 
-    @costs_hits()
+    @returns_on_failure()
     def _load_planned(self, request: Request, job: LoadJob, num_tokens: int) -> None:
         self._scheduler_side.load_planned(request, job, num_tokens)
 
-    @costs_hits()
-    def _admitted(self, request: Request) -> None:
-        self._scheduler_side.admitted(request)
+    @returns_on_failure()
+    def _on_scheduled_to_compute(self, request: Request) -> None:
+        self._scheduler_side.on_scheduled_to_compute(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
         guard, plan = self._guard or self._scheduler_guard, None
@@ -227,8 +227,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                     guard.unsent_in_step.clear()
             except Exception as error:  # noqa: BLE001 - logged there
                 guard.failed("build_connector_meta", error)
-        if guard.has_news:
-            plan = guard.add_news(plan, is_idle=not scheduler_output.num_scheduled_tokens)
+        if guard.has_updates:
+            plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
         return PlanMetadata(plan) if plan is not None else NO_PLAN
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -239,12 +239,12 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             manager = self._kv_cache_manager
             self._scheduler_guard.ended(connector_output.finished_recving, manager)
 
-    @costs_hits()
+    @returns_on_failure()
     def _learn(self, meta: ReportMetadata) -> None:
         for load in self._scheduler_side.update_from_reports(meta.reports):
             compute_the_rest(load, self._kv_cache_manager)
 
-    @costs_hits({})
+    @returns_on_failure({})
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -258,7 +258,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         delay, params = self.request_finished_all_groups(request, (block_ids,))
         return delay, params
 
-    @costs_hits((False, None))
+    @returns_on_failure((False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -270,7 +270,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.witness.bind(kv_cache_manager)
         before_each_reset(kv_cache_manager, self._before_reset, is_alone=True)
 
-    @costs_hits()
+    @returns_on_failure()
     def _before_reset(self) -> None:
         """Complete the copies of the last step. If the user steps the engine, no further step may
         come before the reset hands out the blocks that stores read."""
@@ -278,21 +278,21 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             worker.finish_stores()
         self._scheduler_side.before_reset()
 
-    @costs_hits(answer=False)
+    @returns_on_failure(answer=False)
     def reset_cache(self) -> bool:
         """Reset the names of the weights, and stop all copies. After a reset vLLM may free the
         paged cache's memory, to sleep. Engines in other processes first step until no job is open.
         An engine stepped by its user, with all ranks in this process, has made its last step."""
         self._scheduler_side.reset_cache()
-        return all(worker.let_go() for worker in self._workers_here())
+        return all(worker.stop_copies() for worker in self._workers_here())
 
-    @costs_hits(answer=False)
+    @returns_on_failure(answer=False)
     def has_pending_block_frees(self) -> bool:
         """A request that needs blocks which a store reads waits one step for them, instead of
         preempting another request."""
         return self._scheduler_side.will_free_blocks()
 
-    @costs_hits(answer=False)
+    @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
         """Steps go on while a store or a prefetch runs, so that its end is reported."""
         return self._scheduler_side.has_unattended_jobs
@@ -343,7 +343,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Called since vLLM 0.33 before the paged cache's memory is freed, to sleep. The memory
         comes back at the same addresses."""
         if self._worker is not None:
-            self._worker.let_go()
+            self._worker.stop_copies()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._is_in_step:
@@ -486,7 +486,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both sides ----------------------------------------------------------------------------
 
-    @costs_hits()
+    @returns_on_failure()
     def shutdown(self) -> None:
         if self._is_in_step:
             self._step_failed()

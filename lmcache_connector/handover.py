@@ -48,7 +48,7 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
         """``None`` without a router to register with."""
         config, parallel = self._config, self._vllm_config.parallel_config
         first_rank = engine_index(parallel) * parallel.world_size
-        address = config.told_address(first_rank)
+        address = config.advertised_address(first_rank)
         if config.router is None or config.http_address is None or address is None:
             return None
         engine_id, role = str(self._kv_transfer_config.engine_id), self._kv_transfer_config.kv_role

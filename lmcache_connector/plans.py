@@ -260,10 +260,10 @@ class StepPlan:
     requests use. ``unwanted``: prefetched chunks that their requests did not use.
 
     ``adapter_question``: list the LoRA adapters in memory (0: no question).
-    ``weights_question``: read the weights in memory again (0: no question). ``heard_adapters``,
-    ``heard_weights``, ``heard_leaving``: per rank, the number of the last adapter list, the weights
+    ``weights_question``: read the weights in memory again (0: no question). ``acked_adapters``,
+    ``acked_weights``, ``acked_leaving``: per rank, the number of the last adapter list, the weights
     version and the number of reports of leaving chunks known at planning time; an empty
-    ``heard_leaving`` repeats the previous one. ``transfers``: in the order they happened.
+    ``acked_leaving`` repeats the previous one. ``transfers``: in the order they happened.
     ``starts_over``: cancel all jobs of earlier plans and report none of them.
     """
 
@@ -279,10 +279,10 @@ class StepPlan:
     prefetches: tuple[PrefetchJob, ...] = ()
     unwanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
-    heard_adapters: tuple[int, ...] = ()
+    acked_adapters: tuple[int, ...] = ()
     weights_question: int = 0
-    heard_weights: tuple[int, ...] = ()
-    heard_leaving: tuple[int, ...] = ()
+    acked_weights: tuple[int, ...] = ()
+    acked_leaving: tuple[int, ...] = ()
     transfers: tuple[TransferUpdate, ...] = ()
     starts_over: bool = False
 

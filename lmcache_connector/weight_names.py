@@ -55,7 +55,7 @@ class WeightFiles:
 
 class WeightNames:
     """``name``: of the weights, "" while unknown. ``question``: goes with the next plan; 0: none.
-    ``heard``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
+    ``acked``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
     starts on this host, by a digest of how they were loaded; ``keep`` adds to them without waiting
     for the disk.
 
@@ -75,7 +75,7 @@ class WeightNames:
     ) -> None:
         self.name = ""
         self.question = 0
-        self.heard = (-1,) * world_size
+        self.acked = (-1,) * world_size
         self._files = files
         self._kept = kept
         self._keep = keep
@@ -120,9 +120,9 @@ class WeightNames:
     def learn(self, rank: int, weights: WeightsInMemory) -> bool:
         """Process a rank's report. Returns whether KV computed since its previous report may belong
         to other weights than the name says."""
-        version = self.heard[rank]
+        version = self.acked[rank]
         self._ranks[rank] = weights
-        self.heard = (*self.heard[:rank], weights.version, *self.heard[rank + 1 :])
+        self.acked = (*self.acked[:rank], weights.version, *self.acked[rank + 1 :])
         is_doubtful = bool(self.name) and (weights.digest is None or weights.version != version)
         if is_doubtful:
             self.name = ""
@@ -132,7 +132,7 @@ class WeightNames:
         """Name the weights if all ranks have read them. ``configuration``: further settings that
         affect how files are loaded. Returns whether there is a name."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
-        have_answered = len(ranks) == len(self.heard) and all(
+        have_answered = len(ranks) == len(self.acked) and all(
             each.digest is not None and each.question >= self._num_questions for each in ranks
         )
         if have_answered and not self.name:

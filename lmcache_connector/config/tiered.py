@@ -241,7 +241,7 @@ class ConnectorConfig(StrictSettings):
         listens = Address.parse(self.peer_listen)
         return listens.is_loopback and Address(self.peer_host or listens.host, 1).is_loopback
 
-    def told_address(self, first_rank: int) -> Address | None:
+    def advertised_address(self, first_rank: int) -> Address | None:
         """Where others reach rank 0 of the engine whose first rank is ``first_rank``."""
         if self.peer_listen is None:
             return None

@@ -180,7 +180,7 @@ class KvEventLog:
         self._chunks, self._in_redis = {}, OrderedDict()
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self._news)
 
     def take(self) -> list[KvEvent]:

@@ -78,6 +78,6 @@ class Share:
     def is_owner(self, key: bytes) -> bool:
         return self.owner(key) == self.rank
 
-    def is_elsewhere(self, key: bytes) -> bool:
+    def is_read_from_owner(self, key: bytes) -> bool:
         """Whether this rank reads the chunk from its owner instead of storing it."""
         return bool(self.reads) and (o := self.owner(key)) in self.reads and not self.is_away(o)

@@ -36,7 +36,7 @@ class ChunkIndex:
         self._planned: dict[bytes, int] = {}  # key -> the latest store job for it
         self._leaving: dict[bytes, int] = {}  # key -> bit set of the ranks that will evict it
         self._num_leaving = [0] * world_size
-        self.heard_leaving: tuple[int, ...] = ()
+        self.acked_leaving: tuple[int, ...] = ()
 
     def share(self, needed: Callable[[bytes], int], num_owners: Sequence[int]) -> None:
         """Ranks read from each other: see :class:`Owners`. ``num_owners`` is per part."""
@@ -93,13 +93,13 @@ class ChunkIndex:
     def forget_planned(self) -> None:
         """No store job is open any more, and the last plan may be lost."""
         self._planned.clear()
-        self.heard_leaving = tuple(self._num_leaving)
+        self.acked_leaving = tuple(self._num_leaving)
 
-    def take_heard(self) -> tuple[int, ...]:
+    def take_acked(self) -> tuple[int, ...]:
         """Per rank, the number of known reports of leaving chunks, for the next plan; empty if
         unchanged since the last plan."""
-        heard, self.heard_leaving = self.heard_leaving, ()
-        return heard
+        acked, self.acked_leaving = self.acked_leaving, ()
+        return acked
 
     def num_firm(self, keys: Iterable[bytes]) -> int:
         """Number of leading chunks that all ranks hold, and no rank evicts before the next plan."""
@@ -129,7 +129,7 @@ class ChunkIndex:
                 self._stays(bit, event.key)
         if num_leaving > known:
             self._num_leaving[rank] = num_leaving
-            self.heard_leaving = tuple(self._num_leaving)
+            self.acked_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
         """The rank lacks the chunk, or could not read it from its owner: then the chunk counts as
@@ -195,7 +195,7 @@ _MAX_TRACKED = 1 << 16
 
 class WantedChunks:
     """Collects chunks that requests use, at most once per interval and chunk. O(1) per chunk.
-    ``clock`` returns seconds. ``has_news``: whether :meth:`take` has something to return.
+    ``clock`` returns seconds. ``has_updates``: whether :meth:`take` has something to return.
 
     Chunks that live in Redis for ``ttl_seconds`` are reported several times per lifetime.
     """
@@ -209,21 +209,21 @@ class WantedChunks:
         if ttl_seconds is not None:
             self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
         self._told_at: Latest[bytes, float] = Latest(_MAX_TRACKED)
-        self._news: list[bytes] = []
-        self.has_news = False
+        self._updates: list[bytes] = []
+        self.has_updates = False
 
-    def sight(self, keys: Sequence[bytes]) -> None:
+    def note_uses(self, keys: Sequence[bytes]) -> None:
         now = self._clock()
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
-            if len(self._news) >= _MAX_PER_STEP:
+            if len(self._updates) >= _MAX_PER_STEP:
                 return
             if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
                 self._told_at[key] = now
-                self._news.append(key)
-                self.has_news = True
+                self._updates.append(key)
+                self.has_updates = True
 
     def take(self) -> tuple[bytes, ...]:
         """Chunks to report to the workers, 256 at most."""
-        news, self._news = tuple(self._news), []
-        self.has_news = False
-        return news
+        updates, self._updates = tuple(self._updates), []
+        self.has_updates = False
+        return updates

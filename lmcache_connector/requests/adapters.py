@@ -88,12 +88,12 @@ def adapter_name(digest: str, is_3d: bool) -> str:
 
 
 class LoadedAdapters:
-    """The ranks' reports. ``world_size``: number of ranks. ``heard``: number of each rank's last
+    """The ranks' reports. ``world_size``: number of ranks. ``acked``: number of each rank's last
     list, 0 without one. ``question``: goes with the next plan; 0: none.
     """
 
     def __init__(self, world_size: int) -> None:
-        self.heard = (0,) * world_size
+        self.acked = (0,) * world_size
         self.question = 0
         self._lists: dict[int, LoadedAdapterList] = {}
         self._expected: Latest[int, AdapterRef] = Latest(_MAX_EXPECTED)  # by number
@@ -125,7 +125,7 @@ class LoadedAdapters:
         names so far may be another adapter's."""
         before = self._lists.get(rank)
         self._lists[rank] = adapters
-        self.heard = (*self.heard[:rank], adapters.number, *self.heard[rank + 1 :])
+        self.acked = (*self.acked[:rank], adapters.number, *self.acked[rank + 1 :])
         doubtful = set()
         for number, digest in adapters.digests:
             in_memory = [d for each, d in adapters.replaced if each == number]
@@ -164,7 +164,7 @@ class LoadedAdapters:
         )
 
     def _all(self, holds: Callable[[LoadedAdapterList], bool]) -> bool:
-        return len(self._lists) == len(self.heard) and all(map(holds, self._lists.values()))
+        return len(self._lists) == len(self.acked) and all(map(holds, self._lists.values()))
 
 
 def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:

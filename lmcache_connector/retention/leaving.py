@@ -35,15 +35,15 @@ class Memory(Protocol):
 
 class LeavingChunks:
     """One rank's leaving chunks. ``tell(keys)``: put these chunks' places into the next report.
-    ``heard``: the last report of leaving chunks known to a plan that has arrived. ``removed``:
+    ``acked``: the last report of leaving chunks known to a plan that has arrived. ``removed``:
     memory of chunks no longer in the tier. Thread-safe; the lock is held for O(keys)."""
 
     def __init__(self, tell: Callable[[Iterable[bytes]], None]) -> None:
         self._tell = tell
-        self._heard_of = threading.Condition()
+        self._plan_came = threading.Condition()
         self._numbers: dict[bytes, int] = {}  # number of the announcing report; 0: not reported yet
         self.removed: dict[bytes, Any] = {}
-        self._num_reports = self.heard = 0
+        self._num_reports = self.acked = 0
         self._is_waited_for = True
 
     def __len__(self) -> int:
@@ -51,26 +51,26 @@ class LeavingChunks:
 
     def announce(self, keys: Collection[bytes]) -> bool:
         """Announce evictions. Returns whether all ``keys`` may be evicted now."""
-        with self._heard_of:
+        with self._plan_came:
             new = [key for key in keys if key not in self._numbers]
             self._numbers |= dict.fromkeys(new, 0)
             if new:
                 self._tell(new)
-            return all(0 < self._numbers[key] <= self.heard for key in keys)
+            return all(0 < self._numbers[key] <= self.acked for key in keys)
 
     def keep(self, keys: Iterable[bytes]) -> None:
         """Withdraw announcements: the chunks were used or stored again."""
         if not self._numbers:
             return
-        with self._heard_of:
+        with self._plan_came:
             kept = [key for key in keys if self._numbers.pop(key, None) is not None]
             self._free(kept)
             self._tell(kept)
 
     def remove(self, key: bytes, memory: Memory) -> None:
         """The chunk is no longer in the tier."""
-        with self._heard_of:
-            if 0 < self._numbers.get(key, 0) <= self.heard:
+        with self._plan_came:
+            if 0 < self._numbers.get(key, 0) <= self.acked:
                 del self._numbers[key]
                 return
             memory.ref_count_up()
@@ -80,14 +80,14 @@ class LeavingChunks:
 
     def clear(self) -> None:
         """Forget everything: no plan will load these chunks."""
-        with self._heard_of:
+        with self._plan_came:
             self._free(list(self.removed))
             self._numbers.clear()
 
     def report(self, keys: Iterable[bytes]) -> tuple[frozenset[bytes], int]:
         """For the report being made: the announced ones among ``keys``, and the report's number, 0
         without any. Numbers are consecutive, so that a lost report shows."""
-        with self._heard_of:
+        with self._plan_came:
             found = frozenset(key for key in keys if key in self._numbers)
             if not found:
                 return found, 0
@@ -95,31 +95,31 @@ class LeavingChunks:
             self._numbers |= dict.fromkeys(found, self._num_reports)
             return found, self._num_reports
 
-    def hear(self, num_reports: int) -> None:
+    def note_acked(self, num_reports: int) -> None:
         """A plan has arrived that was made with ``num_reports`` of the reports."""
-        with self._heard_of:
-            self.heard = num_reports
+        with self._plan_came:
+            self.acked = num_reports
             gone = [key for key in self.removed if 0 < self._numbers[key] <= num_reports]
             self._free(gone)
             for key in gone:
                 del self._numbers[key]
-            self._heard_of.notify_all()
+            self._plan_came.notify_all()
 
     def await_plans(self, *, may_come: bool) -> None:
         """Whether :meth:`wait` waits: between two steps no plan can come."""
-        with self._heard_of:
+        with self._plan_came:
             self._is_waited_for = may_come
-            self._heard_of.notify_all()
+            self._plan_came.notify_all()
 
-    def wait(self, heard: int, seconds: float = WAIT_SECONDS) -> bool:
-        """Wait until a plan arrives that knew more reports than ``heard``, up to ``seconds``. False
+    def wait(self, acked: int, seconds: float = WAIT_SECONDS) -> bool:
+        """Wait until a plan arrives that knew more reports than ``acked``, up to ``seconds``. False
         if none did, or no announcement is pending."""
-        with self._heard_of:
-            if any(number == 0 or number > heard for number in self._numbers.values()):
-                self._heard_of.wait_for(
-                    lambda: self.heard > heard or not self._is_waited_for, timeout=seconds
+        with self._plan_came:
+            if any(number == 0 or number > acked for number in self._numbers.values()):
+                self._plan_came.wait_for(
+                    lambda: self.acked > acked or not self._is_waited_for, timeout=seconds
                 )
-            return self.heard > heard
+            return self.acked > acked
 
     def _free(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -116,7 +116,7 @@ class BlockWitness:
         for state in states:
             state.witness.due_at = 0
 
-    def disown(self) -> None:
+    def invalidate_all(self) -> None:
         """The KV in all vouched blocks may be wrong: no request may hit it any more, neither here
         nor in vLLM's prefix cache."""
         if self._manager is not None:

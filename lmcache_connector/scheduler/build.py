@@ -175,7 +175,7 @@ def _transfers(
 ) -> RequestTransfers:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    address = config.told_address(engine_index(parallel) * model.world_size)
+    address = config.advertised_address(engine_index(parallel) * model.world_size)
     tier_config, watch = config.peer_tier_config(), None
     receives, sends = transfer.is_kv_consumer and bool(config.peer_hosts), transfer.is_kv_producer
     if receives and tier_config is not None:

@@ -132,7 +132,7 @@ class JobDispatcher:
         elif isinstance(job, AuditJob):
             if (root := self.auditor.ended(state, job, planned.results)) is not None:
                 self.kv_events.clear()  # of all roots: mismatches are rare
-                self.witness.disown()
+                self.witness.invalidate_all()
                 self.abandon(self.book.separate(root))
         else:
             self.policy.store_ended(job.job_id, planned.results)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
-def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
+def returns_on_failure(answer: object = None) -> Callable[[CallT], CallT]:
     """Decorate a call of vLLM's: it returns ``answer`` if the scheduler side raises. Methods of an
     object whose ``_guard`` is ``None`` (a worker) are not guarded."""
 
@@ -51,12 +51,12 @@ def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
 
 
 class SchedulerGuard:
-    """``has_news``: something for the next plan. ``is_down``: starting over failed too; each plan
-    tries again. ``unsent``: ids of requests promised a load since the last plan.
+    """``has_updates``: something for the next plan. ``is_down``: starting over failed too; each
+    plan tries again. ``unsent``: ids of requests promised a load since the last plan.
     ``unsent_in_step``: loads inside the next step, which vLLM counts on."""
 
     def __init__(self, side: Scheduler, failures: FailureLog) -> None:
-        self.has_news = False
+        self.has_updates = False
         self.is_down = False
         self._side = side
         self._failures = failures
@@ -79,7 +79,7 @@ class SchedulerGuard:
         self._lost_in_step += self.unsent_in_step
         self.unsent_in_step.clear()
         self._promised = {name: (one[0], False) for name, one in self._promised.items()}
-        self.has_news = self._starts_over = True
+        self.has_updates = self._starts_over = True
         self._start_over()
 
     def promised(self, request: Request, *, is_planned: bool) -> None:
@@ -89,9 +89,9 @@ class SchedulerGuard:
             self.unsent.append(request.request_id)
         else:
             self._refused.append(request.request_id)
-            self.has_news = True
+            self.has_updates = True
 
-    def add_news(self, plan: StepPlan | None, *, is_idle: bool) -> StepPlan:
+    def add_updates(self, plan: StepPlan | None, *, is_idle: bool) -> StepPlan:
         """Add to the plan what the workers must know of failures."""
         if self.is_down:
             self._start_over()
@@ -100,7 +100,7 @@ class SchedulerGuard:
         plan = replace(plan, starts_over=self._starts_over, loads=(*loads, *plan.loads))
         self._refused.clear()
         self._lost_in_step.clear()
-        self.has_news = self._starts_over = self.is_down
+        self.has_updates = self._starts_over = self.is_down
         return plan
 
     def ended(self, request_ids: Iterable[str], manager: KVCacheManager | None) -> None:
@@ -111,7 +111,7 @@ class SchedulerGuard:
                 continue
             if not request.is_finished():
                 compute_the_rest(ShortLoad(request, 0), manager)
-                self._side.compute(request)
+                self._side.exclude_from_loads(request)
 
     def _start_over(self) -> None:
         try:

@@ -136,7 +136,7 @@ class HeldBlocks:
             num_free += len(self._pins[job_id].blocks)
             self.unpin(job_id)
 
-    def will_free(self) -> bool:
+    def should_wait(self) -> bool:
         """vLLM found too few free blocks, and asks whether to wait one step instead of preempting
         a request: yes if pins can end in that step."""
         self._is_short = bool(self._pins)

@@ -107,13 +107,13 @@ class PlannedJobs:
 
     def take_plan(
         self,
-        heard: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        acked: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         *,
         idle: bool,
         **news: Any,
     ) -> StepPlan | None:
         """The plan of a step: everything added since the last plan, and ``news``, further fields;
-        ``None`` if both are empty, as for most decode steps. ``heard``: per rank, the adapters and
+        ``None`` if both are empty, as for most decode steps. ``acked``: per rank, the adapters and
         weights that are known."""
         added = self._loads or self._stores or self._prefetches
         if not (
@@ -127,8 +127,8 @@ class PlannedJobs:
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=tuple(self._vacated_stores),
             idle=idle,
-            heard_adapters=heard[0],
-            heard_weights=heard[1],
+            acked_adapters=acked[0],
+            acked_weights=acked[1],
             **news,
         )
         self._loads, self._stores, self._prefetches = [], [], []

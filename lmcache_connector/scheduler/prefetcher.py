@@ -22,7 +22,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
-from lmcache_connector.scheduler.request_state import AheadState, RequestState, SchedulerSettings
+from lmcache_connector.scheduler.request_state import PrefetchState, RequestState, SchedulerSettings
 
 _JOB_SECONDS = 0.05
 """Target duration of a job: a load of the same chunks may have to wait for the job."""
@@ -91,7 +91,7 @@ class Prefetcher:
                 return
             del self.waiting[request_id]
             for job, num_bytes in self._jobs(state, chunks):
-                state.ahead.jobs[job.job_id] = job, num_bytes
+                state.prefetch.jobs[job.job_id] = job, num_bytes
                 self._room -= num_bytes
                 self.tally.count("prefetch_jobs")
                 yield state, job
@@ -101,32 +101,32 @@ class Prefetcher:
         Returns the jobs to cancel."""
         self.waiting.pop(state.request.request_id, None)
         self._is_full = False
-        ahead = state.ahead
-        if not ahead.keys:
+        prefetch = state.prefetch
+        if not prefetch.keys:
             return []
-        for key in ahead.keys:
+        for key in prefetch.keys:
             self._wanted_by[key] -= 1
             if not self._wanted_by[key]:
                 del self._wanted_by[key]
                 if key not in loaded:
                     self.unwanted.append(key)
-        jobs, self._room = ahead.jobs, self._room + ahead.held_bytes
-        state.ahead = AheadState(jobs=jobs)
+        jobs, self._room = prefetch.jobs, self._room + prefetch.held_bytes
+        state.prefetch = PrefetchState(jobs=jobs)
         return [job for job, _ in jobs.values()]
 
     def ended(
         self, state: RequestState, job: PrefetchJob, results: Sequence[JobResult]
     ) -> list[PrefetchJob]:
         """All ranks have reported. Returns the jobs to cancel."""
-        _, num_bytes = state.ahead.jobs.pop(job.job_id)
+        _, num_bytes = state.prefetch.jobs.pop(job.job_id)
         self._is_full = False
-        if state.ahead.keys:
-            state.ahead.held_bytes += num_bytes
+        if state.prefetch.keys:
+            state.prefetch.held_bytes += num_bytes
         else:
             self._room += num_bytes
         self.policy.prefetch_ended(results)
         if any(result.has_fetch_failed for result in results):
-            return [other for other, _ in state.ahead.jobs.values()]
+            return [other for other, _ in state.prefetch.jobs.values()]
         return []
 
     def take_unwanted(self) -> tuple[bytes, ...]:
@@ -165,7 +165,7 @@ class Prefetcher:
             keys.append(key)
         if not keys and self._room < self.settings.prefetch_bytes:
             return None
-        state.ahead.keys = tuple(keys)
+        state.prefetch.keys = tuple(keys)
         self._wanted_by.update(keys)
         return chunks
 

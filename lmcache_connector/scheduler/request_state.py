@@ -124,14 +124,14 @@ class WitnessState:
 class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
-    Chunks before ``next_chunk`` are planned or stored. Chunks before ``num_sighted`` are counted
+    Chunks before ``next_chunk`` are planned or stored. Chunks before ``num_counted`` are counted
     for admission to Redis, once even if planned again. ``junction``: the number of leading chunks
     after which requests that share them will need windows. ``has_tail``: the tail is planned.
     """
 
     next_chunk: int = 0
     has_tail: bool = False
-    num_sighted: int = 0
+    num_counted: int = 0
     junction: int = 0
     job_ids: set[int] = field(default_factory=set)
 
@@ -170,7 +170,7 @@ class AuditState:
 
 
 @dataclass(slots=True)
-class AheadState:
+class PrefetchState:
     """Prefetches for a waiting request. Written by the :class:`Prefetcher`.
 
     ``jobs``: open jobs and the most bytes each may bring. ``keys``: chunks that should be in memory
@@ -196,7 +196,7 @@ class RequestState:
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
-    ahead: AheadState = field(default_factory=AheadState)
+    prefetch: PrefetchState = field(default_factory=PrefetchState)
     is_finished: bool = False
     source: PeerSource | None = None
 
@@ -219,4 +219,4 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        return self.load.job is not None or bool(self.store.job_ids or self.ahead.jobs)
+        return self.load.job is not None or bool(self.store.job_ids or self.prefetch.jobs)

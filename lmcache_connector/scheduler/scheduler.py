@@ -174,7 +174,7 @@ class Scheduler:
                 self.prefetcher.is_next(request.request_id)
                 return None, False
             num_tokens = 0
-        if num_tokens and self._will_never_be_taken(request.request_id):
+        if num_tokens and self._was_refused_while_idle(request.request_id):
             num_tokens = 0
         self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         state = self.book.get(request.request_id)
@@ -190,7 +190,7 @@ class Scheduler:
         if self.wanted:
             num_parts = len(self.settings.parts)
             for part in range(num_parts):
-                self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
+                self.wanted.note_uses(keys_of_part(state.keys.keys, part, num_parts))
         self._uses.add(state.keys.keys, state.claim)
         if self.settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
@@ -230,7 +230,7 @@ class Scheduler:
             state, num_computed_tokens, hit, may_be_in_step=self._unseen.are_excluded()
         )
 
-    def _will_never_be_taken(self, request_id: str) -> bool:
+    def _was_refused_while_idle(self, request_id: str) -> bool:
         """Whether vLLM has refused this request's load although nothing runs that could free
         blocks. vLLM reserves blocks for requests whose load failed, and such a request may queue
         behind this one. Computing the request needs only blocks that exist."""
@@ -263,7 +263,7 @@ class Scheduler:
             left = request.num_tokens - state.load.offered_from - num_external_tokens
             self._begins(request, left)
 
-    def admitted(self, request: Request) -> None:
+    def on_scheduled_to_compute(self, request: Request) -> None:
         """vLLM has scheduled the request without a load, or after its load."""
         self._ask_until.pop(request.request_id, None)
         self._begins(request, request.num_tokens - request.num_computed_tokens)
@@ -276,7 +276,7 @@ class Scheduler:
         self.transfers.let_go(request.request_id)
         self.policy.request_admitted(request.request_id, num_tokens)
 
-    def compute(self, request: Request) -> None:
+    def exclude_from_loads(self, request: Request) -> None:
         """Offer the request no load until it runs: its load failed, and the blocks that vLLM
         reserves for such requests may leave too few to admit a further load."""
         self._to_compute[request.request_id] = request
@@ -331,17 +331,17 @@ class Scheduler:
             self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
-            (adapters.heard, weights.heard),
+            (adapters.acked, weights.acked),
             idle=not scheduled,
             prefill=work if not has_loads else None,
             probe=probe,
-            wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
+            wanted=self.wanted.take() if self.wanted and self.wanted.has_updates else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
             transfers=tuple(transfers.updates) if transfers.updates else (),
-            heard_leaving=self.index.take_heard() if self.index.heard_leaving else (),
+            acked_leaving=self.index.take_acked() if self.index.acked_leaving else (),
         )
         if transfers.updates:  # cleared only now, so that no failure loses them
             transfers.updates.clear()
@@ -486,11 +486,11 @@ class Scheduler:
         freed."""
         if self.held.is_holding:
             self.held.free_delayed()
-        return self.kv_events.take() if self.kv_events.has_news else ()
+        return self.kv_events.take() if self.kv_events.has_updates else ()
 
     def will_free_blocks(self) -> bool:
         """vLLM found too few free blocks: whether it should wait for a step, not preempt."""
-        return self.held.will_free()
+        return self.held.should_wait()
 
     @property
     def has_unattended_jobs(self) -> bool:

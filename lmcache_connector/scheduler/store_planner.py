@@ -148,8 +148,8 @@ class StorePlanner:
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
         """Chunks that this request is the second to use, and chunks used more often that the CPU
         tier lacks: Redis may have lost these too."""
-        new = state.keys.keys[state.store.num_sighted : end]
-        state.store.num_sighted = max(state.store.num_sighted, end)
+        new = state.keys.keys[state.store.num_counted : end]
+        state.store.num_counted = max(state.store.num_counted, end)
         times, known = dict[bytes, int](), self._times_wanted
         for key in new:
             times[key] = known[key] = known.get(key, 0) + 1

@@ -108,7 +108,7 @@ class RequestTransfers:
         source = self._sources.pop(name, None)
         num_chunks = num_computed_tokens // self.config.chunk_size
         if source is not None and self.watch is not None and state.keys.loadable[num_chunks:]:
-            seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._told(state.keys.loadable)
+            seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._part_keys(state.keys.loadable)
             self._awaited[name] = self.watch.ask(source, "", seconds, keys)
         awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
@@ -122,7 +122,7 @@ class RequestTransfers:
             self.tally.count("p2p_failed_loads", offered.cause.value)
             self.let_go(name)
             return None
-        offered_keys = filter(offered.holds, self._told(state.keys.loadable))
+        offered_keys = filter(offered.holds, self._part_keys(state.keys.loadable))
         state.lookup.offered_keys = frozenset(offered_keys)
         if not state.lookup.offered_keys:
             self.let_go(name)
@@ -168,7 +168,7 @@ class RequestTransfers:
         if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
             keys, sent.has_tail = [*keys, state.keys.tail.key], True
         if keys:
-            self.updates.append(TransferUpdate(sent.transfer_id, self._told(keys)))
+            self.updates.append(TransferUpdate(sent.transfer_id, self._part_keys(keys)))
             sent.num_told = max(end, sent.num_told)
 
     def finished(
@@ -204,7 +204,7 @@ class RequestTransfers:
         if self.watch is not None:
             self.watch.close()
 
-    def _told(self, chunk_keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    def _part_keys(self, chunk_keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """The keys of all parts of these chunks."""
         by_part = (keys_of_part(chunk_keys, part, self.num_parts) for part in range(self.num_parts))
         return tuple(chain.from_iterable(by_part))

@@ -71,8 +71,8 @@ _MAX_TORN_READS = 3
 class LoadedWeights:
     """Digests of the weights of ``worker``; ``None``: a worker whose weights cannot be seen.
 
-    ``has_news``: a plain attribute, cheap to poll every step. Runs on the worker's thread; another
-    thread reads the weights.
+    ``has_updates``: a plain attribute, cheap to poll every step. Runs on the worker's thread;
+    another thread reads the weights.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LoadedWeights:
         self.version = 0
         """Number of calls that may have changed the weights."""
         self.changes = ChangeCount()
-        self.has_news = True
+        self.has_updates = True
         if worker is not None:
             self._watch(worker)
             _hidden.collect(self._models, self._made_at)
@@ -114,9 +114,9 @@ class LoadedWeights:
 
     def take(self) -> WeightsInMemory | None:
         """The state of the weights, if it is news."""
-        if not self.has_news:
+        if not self.has_updates:
             return None
-        self.has_news = False
+        self.has_updates = False
         return WeightsInMemory(
             version=self.version,
             question=self._question,
@@ -205,7 +205,7 @@ class LoadedWeights:
             self._superseded.set()
         self._num_reads += 1
         self._reading = Task()
-        self.has_news = True
+        self.has_updates = True
         # Some backends of weight updates write on their own threads until the update ends.
         is_updating = getattr(self._worker, "_weight_update_active", False)
         if self._is_asleep or self._num_calls or is_updating:
@@ -239,7 +239,7 @@ class LoadedWeights:
             return digest
 
         def tell() -> None:
-            self.has_news = True
+            self.has_updates = True
 
         self._reading = self._reads.submit(read, tell)
 

@@ -81,7 +81,7 @@ class LoraLoads:
         self._stop = _watch(self._load) if lora_config is not None else lambda: None
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether there is a change, and all names are known."""
         if not self._has_changed:  # as in nearly every step
             return False
@@ -94,7 +94,7 @@ class LoraLoads:
 
     def take(self) -> LoadedAdapterList | None:
         """The list of loaded adapters, if it is news."""
-        if not self.has_news:
+        if not self.has_updates:
             return None
         self._has_changed = False
         self._num_lists += 1
@@ -110,7 +110,7 @@ class LoraLoads:
         )
         return LoadedAdapterList(self._question, digests, self._num_lists, replaced)
 
-    def heard(self, list_number: int) -> None:
+    def note_acked(self, list_number: int) -> None:
         """The scheduler side's plans are made with that list from now on."""
         for loaded in self._loaded.values():
             loaded[:-1] = [each for each in loaded[:-1] if each.replaced_in > list_number]

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
-_LET_GO_SECONDS = 5.0
+_STOP_SECONDS = 5.0
 # Share of the CPU tier that KV transfers to other instances may keep until they are read.
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait so long for the next one.
@@ -193,7 +193,7 @@ class WorkerAdapter:
     def load_in_step(self, plan: StepPlan) -> None:
         """Right before the forward pass that reads the loaded KV. Failures, which only device
         errors and bugs cause, must end the step: vLLM has planned with this KV."""
-        if plan.heard_weights and self._is_other(plan.heard_weights):
+        if plan.acked_weights and self._is_other(plan.acked_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
         self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
 
@@ -201,11 +201,11 @@ class WorkerAdapter:
         """After the forward pass was submitted, or before one that waits for loads. No load here is
         for this forward pass."""
         self._timer.stop()
-        if plan.heard_leaving:
-            self._engine.leaving.hear(plan.heard_leaving[self._settings.engine.rank])
+        if plan.acked_leaving:
+            self._engine.leaving.note_acked(plan.acked_leaving[self._settings.engine.rank])
         self._idle = plan.idle
-        if plan.heard_weights:
-            self._is_outdated = self._is_other(plan.heard_weights)
+        if plan.acked_weights:
+            self._is_outdated = self._is_other(plan.acked_weights)
         if plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan.probe:
@@ -216,8 +216,8 @@ class WorkerAdapter:
             self._engine.use(plan.uses)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
-        if plan.heard_adapters:
-            self._lora_loads.heard(plan.heard_adapters[self._settings.engine.rank])
+        if plan.acked_adapters:
+            self._lora_loads.note_acked(plan.acked_adapters[self._settings.engine.rank])
         for job in plan.loads_and_earlier_stores():
             is_free = isinstance(job, LoadJob) and not job.after_passes
             self._submit(job, None if is_free else self._before)
@@ -247,7 +247,7 @@ class WorkerAdapter:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
-        if not self._has_news():
+        if not self._has_updates():
             return _NO_NEWS
         self._take_ended()
         return self._output(self._report(self._ended))
@@ -273,7 +273,7 @@ class WorkerAdapter:
         self._before, self._idle = None, False
         self._engine.tell_again()
         # News and answers in preparation may be lost.
-        self._is_start_told, self._weights.has_news = False, True
+        self._is_start_told, self._weights.has_updates = False, True
         if plan is not None and plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan is not None and plan.adapter_question:
@@ -300,15 +300,15 @@ class WorkerAdapter:
             return
         self._finish_stores()
 
-    def let_go(self) -> bool:
+    def stop_copies(self) -> bool:
         """Between steps: stop every copy from or into the paged cache. False if one still runs
         after some seconds."""
         self._jobs.cancel()
         self._gate.open()
         self._wait_for_no_plan()
-        if self._jobs.cancel_all(_LET_GO_SECONDS):
+        if self._jobs.cancel_all(_STOP_SECONDS):
             return True
-        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        logger.error("A KV transfer did not stop within %.1f s", _STOP_SECONDS)
         return False
 
     def shutdown(self) -> None:
@@ -329,13 +329,13 @@ class WorkerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
-    def _is_other(self, heard_weights: Sequence[int]) -> bool:
+    def _is_other(self, acked_weights: Sequence[int]) -> bool:
         """Whether the plan assumes other weights than those in memory."""
-        return heard_weights[self._settings.engine.rank] != self._weights.version
+        return acked_weights[self._settings.engine.rank] != self._weights.version
 
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()
-        self._jobs.finish_stores(_LET_GO_SECONDS)
+        self._jobs.finish_stores(_STOP_SECONDS)
 
     def _wait_for_no_plan(self) -> None:
         """Allocations must not wait for a plan: only this thread could deliver one."""
@@ -364,26 +364,26 @@ class WorkerAdapter:
         if isinstance(job, StoreJob):
             self._transfers.store_ended(job.job_id, job.keys)
 
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         """Most decode steps end here. The check reads few attributes, because a forward pass has
         evicted them from the processor's caches."""
         return bool(
             not self._is_start_told
             or self._in_step
             or self._jobs.is_busy
-            or self._engine.has_news
-            or self._timer.has_news
-            or self._probe.has_news
-            or self._lora_loads.has_news
-            or self._weights.has_news
-            or self._transfers.has_news
+            or self._engine.has_updates
+            or self._timer.has_updates
+            or self._probe.has_updates
+            or self._lora_loads.has_updates
+            or self._weights.has_updates
+            or self._transfers.has_updates
         )
 
     def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
         ended, self._ended = self._ended, []
         jobs = [queued.job for queued in ended]
         loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
-        sent = frozenset(self._transfers.take_finished() if self._transfers.has_news else ())
+        sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
 
     def _take_ended(self) -> None:

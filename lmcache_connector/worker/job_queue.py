@@ -84,12 +84,12 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
-        self._brought: set[bytes] = set()  # by the fetch lanes and the prefetch lane
+        self._fetching: set[bytes] = set()  # by the fetch lanes and the prefetch lane
         # Jobs that no lane has begun.
         self._stores, self._audits = WaitingStores(), WaitingStores()
-        self._cpu_loads = WaitingLoads(self._open.keys(), self._brought)
-        self._fetching_loads = WaitingLoads(self._open.keys(), self._brought)
-        self._prefetches = WaitingLoads(self._open.keys(), self._brought)
+        self._cpu_loads = WaitingLoads(self._open.keys(), self._fetching)
+        self._fetching_loads = WaitingLoads(self._open.keys(), self._fetching)
+        self._prefetches = WaitingLoads(self._open.keys(), self._fetching)
         self._loads = (self._cpu_loads, self._fetching_loads, self._prefetches)
         self._ended: list[QueuedJob] = []
         self._stopping = False
@@ -215,9 +215,9 @@ class JobQueue:
             except Exception:  # keep the lane alive, and report the job
                 logger.exception("The end of a job of request %s", queued.job.request_id)
             with self._lock:
-                if self._brings(waiting):
-                    self._brought.difference_update(queued.job.keys)
-                    self._fetching_loads.came(queued.job.keys)
+                if self._fetches(waiting):
+                    self._fetching.difference_update(queued.job.keys)
+                    self._fetching_loads.fetch_ended(queued.job.keys)
                 self._end(queued, result)
 
     def _next(self, waiting: _Waiting) -> QueuedJob | None:
@@ -227,11 +227,11 @@ class JobQueue:
         with self._lock:
             while True:
                 self._end_overdue()
-                must_wait = waiting is self._prefetches and (self._fetching_loads or self._brought)
+                must_wait = waiting is self._prefetches and (self._fetching_loads or self._fetching)
                 queued = None if must_wait else waiting.next(self._clock())
                 if queued is not None:
-                    if self._brings(waiting):
-                        self._brought.update(queued.job.keys)
+                    if self._fetches(waiting):
+                        self._fetching.update(queued.job.keys)
                     return queued
                 if self._stopping and not waiting:
                     return None
@@ -266,7 +266,7 @@ class JobQueue:
         if delayed:
             self._store_came.notify_all()
 
-    def _brings(self, waiting: _Waiting) -> bool:
+    def _fetches(self, waiting: _Waiting) -> bool:
         """Whether the lane of ``waiting`` fetches chunks."""
         return waiting is self._fetching_loads or waiting is self._prefetches
 

@@ -131,7 +131,7 @@ class LMCacheEngineAdapter:
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
-        self.leaving = LeavingChunks(self._changed.tell)
+        self.leaving = LeavingChunks(self._changed.report)
         is_told = settings.announces
         self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
         self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
@@ -143,7 +143,7 @@ class LMCacheEngineAdapter:
         if peers is not None:
             self.share.is_away = peers.is_away
         if self._plugin is not None:
-            self._plugin.is_elsewhere = self.share.is_elsewhere
+            self._plugin.is_read_from_owner = self.share.is_read_from_owner
         self.chunks = CpuTierChunks(
             self._cpu, self._database, self._sizes.geometries, self._shared, self.share
         )
@@ -178,7 +178,7 @@ class LMCacheEngineAdapter:
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
-            self._changed.tell(held)
+            self._changed.report(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
             transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
             transfers.append(transfer)
@@ -229,11 +229,11 @@ class LMCacheEngineAdapter:
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
                 # Other ranks were not asked for these chunks, which may still be there.
-                self._changed.tell(k for k in others if not self.share.is_elsewhere(k))
+                self._changed.report(k for k in others if not self.share.is_read_from_owner(k))
                 if not cancelled.is_set():
                     if not self.share.is_owner(first):
                         self._unread.append(first)
-                    self._changed.tell((first,))
+                    self._changed.report((first,))
                 break
         if job.may_fetch:
             self._announce_ahead()
@@ -284,7 +284,7 @@ class LMCacheEngineAdapter:
         """Note that requests have these chunks in their prompts. Called from the engine's step:
         the ledger processes the notes later."""
         for use in uses:
-            here = tuple(key for key in use.keys if not self.share.is_elsewhere(key))
+            here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
@@ -331,7 +331,7 @@ class LMCacheEngineAdapter:
             self._cpu.remove(engine_key)
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
@@ -355,7 +355,7 @@ class LMCacheEngineAdapter:
 
     def tell_again(self) -> None:
         """Report all chunks again: the last events may be lost."""
-        self._changed.tell([*self.chunks.all_keys(), *self.leaving.removed])
+        self._changed.report([*self.chunks.all_keys(), *self.leaving.removed])
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks written to Redis since the last call, if reporting is on."""
@@ -394,15 +394,15 @@ class LMCacheEngineAdapter:
     ) -> None:
         """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
         tokens = self._tokens(transfer)
-        is_elsewhere = any(map(self.share.is_elsewhere, transfer.run.keys))
-        if self._plugin is None or not (asks_all or is_elsewhere):
+        is_read_from_owner = any(map(self.share.is_read_from_owner, transfer.run.keys))
+        if self._plugin is None or not (asks_all or is_read_from_owner):
             self._engine.retrieve(tokens, transfer=transfer)
         else:
             is_cancelled = transfer.cancelled.is_set
             with self._plugin.load_context(
                 deadline, is_cancelled, source, asks_all=asks_all
             ) as context:
-                if is_elsewhere or not (source is None or source.is_trusted):
+                if is_read_from_owner or not (source is None or source.is_trusted):
                     self._retrieve_once(transfer)
                 else:
                     self._engine.retrieve(tokens, transfer=transfer)
@@ -449,7 +449,7 @@ class LMCacheEngineAdapter:
 
     def _is_missing(self, key: bytes) -> bool:
         """Whether the CPU tier lacks a chunk that this rank stores."""
-        return not (self.share.is_elsewhere(key) or self.holds(key))
+        return not (self.share.is_read_from_owner(key) or self.holds(key))
 
     def _bytes_missing(self, keys: Sequence[bytes]) -> int:
         """Size of the chunks that the CPU tier lacks."""
@@ -484,13 +484,13 @@ class LMCacheEngineAdapter:
         its remaining time, and reads in the other half."""
         deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
-            heard = self.leaving.heard
+            acked = self.leaving.acked
             memory = allocate(*args, **more)
             if memory is not None:
                 return memory
             self._announce_ahead()
             seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()) / 2)
-            if not self.leaving.wait(heard, seconds):
+            if not self.leaving.wait(acked, seconds):
                 break
         return None
 

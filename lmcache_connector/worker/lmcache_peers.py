@@ -45,7 +45,7 @@ class CpuTierChunks:
         shared: SharedMemory,
         share: Share,
     ) -> None:
-        self.is_elsewhere = share.is_elsewhere
+        self.is_read_from_owner = share.is_read_from_owner
         self._shared = shared
         self._cpu = cpu
         self._database = database

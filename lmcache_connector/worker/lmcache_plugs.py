@@ -282,7 +282,7 @@ class ChangedKeys:
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
 
-    def tell(self, keys: Iterable[bytes]) -> None:
+    def report(self, keys: Iterable[bytes]) -> None:
         """Report the state of these chunks, although they have not changed."""
         self.keys.extend(int.from_bytes(key, "big") for key in keys)
 

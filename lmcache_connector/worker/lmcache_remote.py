@@ -87,8 +87,8 @@ class RemoteStoragePlugin(StoragePluginInterface):
         self._sources = {tier: source for tier, source in sources if source is not None}
         self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
         self._contexts = _Contexts()
-        self.is_elsewhere: Callable[[bytes], bool] = lambda key: False
-        """See `Share.is_elsewhere`: these chunks are read, but not kept."""
+        self.is_read_from_owner: Callable[[bytes], bool] = lambda key: False
+        """See `Share.is_read_from_owner`: these chunks are read, but not kept."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -157,7 +157,7 @@ class RemoteStoragePlugin(StoragePluginInterface):
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
-                if is_trusted and not self.is_elsewhere(chunk_key_of(keys[index])):
+                if is_trusted and not self.is_read_from_owner(chunk_key_of(keys[index])):
                     self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
             else:
@@ -225,7 +225,9 @@ class RemoteStoragePlugin(StoragePluginInterface):
         names = [chunk_key_of(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
-        elsewhere = [i for i in left if self._peers is not None and self.is_elsewhere(names[i])]
+        elsewhere = [
+            i for i in left if self._peers is not None and self.is_read_from_owner(names[i])
+        ]
         if self._peers is not None and elsewhere:  # other ranks' chunks count as CPU tier
             wanted = [names[i] for i in elsewhere], [values[i] for i in elsewhere]
             until = _half(context.deadline) if context.asks_all else context.deadline

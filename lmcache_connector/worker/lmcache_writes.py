@@ -108,7 +108,7 @@ class RedisWrites:
                     self._offers.forget(due[0])
         with self._lock:
             for key in without_room:
-                self._offers.put_off(key, self._clock())
+                self._offers.requeue(key, self._clock())
         return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS
 
     def take_written(self) -> tuple[bytes, ...]:

@@ -77,7 +77,7 @@ class Offers:
         seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
         self._put(key, _State(now + seconds, failures, is_due=True))
 
-    def put_off(self, key: bytes, now: float) -> None:
+    def requeue(self, key: bytes, now: float) -> None:
         """The queue is full: offer the chunk after all due ones."""
         state = self._states.get(key)
         if state is not None and not state.is_due:

@@ -210,8 +210,8 @@ class ForwardTimer:
     only queue the pass: fences before and after it in the compute stream time it once it is done.
     Runs on the engine's step thread.
 
-    ``fence()``: see :meth:`Copier.fence`. ``has_news``: whether a timed pass is done or queued; a
-    plain attribute, cheap to poll every step.
+    ``fence()``: see :meth:`Copier.fence`. ``has_updates``: whether a timed pass is done or queued;
+    a plain attribute, cheap to poll every step.
     """
 
     def __init__(self, fence: Callable[[], Fence | None], clock: Callable[[], float]) -> None:
@@ -222,7 +222,7 @@ class ForwardTimer:
         self._started = 0.0
         self._queued: deque[_Queued] = deque()
         self._done: list[ForwardTime] = []
-        self.has_news = False
+        self.has_updates = False
 
     def start(self, work: PrefillWork | None) -> None:
         """Call right before the forward pass; ``None``: do not time it."""
@@ -235,7 +235,7 @@ class ForwardTimer:
         work, self._work = self._work, None
         if work is None:
             return
-        self.has_news = True
+        self.has_updates = True
         before, after = self._before, self._fence()
         if before is not None and after is not None:
             self._queued.append(_Queued(work, before, after))
@@ -249,5 +249,5 @@ class ForwardTimer:
             milliseconds = queued.before.elapsed_time(queued.after)
             self._done.append(ForwardTime(queued.work, milliseconds / 1000))
         done, self._done = self._done, []
-        self.has_news = bool(self._queued)
+        self.has_updates = bool(self._queued)
         return tuple(done)

@@ -55,7 +55,7 @@ class RedisProbe:
     """Measures on request, and once at start.
 
     ``keys``: chunks of one part to read, the same in every instance of the model; as many are used
-    as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_news``: whether :meth:`take` has
+    as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_updates``: whether :meth:`take` has
     something to return; a plain attribute, cheap to poll every step.
     """
 
@@ -71,7 +71,7 @@ class RedisProbe:
         self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
         self._chunk_bytes = chunk_bytes
         self._clock = clock
-        self.has_news = False
+        self.has_updates = False
         self._closed = threading.Event()
         self._background = Background("lmc-probe")
         self._task = self._background.submit(self._measure, self._tell)  # at start
@@ -90,7 +90,7 @@ class RedisProbe:
         had nothing to read."""
         if not self._task.is_done:
             return ()
-        self.has_news = False
+        self.has_updates = False
         result, self._task.value = self._task.value, None
         return result or ()
 
@@ -104,7 +104,7 @@ class RedisProbe:
         self._background.close(seconds)
 
     def _tell(self) -> None:
-        self.has_news = True
+        self.has_updates = True
 
     def _measure(self) -> tuple[Fetched, ...]:
         started = self._clock()
@@ -172,7 +172,7 @@ class RedisProbe:
 class NoProbe:
     """Takes the place of a probe where Redis is not measured."""
 
-    has_news = False
+    has_updates = False
     is_busy = False
 
     def request(self) -> None: ...

@@ -161,11 +161,11 @@ class WaitingStores(deque[QueuedJob]):
 
 class WaitingLoads:
     """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of jobs that have not ended.
-    ``brought``: chunks that lanes are fetching."""
+    ``fetching``: chunks that lanes are fetching."""
 
-    def __init__(self, open_jobs: Collection[int], brought: Collection[bytes]) -> None:
+    def __init__(self, open_jobs: Collection[int], fetching: Collection[bytes]) -> None:
         self._open_jobs = open_jobs
-        self._brought = brought
+        self._fetching = fetching
         self._waiting: dict[int, QueuedJob] = {}
         self._behind_passes: deque[QueuedJob] = deque()
         # Heaps by turn; some entries are stale. The last item is the chunk whose arrival made the
@@ -192,15 +192,15 @@ class WaitingLoads:
         """Remove and return the job that is to begin."""
         self._look_at_fences(now)
         while self._ready:
-            turn, job_id, called_for = heapq.heappop(self._ready)
+            turn, job_id, made_ready_by = heapq.heappop(self._ready)
             queued = self._waiting.get(job_id)
             blocker = self._blocker(queued.job) if queued is not None else None
             if queued is not None and blocker is None:
                 return self._waiting.pop(job_id)
             if blocker is not None:
                 heapq.heappush(self._behind.setdefault(blocker, []), (turn, job_id))
-            if called_for is not None:
-                self._call_one(called_for)  # another in its stead
+            if made_ready_by is not None:
+                self._make_one_ready(made_ready_by)  # another in its stead
         return None
 
     def remove(self, job_id: int) -> QueuedJob | None:
@@ -222,11 +222,11 @@ class WaitingLoads:
         for turn, waiting_id in self._behind.pop(job_id, ()):
             heapq.heappush(self._ready, (turn, waiting_id, None))
 
-    def came(self, keys: Iterable[bytes]) -> None:
+    def fetch_ended(self, keys: Iterable[bytes]) -> None:
         """No lane is fetching these chunks any more."""
         if self._behind:
             for key in keys:
-                self._call_one(key)
+                self._make_one_ready(key)
 
     def seconds_to_look(self, now: float) -> float:
         """Seconds until `next` may return a job, if no job ends before."""
@@ -261,12 +261,12 @@ class WaitingLoads:
             return job.after_job
         if not job.may_fetch:
             return None
-        return next(filter(self._brought.__contains__, job.keys), None)
+        return next(filter(self._fetching.__contains__, job.keys), None)
 
-    def _call_one(self, key: bytes) -> None:
+    def _make_one_ready(self, key: bytes) -> None:
         """Make ready the first of the loads that wait for the chunk."""
         heap = self._behind.get(key)
-        if heap and key not in self._brought:
+        if heap and key not in self._fetching:
             turn, job_id = heapq.heappop(heap)
             heapq.heappush(self._ready, (turn, job_id, key))
             if not heap:

@@ -284,7 +284,7 @@ def test_beyond_it_hosts_and_a_key_have_to_be() -> None:
         7000,
     )
     assert config.peer_listen == "[::]:7000"
-    assert str(config.told_address(2)) == "10.0.0.7:7002"
+    assert str(config.advertised_address(2)) == "10.0.0.7:7002"
     assert parse_p2p_config({"host": "10.0.0.7", "insecure": True}, 1, loads=False).peer_insecure
 
 

@@ -249,7 +249,7 @@ def test_a_rank_stores_what_it_cannot_read() -> None:
         for part in range(3):
             name = part_key(key, part, 3)
             shares = [Share(rank, OWNERS, reads[rank]) for rank in range(8)]
-            stored = sum(BITS[share.rank] for share in shares if not share.is_elsewhere(name))
+            stored = sum(BITS[share.rank] for share in shares if not share.is_read_from_owner(name))
             assert needed(name) == stored
     everyone = OWNERS.needed([frozenset()] * 8)
     assert {everyone(part_key(key, part, 3)) for key in KEYS for part in range(3)} == {255}

@@ -171,12 +171,12 @@ MANY = [i.to_bytes(32, "big") for i in range(600)]
 def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
     clock = Clock()
     wanted = WantedChunks(index_of(*MANY[:3]), clock)
-    wanted.sight(MANY[:5])
+    wanted.note_uses(MANY[:5])
     assert wanted.take() == tuple(MANY[:3])
-    wanted.sight(MANY[:5])
+    wanted.note_uses(MANY[:5])
     assert wanted.take() == ()
     clock.now += INTERVAL_SECONDS
-    wanted.sight(MANY[1:5])
+    wanted.note_uses(MANY[1:5])
     assert wanted.take() == tuple(MANY[1:3])
 
 
@@ -185,7 +185,7 @@ def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
     wanted = WantedChunks(index_of(*MANY[:3]), clock, ttl_seconds=6.0)
     told = 0
     for _ in range(60):
-        wanted.sight(MANY[:3])
+        wanted.note_uses(MANY[:3])
         told += len(wanted.take())
         clock.now += 0.1
     assert told == 3 * 3
@@ -193,8 +193,8 @@ def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
 
 def test_a_plan_tells_of_a_bounded_number() -> None:
     wanted = WantedChunks(index_of(*MANY), Clock())
-    wanted.sight(MANY)
+    wanted.note_uses(MANY)
     first = wanted.take()
     assert first == tuple(MANY[:256])
-    wanted.sight(MANY)
+    wanted.note_uses(MANY)
     assert wanted.take() == tuple(MANY[256:512]), "the next request goes on where it ended"

@@ -87,7 +87,7 @@ class Rank:
 @dataclass
 class Plan:
     loads: list[bytes]
-    heard: tuple[int, ...]
+    acked: tuple[int, ...]
 
 
 @dataclass
@@ -109,7 +109,7 @@ class World:
     def step(self) -> None:
         wanted = self.chance.sample(KEYS, 3)
         loads = [key for key in wanted if self.index.num_firm([key])]
-        self.plans.append(Plan(loads, self.index.take_heard()))
+        self.plans.append(Plan(loads, self.index.take_acked()))
         if len(self.plans) >= self.depth:
             plan = self.plans.popleft()
             for rank in self.ranks:
@@ -119,8 +119,8 @@ class World:
 
     def _execute(self, rank: Rank, plan: Plan) -> None:
         assert all(map(rank.has_memory_of, plan.loads)), "a load inside a step found a chunk gone"
-        if plan.heard:
-            rank.leaving.hear(plan.heard[rank.number])
+        if plan.acked:
+            rank.leaving.note_acked(plan.acked[rank.number])
         for _ in range(self.chance.randrange(4)):  # the lanes, while the model computes
             key = self.chance.choice(KEYS)
             act = self.chance.randrange(7)
@@ -183,22 +183,10 @@ def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> 
     rank.ledger.use([first], Claim(), [b""])
     index.apply(0, *rank.report())
     assert index.num_firm([first])
-    rank.leaving.hear(index.take_heard()[0])
+    rank.leaving.note_acked(index.take_acked()[0])
     rank.store(KEYS[CAPACITY])
     assert second not in rank.held
     assert first in rank.held
-
-
-def test_an_announcement_that_may_be_lost_counts_against_all_chunks() -> None:
-    index = ChunkIndex(1)
-    index.apply(0, [CacheEvent(key, True) for key in KEYS[:2]])
-    index.apply(0, [CacheEvent(KEYS[2], True)], num_leaving=2)
-    assert not index.num_firm(KEYS[:1])
-    assert index.num_firm(KEYS[2:3])  # told in the report that came
-    assert index.take_heard() == (2,)
-    index.apply(0, [CacheEvent(KEYS[0], True)], num_leaving=2)
-    assert index.num_firm(KEYS[:1])
-    assert not index.take_heard()
 
 
 def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
@@ -209,7 +197,7 @@ def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
     waits: list[bool] = []
     waiting = threading.Thread(target=lambda: waits.append(leaving.wait(0)))
     waiting.start()
-    leaving.hear(number)
+    leaving.note_acked(number)
     waiting.join(5.0)
     assert leaving.announce(KEYS[:1])
     assert leaving.wait(0)  # it has come meanwhile

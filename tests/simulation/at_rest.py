@@ -33,12 +33,6 @@ class RouterView:
                 raise SimulationFailure(f"EVENTS: blocks left {event.medium} that were not there")
             tier.update(blocks) if isinstance(event, BlockStored) else tier.subtract(blocks)
 
-    def get_publisher_config(self) -> None:
-        """There is none."""
-
-    def shutdown(self) -> None:
-        """Nothing is open."""
-
 
 class AtRest:
     """Of one engine. ``shares``: each chunk is in the memory of one rank, for all."""
@@ -77,7 +71,7 @@ class AtRest:
     def check(self, now: float) -> None:
         """``now``: on the engine's clock. Raises :class:`SimulationFailure`, but for what takes
         another step to be told."""
-        if any(rank.has_news for rank in self._ranks):
+        if any(rank.has_updates for rank in self._ranks):
             return
         held = [rank.keys_in_memory() for rank in self._ranks]
         by_all, by_some = set.intersection(*held), set.union(*held)

@@ -147,9 +147,9 @@ class Rank:
         return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether the next step has something to tell."""
-        return bool(self._engine.has_news)
+        return bool(self._engine.has_updates)
 
     @property
     def holdings(self) -> Holdings:

@@ -64,10 +64,7 @@ def test_a_chunk_is_cut_into_the_values_that_instances_share() -> None:
     "changes",
     [
         {"num_tokens": 0},
-        {"layer_widths": ()},
         {"layer_widths": (64, 0)},
-        {"layer_start": -1},
-        {"shards": ()},
         {"shards": (0, 0)},
         {"shards": (2,)},
     ],

@@ -11,16 +11,16 @@ class FixedWeights(LoadedWeights):
     def __init__(self) -> None:
         self.version = 0
         self.changes = ChangeCount()
-        self.has_news = True
+        self.has_updates = True
         self._question = 0
 
     def ask(self, question: int) -> None:
-        self._question, self.has_news = question, True
+        self._question, self.has_updates = question, True
 
     def take(self) -> WeightsInMemory | None:
-        if not self.has_news:
+        if not self.has_updates:
             return None
-        self.has_news = False
+        self.has_updates = False
         return WeightsInMemory(question=self._question)
 
     def close(self) -> None:

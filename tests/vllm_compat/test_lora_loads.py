@@ -82,16 +82,6 @@ def test_what_was_loaded_is_told_once_and_when_asked(loads: LoraLoads, folder: P
     assert settled(loads, 2) != name
 
 
-def test_it_is_known_by_the_files_at_the_time_of_loading(loads: LoraLoads, folder: Path) -> None:
-    manager = Manager()
-    manager.add(1, folder)
-    old = settled(loads, 1)
-    write(folder, "two")
-    assert settled(loads, 1) == old
-    manager.add(1, folder)
-    assert settled(loads, 1) == AdapterDigests().digest(folder) != old
-
-
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_files_that_change_while_they_are_read_have_no_name(
     loads: LoraLoads, folder: Path, is_loaded: bool
@@ -121,7 +111,7 @@ def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path)
     assert loads.take() is not None
     manager.add(1, folder, load_inplace=True)
     assert loads.names_of(1) == names
-    assert not loads.has_news
+    assert not loads.has_updates
 
 
 def test_what_vllm_has_dropped_is_not_loaded(loads: LoraLoads, folder: Path) -> None:
@@ -152,9 +142,9 @@ def test_what_was_replaced_between_two_lists_is_told(loads: LoraLoads, folder: P
     assert [name.value for name in names] == [one, two, one]
     told = LoadedAdapterList(0, ((1, one),), number=2, replaced=((1, one), (1, two)))
     assert loads.take() == told
-    loads.heard(1)
+    loads.note_acked(1)
     assert loads.names_of(1) == names
-    loads.heard(2)
+    loads.note_acked(2)
     assert loads.names_of(1) == names[-1:]
     loads.ask(1)
     assert loads.take() == LoadedAdapterList(1, ((1, one),), number=3), "told once"

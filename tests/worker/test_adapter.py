@@ -121,14 +121,14 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
     weights = FixedWeights()
     with make_instance(port, weights=weights) as instance:
         store = store_job(1, "r", KEYS[:1], ((0, 1),))
-        instance.run(StepPlan(stores=(store,), heard_weights=(0,)))
+        instance.run(StepPlan(stores=(store,), acked_weights=(0,)))
         assert instance.wait_for(1).outcome is Outcome.DONE
         weights.version = 2
         untouched = instance.blocks(range(4, 6))
         for job_id, version, outcome in ((2, 0, Outcome.CANCELLED), (4, 2, Outcome.DONE)):
             store = store_job(job_id, "r", KEYS[job_id : job_id + 1], ((2, 3),))
             load = load_job(job_id + 1, "r", KEYS[:1], ((4, 5),), deadline_seconds=20.0)
-            instance.run(StepPlan(loads=(load,), stores=(store,), heard_weights=(version,)))
+            instance.run(StepPlan(loads=(load,), stores=(store,), acked_weights=(version,)))
             assert instance.wait_for(job_id).outcome is outcome
             assert instance.wait_for(job_id + 1).outcome is outcome
             are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))
@@ -285,17 +285,6 @@ def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> 
         wait_until(lambda: instance.worker.redis_is_away == is_away, "state of the server")
 
 
-def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
-    with make_instance(valkey.port, probe=True) as instance:
-        started(instance)
-        with valkey.client() as client:
-            for lost in (PROBE_KEYS[2:], PROBE_KEYS[:1], PROBE_KEYS):
-                for key in lost:
-                    client.delete(*client.keys(f"lmc:*{key.hex()}*"))
-                measured = probed(instance)
-                assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-
-
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
     with running_valkey() as server:
         with server.client() as client:
@@ -401,14 +390,3 @@ def test_a_quiet_step_takes_few_frames(connector: LMCacheTieredConnector) -> Non
     run_step(connector, PlanMetadata(None))
     frames = product_frames(lambda: run_step(connector, PlanMetadata(None)))
     assert frames.total() <= MAX_FRAMES, frames
-
-
-def test_a_job_is_reported_with_a_quiet_step(
-    connector: LMCacheTieredConnector, instance: SteppedWorker
-) -> None:
-    come_to_rest(connector)
-    job = store_job(1, "r", KEYS[:1], ((0, 1),))
-    run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
-    assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
-    while instance.worker._has_news():  # its write to Redis ends later, and is reported too
-        assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

@@ -36,11 +36,11 @@ KEYS = [bytes([i]) * 32 for i in range(160)]
 @dataclass
 class Rank:
     """A rank whose CPU tier holds ``capacity`` chunks, each a block, and the index of a scheduler
-    side. ``num_heard``: plans that were made with news of leaving chunks."""
+    side. ``num_acked``: plans that were made with news of leaving chunks."""
 
     capacity: int = CAPACITY
     make_redis: Callable[[], RedisTier] | None = None
-    num_heard: int = 0
+    num_acked: int = 0
     weights: FixedWeights = field(default_factory=FixedWeights)
     results: list[JobResult] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
@@ -60,8 +60,8 @@ class Rank:
         self.step(StepPlan())
 
     def step(self, plan: StepPlan) -> None:
-        plan = replace(plan, heard_leaving=self.index.take_heard())
-        self.num_heard += bool(plan.heard_leaving)
+        plan = replace(plan, acked_leaving=self.index.take_acked())
+        self.num_acked += bool(plan.acked_leaving)
         self.worker.handle_preemptions(plan)
         self.worker.start_forward(plan)
         self.worker.load_in_step(plan)
@@ -136,7 +136,7 @@ def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
     assert rank.store(1, 0, 1) is Outcome.DONE
     rank.weights.version = 1
     with pytest.raises(RuntimeError, match="weights"):
-        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[:1], 30),), heard_weights=(0,)))
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[:1], 30),), acked_weights=(0,)))
     assert rank.value(30) == 30
 
 
@@ -160,7 +160,7 @@ def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int
     try:
         blocks = tuple(range(num_chunks))
         for number in range(3):
-            rank.num_heard = 0
+            rank.num_acked = 0
             keys = tuple(KEYS[number * num_chunks : (number + 1) * num_chunks])
             rank.step(StepPlan(stores=(store_job(1 + number, "r", keys, (blocks,)),)))
             until = time.monotonic() + 20.0
@@ -168,9 +168,9 @@ def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int
                 assert time.monotonic() < until
                 rank.step(StepPlan(idle=True))
             assert rank.results[number].num_chunks == num_chunks
-            assert rank.num_heard <= 2 + num_chunks // 16
+            assert rank.num_acked <= 2 + num_chunks // 16
         assert rank.worker._engine.num_chunks <= capacity
-        assert rank.num_heard > 0
+        assert rank.num_acked > 0
     finally:
         rank.worker.shutdown()
 
@@ -224,35 +224,6 @@ def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_orde
     config.parallel_config.distributed_executor_backend = executor
     config.device_config.device_type = device
     assert loads_in_step(ConnectorConfig(loads_in_step=setting), config) is expected
-
-
-def test_what_is_removed_unannounced_is_there_until_a_plan_knows(rank: Rank) -> None:
-    """As by LMCache's controller. Its memory is not another's meanwhile."""
-    assert rank.store(1, 0, CAPACITY) is Outcome.DONE
-    held = [key for key in KEYS if rank.index.num_firm([key])]
-    plan = StepPlan(loads=(in_step(2, held, 20),))  # made before anything is heard
-    engine = rank.worker._engine
-    engine.forget_all()
-    assert engine.num_chunks == 0
-    assert engine.used_bytes == CAPACITY * GEOMETRY.chunk_bytes
-    rank.step(plan)
-    assert [rank.value(20 + i) for i in range(len(held))] == [KEYS.index(key) for key in held]
-    assert not any(key in rank.index for key in KEYS)
-    rank.step(StepPlan(idle=True))
-    assert engine.used_bytes == 0
-    assert rank.store(3, 0, CAPACITY) is Outcome.DONE
-
-
-def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
-    assert rank.store(1, 0, 2) is Outcome.DONE
-    engine = rank.worker._engine
-    engine.forget(KEYS[1])
-    plan = StepPlan(loads=(in_step(3, KEYS[:2], 30),))
-    assert rank.store(2, 0, 2) is Outcome.DONE
-    assert engine.used_bytes == 2 * GEOMETRY.chunk_bytes
-    rank.step(plan)
-    assert [rank.value(30), rank.value(31)] == [0, 1]
-    assert rank.index.num_firm(KEYS) == 2
 
 
 def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:

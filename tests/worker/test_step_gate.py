@@ -152,11 +152,11 @@ def test_before_vllm_takes_the_memory_away_every_copy_ends(
     stored = instance.layer[:2].clone()
     instance.run(StepPlan(stores=(STORE,)))
     assert instance.copier.begun.wait(LONG)
-    monkeypatch.setattr(adapter, "_LET_GO_SECONDS", 0.05)
-    assert not instance.worker.let_go()  # the copy waits for us
-    monkeypatch.setattr(adapter, "_LET_GO_SECONDS", LONG)
+    monkeypatch.setattr(adapter, "_STOP_SECONDS", 0.05)
+    assert not instance.worker.stop_copies()  # the copy waits for us
+    monkeypatch.setattr(adapter, "_STOP_SECONDS", LONG)
     instance.copier.may_copy.set()
-    assert instance.worker.let_go()  # though it may wait at the gate
+    assert instance.worker.stop_copies()  # though it may wait at the gate
     instance.layer[:] = 0
     assert instance.outcome(1) is Outcome.CANCELLED
     instance.run(StepPlan(stores=(replace(STORE, job_id=3),)))

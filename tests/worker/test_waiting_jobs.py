@@ -30,8 +30,8 @@ class Lanes:
 
     def __init__(self) -> None:
         self.open = {1, 2, 3}
-        self.brought: set[bytes] = set()
-        self.loads = WaitingLoads(self.open, self.brought)
+        self.fetching: set[bytes] = set()
+        self.loads = WaitingLoads(self.open, self.fetching)
         self.waiting: list[QueuedJob] = []
         self.running: list[QueuedJob] = []
         self.fences: list[Fence] = []
@@ -63,13 +63,13 @@ class Lanes:
         if wanted is not None:
             self.waiting.remove(wanted)
             self.running.append(wanted)
-            self.brought.update(wanted.job.keys)
+            self.fetching.update(wanted.job.keys)
 
     def end(self, index: int) -> None:
         if self.running:
             queued = self.running.pop(index % len(self.running))
-            self.brought.difference_update(queued.job.keys)
-            self.loads.came(queued.job.keys)
+            self.fetching.difference_update(queued.job.keys)
+            self.loads.fetch_ended(queued.job.keys)
             self._has_ended(queued.job.job_id)
 
     def end_store(self, job_id: int) -> None:
@@ -96,7 +96,7 @@ class Lanes:
 
     def _is_ready(self, queued: QueuedJob) -> bool:
         has_passed = queued.fence is None or queued.fence.query()
-        is_free = self.brought.isdisjoint(queued.job.keys)
+        is_free = self.fetching.isdisjoint(queued.job.keys)
         return has_passed and is_free and getattr(queued.job, "after_job", None) not in self.open
 
     def _has_ended(self, job_id: int) -> None:
@@ -160,13 +160,13 @@ class CountedKey(bytes):
 def _num_looks(num_waiting: int, *, share: bool) -> int:
     """While ten loads end, and so many others wait. ``share``: all want the same chunks. Each load
     has been seen to wait before."""
-    open_jobs, brought, now = set[int](), set[bytes](), 1.0
-    loads = WaitingLoads(open_jobs, brought)
+    open_jobs, fetching, now = set[int](), set[bytes](), 1.0
+    loads = WaitingLoads(open_jobs, fetching)
     running: list[QueuedJob] = []
 
     def begin() -> None:
         while len(running) < 2 and (queued := loads.next(now)) is not None:
-            brought.update(queued.job.keys)
+            fetching.update(queued.job.keys)
             running.append(queued)
 
     for job_id in range(1, num_waiting + 13):
@@ -178,8 +178,8 @@ def _num_looks(num_waiting: int, *, share: bool) -> int:
     before = CountedKey.looks
     for _ in range(10):
         ended = running.pop(0)
-        brought.difference_update(ended.job.keys)
-        loads.came(ended.job.keys)
+        fetching.difference_update(ended.job.keys)
+        loads.fetch_ended(ended.job.keys)
         begin()
     return CountedKey.looks - before
 

@@ -24,7 +24,6 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
-    count_found,
     get_all,
     kv_data,
     open_tier,
@@ -163,18 +162,6 @@ def test_every_reader_reads_every_value(
 
 
 # What lies under a value's name instead of it. All is sealed as if a writer had meant it.
-
-
-@pytest.mark.parametrize(("first", "second"), product(CODECS, CODECS))
-def test_what_one_has_written_another_leaves(valkey: Server, first: Codec, second: Codec) -> None:
-    with open_tier(valkey.url, codec=first) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-    before = lengths(valkey, 0)
-    with open_tier(valkey.url, codec=second) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-        assert tier.stats().counts.writes == {WriteEnd.ALREADY_THERE: 2}
-    assert lengths(valkey, 0) == before
-    assert count_found(valkey.url, 3) == 2
 
 
 def resealed(value: bytes, change: Callable[[bytearray], None]) -> bytes:

@@ -176,8 +176,8 @@ class ShadowRank:
         self.foreign.begin(step.foreign)
         for load in step.plan.loads_in_step():
             self._load_in_step(load)
-        if step.plan.heard_leaving:
-            self._leaving.hear(step.plan.heard_leaving[self.rank])
+        if step.plan.acked_leaving:
+            self._leaving.note_acked(step.plan.acked_leaving[self.rank])
         for one in step.passes:
             self._forward(one)
             self.run_some_jobs()

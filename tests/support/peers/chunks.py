@@ -68,7 +68,7 @@ class HeldChunks:
     def holds(self, key: bytes) -> bool:
         return key in self.data
 
-    def is_elsewhere(self, key: bytes) -> bool:
+    def is_read_from_owner(self, key: bytes) -> bool:
         return key in self.elsewhere
 
     def lease(self, key: bytes) -> CountedLease | None:
@@ -129,9 +129,9 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    listeners = [] if "door" in more else [listener or listen("127.0.0.1", port)]
+    listeners = [] if "host_socket" in more else [listener or listen("127.0.0.1", port)]
     server = PeerServer(listeners, commands, limits, **more)
-    transfers.on_change = server.look_again
+    transfers.on_change = server.recheck_held_commands
     try:
         yield server
     finally:
