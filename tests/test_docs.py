@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.storage import chunk_codec
 from tests.support import ROOT
-from tests.test_imports import LAYERS
 from tests.test_readme import table_after
 
 DOCS = ROOT / "docs"
@@ -164,22 +161,6 @@ def test_every_make_target_is_listed_and_every_listed_one_exists() -> None:
     assert set(re.findall(r"(?:^ {4}|`)make (\w+)", text, re.MULTILINE)) <= targets
 
 
-def test_every_benchmark_that_is_named_exists() -> None:
-    command = [sys.executable, "-m", "benchmarks", "--help"]
-    usage = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    known = set(re.findall(r"^([\w-]+): ", usage, re.MULTILINE))
-    text = "\n".join(page.read_text() for page in LINKED_PAGES)
-    named = set(re.findall(r"python -m benchmarks ([a-z][\w-]+)", text))
-    assert "overhead" in named
-    assert named <= known
-
-
-def test_the_reasons_of_decisions_are_those_of_the_cost_model() -> None:
-    rows = table_after((DOCS / "metrics.md").read_text(), "### Decisions")
-    named = {row[0].strip("`") for row in rows}
-    assert named <= {reason.value for reason in Reason}
-
-
 # -- formats --------------------------------------------------------------------------------------
 
 
@@ -223,29 +204,3 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
     }
     packages = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
     assert {path for path in paths if path.endswith("/")} == packages
-
-
-def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
-    page = (DOCS / "architecture.md").read_text()
-    (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lines = [re.findall(r"[\w/]+", line) for line in drawn.splitlines()]
-    named = {name for names in lines for name in names}
-    layers = [
-        {
-            number
-            for number, layer in enumerate(LAYERS)
-            for package in layer
-            if drawn_as(package, named) in names
-        }
-        for names in lines
-    ]
-    for above, below in itertools.pairwise(layers):
-        assert max(above) <= min(below)
-    everything = {package for layer in LAYERS for package in layer} - {"errors"}
-    assert {each for each in everything if drawn_as(each, named) is None} == set()
-
-
-def drawn_as(package: str, names: set[str]) -> str | None:
-    """The smallest part of the picture that a package is in."""
-    fitting = (name for name in names if f"{package}/".startswith(f"{name}/"))
-    return max(fitting, key=len, default=None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -199,117 +197,3 @@ def test_two_engines_share_only_what_both_have(history: list[tuple[int, bool, in
         engine.label = f"{weights} {label}"
         name = engine.reset(str(weights), is_external=is_external)
         assert contents.setdefault(name, str(weights)) == str(weights)
-
-
-@dataclass
-class Rank:
-    """Reads its weights for as long as the test likes, and tells what is new with each step."""
-
-    number: int
-    content: str = "one"
-    version: int = 0
-    question: int = 0
-    digest: str | None = None
-    first_digest: str | None = None
-    is_first: bool = True
-    has_updates: bool = True
-
-    def change(self, content: str) -> None:
-        """By a call that it sees."""
-        self.content, self.digest, self.has_updates = content, None, True
-        self.version += 2
-        self.is_first = False
-
-    def ask(self, question: int) -> None:
-        self.question, self.digest, self.has_updates = question, None, True
-
-    def read(self) -> None:
-        if self.digest is None:
-            self.digest, self.has_updates = f"{self.content} of rank {self.number}", True
-            self.first_digest = self.digest if self.is_first else self.first_digest
-            self.is_first = False
-
-    def take(self) -> WeightsInMemory | None:
-        has_updates, self.has_updates = self.has_updates, False
-        told = WeightsInMemory(self.version, self.question, self.digest, self.first_digest)
-        return told if has_updates else None
-
-
-class Steps:
-    """Two ranks that read at a speed of their own, under plans that are made ahead of reports."""
-
-    def __init__(self) -> None:
-        self.names = Engine().names
-        self.ranks = [Rank(0), Rank(1)]
-        self.plans: deque[tuple[str, tuple[int, ...], int]] = deque()
-        self.reports: deque[list[WeightsInMemory | None]] = deque()
-
-    def plan(self, _: int = 0) -> None:
-        if len(self.plans) < 2:
-            names = self.names
-            self.plans.append((names.name, names.acked, names.take_question()))
-
-    def run(self, _: int = 0) -> None:
-        """What a plan stores or loads, where no rank refuses it, is of the weights in memory."""
-        if not self.plans:
-            return
-        name, acked, question = self.plans.popleft()
-        if name and list(acked) == [rank.version for rank in self.ranks]:
-            assert name == name_of([rank.content for rank in self.ranks])
-        for rank in self.ranks:
-            if question:
-                rank.ask(question)
-        self.reports.append([rank.take() for rank in self.ranks])
-
-    def hear(self, _: int = 0) -> None:
-        if self.reports:
-            for number, told in enumerate(self.reports.popleft()):
-                if told is not None:
-                    self.names.learn(number, told)
-            self.names.settle("configuration")
-
-    def read(self, rank: int) -> None:
-        self.ranks[rank % 2].read()
-
-    def update(self, content: int) -> None:
-        """By a call on all ranks."""
-        for rank in self.ranks:
-            rank.change(f"{content}")
-
-    def change_unseen(self, content: int) -> None:
-        """Between two steps, on all ranks or on one, and reset. Earlier reports come later."""
-        while self.plans:
-            self.run()
-        for rank in self.ranks[content % 2 :]:
-            rank.content = f"{content}"
-            if rank.digest is None:
-                rank.is_first = False  # it was read half of this and half of that
-        self.names.reset(is_external=False)
-
-
-def name_of(contents: list[str]) -> str:
-    """Of an engine that has had these weights for long."""
-    engine = Engine()
-    engine.answer("one")
-    engine.names.reset(is_external=False)
-    for number, content in enumerate(contents):
-        told = WeightsInMemory(0, 1, f"{content} of rank {number}", f"one of rank {number}")
-        engine.names.learn(number, told)
-    assert engine.names.settle("configuration")
-    return engine.names.name
-
-
-def test_ranks_that_read_at_different_speeds_never_name_a_mixture() -> None:
-    acts = ["plan", "plan", "run", "run", "hear", "hear", "read", "update", "change_unseen"]
-    for seed in range(500):
-        steps, random = Steps(), Random(seed)
-        for _ in range(80):
-            getattr(steps, random.choice(acts))(random.randrange(4))
-        while steps.reports:
-            steps.hear()
-        for _ in range(4):
-            for rank in steps.ranks:
-                rank.read()
-            for act in (steps.plan, steps.run, steps.hear):
-                act()
-        assert steps.names.name == name_of([rank.content for rank in steps.ranks]), seed

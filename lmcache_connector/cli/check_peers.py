@@ -21,8 +21,8 @@ from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.heartbeat import DISCOVERY, Registration, tell
 from lmcache_connector.peers.host import HostFolder, default_folder, digest
 from lmcache_connector.storage.redis.client.dial import (
+    CONNECTION_ERRORS,
     SMALL_BYTES,
-    TALK_ERRORS,
     Dialer,
     ResponseError,
 )
@@ -127,7 +127,7 @@ def _greet(config: ConnectorConfig, address: Address, found: list[Greeting]) -> 
             found.append(Greeting.parse(client.execute_command("PEER")))
     except ResponseError:
         return "a Redis listens there, and no peer server"
-    except TALK_ERRORS as error:
+    except CONNECTION_ERRORS as error:
         return str(error)
     return None
 

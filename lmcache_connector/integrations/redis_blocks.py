@@ -50,7 +50,7 @@ class RedisBlocks:
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
         self._lookup = RedisLookup(config, [geometries])
-        self._lookup.tend()  # connect ahead of the first look-up
+        self._lookup.maintain()  # connect ahead of the first look-up
         self._tier = RedisTier(config, geometries)
         self._open = 0
         self._changed = threading.Condition()

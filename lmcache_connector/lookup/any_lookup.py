@@ -54,10 +54,10 @@ class AnyLookup:
                 places[index] = tier if is_held else places[index]
         return places
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Connect ahead of need; called while there is nothing to look up."""
         for lookup in self._lookups.values():
-            lookup.tend()
+            lookup.maintain()
 
     def close(self) -> None:
         for lookup in self._lookups.values():

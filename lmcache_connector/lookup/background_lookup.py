@@ -114,12 +114,12 @@ class BackgroundLookup:
         self._thread.join(self._deadline_seconds + _CLOSE_SECONDS)
 
     def _run(self) -> None:
-        self._lookup.tend()
+        self._lookup.maintain()
         while True:
             try:
                 pending = self._pending.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
-                self._lookup.tend()
+                self._lookup.maintain()
                 continue
             if pending is None:
                 self._lookup.close()

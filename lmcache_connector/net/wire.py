@@ -89,7 +89,7 @@ class PlainChannel:
         self._set_timeout(socket.SO_RCVTIMEO, seconds)
         try:
             if fill:
-                views, low_water = _but_the_end(views)
+                views, low_water = _without_tail(views)
                 self._set_low_water(low_water)
                 count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             else:
@@ -126,7 +126,7 @@ class PlainChannel:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
-def _but_the_end(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:
+def _without_tail(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:
     """``views`` without their last bytes, if there are many, and a low-water mark. The bytes behind
     ``views`` lift the socket above the mark."""
     left = sum(map(len, views)) - _LOW_WATER_BYTES
@@ -245,7 +245,7 @@ class Wire:
             else:
                 pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
 
-    def give_back(self, data: bytes) -> None:
+    def unread(self, data: bytes) -> None:
         """Put back bytes that `receive` has received, for `receive_line` and `receive_behind`."""
         self._line_buffer[:0] = data
 

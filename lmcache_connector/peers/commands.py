@@ -106,7 +106,7 @@ class Chunks(Protocol):
     def all_keys(self) -> list[bytes]: ...
 
 
-class NotOver(Enum):
+class IncompleteTransfer(Enum):
     """State of a KV transfer that is not complete."""
 
     UNKNOWN = "unknown"
@@ -162,7 +162,7 @@ class Client:
 
 OK = Reply((b"+OK\r\n",))
 NIL = Reply((b"$-1\r\n",))
-_NOT_OVER = {NotOver.UNKNOWN: b"$-1\r\n", NotOver.COMING: b":0\r\n"}
+_INCOMPLETE = {IncompleteTransfer.UNKNOWN: b"$-1\r\n", IncompleteTransfer.COMING: b":0\r\n"}
 
 
 def _error(message: str) -> Reply:
@@ -257,14 +257,14 @@ class Commands:
         return verb(client, words[1:])
 
     @staticmethod
-    def patience(words: list[bytes]) -> float:
+    def max_wait_seconds(words: list[bytes]) -> float:
         """Seconds the client is willing to wait for a reply that contains more."""
         if words[0].upper() != b"TRANSFER" or len(words) < 2 or not words[1].isdigit():
             return 0.0
         return min(int(words[1][:6]), _MAX_WAIT_MS) / 1000
 
-    def tend(self) -> None:
-        self._transfers.tend()
+    def maintain(self) -> None:
+        self._transfers.maintain()
 
     # -- KV transfers ----------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Commands:
         if len(words) < 3:
             return _error("how long, who, and which")
         states = [self._transfers.state(words[1], _text(name)) for name in words[2:]]
-        parts = (_bulk(s) if isinstance(s, bytes) else _NOT_OVER[s] for s in states)
+        parts = (_bulk(s) if isinstance(s, bytes) else _INCOMPLETE[s] for s in states)
         is_early = not any(isinstance(state, bytes) for state in states)
         return Reply((b"*%d\r\n" % len(states) + b"".join(parts),), is_early=is_early)
 

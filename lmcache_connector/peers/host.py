@@ -191,7 +191,7 @@ class HostFolder:
             os.unlink(str(name), dir_fd=self._fd)
 
 
-class HostDoor:
+class HostSocket:
     """A rank's listening socket in the folder. Raises :class:`HostFolderError` as `listen` does."""
 
     def __init__(self, folder: HostFolder, name: SocketName) -> None:

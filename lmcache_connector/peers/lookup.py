@@ -17,7 +17,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.lookup import Question, RedisLookup, await_answers
+from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
 
 # How long to wait for further peers after the first answer.
@@ -50,7 +50,7 @@ class PeerLookup(RedisLookup):
 
         self._topology = topology
         self._namespace = config.namespace.encode()
-        self._owed: dict[Node, Question] = {}
+        self._owed: dict[Node, NodeLookup] = {}
 
     @property
     def has_servers(self) -> bool:
@@ -65,20 +65,20 @@ class PeerLookup(RedisLookup):
         worst = [("this host", max(here, key=lambda state: state.value))] if here else []
         return (*others, *worst)
 
-    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         """Asks known, connected peers only; does not wait for name resolution."""
         self._servers.refresh()
         self._collect()
         return self._send(keys, deadline)
 
-    def leave(self, question: Question, *, is_silent: bool) -> None:
+    def leave(self, question: NodeLookup, *, is_silent: bool) -> None:
         """The answer is read later, to keep the connection. Until then the node is not asked."""
         self._owed[question.node] = question
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         self._collect()
-        if not self._owed:  # a late answer would look like unrequested bytes to `tend`
-            super().tend()
+        if not self._owed:  # a late answer would look like unrequested bytes to `maintain`
+            super().maintain()
 
     def _collect(self) -> None:
         """Read late answers."""
@@ -111,17 +111,17 @@ class PeerLookup(RedisLookup):
         asked = (keys[i : i + MAX_ASKED] for i in range(0, len(keys), MAX_ASKED))
         return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
 
-    def _take(self, question: Question, line: bytes) -> None:
+    def _take(self, question: NodeLookup, line: bytes) -> None:
         bits, indices = line[1:], question.indices
         if line[:1] != b"+" or bits.strip(b"01") or not 0 < len(bits) <= len(indices):
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
         question.counts.update(zip(indices, map(int, bits.decode()), strict=False))
         del indices[: len(bits)]
 
-    def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
+    def found(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[bool]:
         return [place is not None for place in self.places(keys, questions)]
 
-    def places(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[Node | None]:
+    def places(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[Node | None]:
         """Per key the peer that has it; among several, the peer that has most of ``keys``."""
         held = {
             question.node: {i for i, count in question.counts.items() if count}
@@ -141,12 +141,12 @@ class PeerLookup(RedisLookup):
 
 
 def enough(
-    lookups: Sequence[RedisLookup], keys: Sequence[bytes], questions: Sequence[Question]
-) -> Callable[[Sequence[Question]], bool]:
+    lookups: Sequence[RedisLookup], keys: Sequence[bytes], questions: Sequence[NodeLookup]
+) -> Callable[[Sequence[NodeLookup]], bool]:
     """Whether to stop waiting: every key has a place, or all but late peers have answered."""
     first_answer: list[float] = []
 
-    def is_enough(left: Sequence[Question]) -> bool:
+    def is_enough(left: Sequence[NodeLookup]) -> bool:
         if len(left) == len(questions):
             return False
         now = time.monotonic()

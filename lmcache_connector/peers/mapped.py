@@ -103,14 +103,14 @@ class MappedPeers:
             with self._mapping(node, address, limit) as mapping:
                 return mapping.read(self._plan, keys, buffers, limit)
         except _NotOffered:
-            self._leave_alone(node, _NOT_OFFERED_SECONDS)
+            self._back_off(node, _NOT_OFFERED_SECONDS)
         except (WireError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
             was_late = isinstance(error, TimeoutError) and self._clock() - asked_at < _FAIR_SECONDS
             was_late |= isinstance(error, WireError) and not error.is_peers_fault
             if not was_late:  # ourselves
-                self._leave_alone(node, _RETRY_SECONDS)
+                self._back_off(node, _RETRY_SECONDS)
         return None
 
     def is_silent(self, node: str) -> bool:
@@ -125,7 +125,7 @@ class MappedPeers:
             for mapping in mappings:
                 mapping.close()
 
-    def _leave_alone(self, node: str, seconds: float) -> None:
+    def _back_off(self, node: str, seconds: float) -> None:
         now = self._clock()
         with self._lock:
             left = {other: at for other, at in self._not_before.items() if at > now}
@@ -142,14 +142,14 @@ class MappedPeers:
         if mapping is not None and not mapping.is_fresh():
             mapping.close()  # the owner has died or restarted
             mapping = None
-        mapping = mapping or _Mapping(address, _soon(limit))
+        mapping = mapping or _Mapping(address, _reply_deadline(limit))
         try:
             yield mapping
         except BaseException:
             mapping.close()
             raise
         try:
-            mapping.release(_soon(limit, least=_RELEASE_SECONDS))
+            mapping.release(_reply_deadline(limit, least=_RELEASE_SECONDS))
         except WireError:  # the copies are good; closing the connection ends the lease
             mapping.close()
             return
@@ -189,7 +189,7 @@ class _Mapping:
                 for descriptor in descriptors:
                     os.close(descriptor)
             self._wire = Wire(sock, until.clock, _ANSWER_SECONDS)
-            self._wire.give_back(data)
+            self._wire.unread(data)
             self._wire.receive_line(until)
         except BaseException:
             sock.close()
@@ -213,7 +213,7 @@ class _Mapping:
                 for value in batch:
                     hits[value.index] = False
                 continue
-            until = _soon(limit)
+            until = _reply_deadline(limit)
             self._wire.send([command(b"LEASE", *(value.name for value in batch))], until)
             self._expect(b"*%d" % len(batch), until)
             places = [self._place(until) for _ in batch]
@@ -264,7 +264,7 @@ class _Mapping:
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
 
 
-def _soon(limit: Deadline, least: float = 0.001) -> Deadline:
+def _reply_deadline(limit: Deadline, least: float = 0.001) -> Deadline:
     """Deadline of an owner's reply."""
     seconds = min(_ANSWER_SECONDS, max(least, limit.remaining()))
     return Deadline(limit.clock() + seconds, limit.clock)

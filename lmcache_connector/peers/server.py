@@ -30,7 +30,7 @@ from lmcache_connector.peers.commands import (
     ProtocolError,
     Reply,
 )
-from lmcache_connector.peers.host import HostDoor
+from lmcache_connector.peers.host import HostSocket
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -63,17 +63,17 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of replies; the last part of a reply carries its lease. ``leases``: chunks
-    that the client copies out of our memory. ``moved_at``: the last complete command or progress
-    of sending. ``held``: a command whose reply is delayed until ``held_until``."""
+    that the client copies out of our memory. ``last_progress_at``: the last complete command or
+    progress of sending. ``held``: a command whose reply is delayed until ``held_until``."""
 
     sock: socket.socket
-    moved_at: float
+    last_progress_at: float
     parser: CommandParser = field(default_factory=CommandParser)
     client: Client = field(default_factory=Client)
     leases: list[Lease] = field(default_factory=list)
     unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
     unsent_bytes: int = 0
-    taken_bytes: int = 0  # since ``moved_at``
+    taken_bytes: int = 0  # since ``last_progress_at``
     has_asked: bool = False
     held: list[bytes] | None = None
     held_until: float = 0.0
@@ -82,7 +82,7 @@ class _Connection:
 
 
 class PeerServer:
-    """Serves and finally closes ``listeners`` and ``door``. ``clock`` returns seconds."""
+    """Serves and finally closes ``listeners`` and ``host_socket``. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class PeerServer:
         commands: Commands,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        door: HostDoor | None = None,
+        host_socket: HostSocket | None = None,
     ) -> None:
-        self._door, self._next_look = door, clock()
+        self._host_socket, self._next_look = host_socket, clock()
         self._commands = commands
         self._limits = limits or Limits()
         self._clock = clock
@@ -104,22 +104,22 @@ class PeerServer:
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._listeners = list[socket.socket]()
-        for listener in (*listeners, *([door.sock] if door is not None else [])):
+        for listener in (*listeners, *([host_socket.sock] if host_socket is not None else [])):
             self._listen_at(listener)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = start_thread("lmc-peer-server", self._serve)
 
     @property
-    def has_door(self) -> bool:
+    def has_host_socket(self) -> bool:
         """Whether engines on this host can find this server by its socket name."""
-        return self._door is not None
+        return self._host_socket is not None
 
     @property
     def port(self) -> int:
         """Port of the first listener."""
         return int(self._listeners[0].getsockname()[1])
 
-    def look_again(self) -> None:
+    def recheck_held_commands(self) -> None:
         """Re-evaluate commands whose reply is delayed. Thread-safe."""
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -127,7 +127,7 @@ class PeerServer:
     def close(self, seconds: float) -> bool:
         """False if the thread is still running after ``seconds``: it may still read chunks."""
         self._stopping.set()
-        self.look_again()
+        self.recheck_held_commands()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -147,23 +147,23 @@ class PeerServer:
             for sock in (*self._listeners, self._wake, self._woken):
                 sock.close()
             self._selector.close()
-            if self._door is not None:
-                self._door.close()
+            if self._host_socket is not None:
+                self._host_socket.close()
 
     def _listen_at(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._listeners.append(listener)
 
-    def _look_after_door(self, now: float) -> None:
-        if self._door is None or now < self._next_look:
+    def _maintain_host_socket(self, now: float) -> None:
+        if self._host_socket is None or now < self._next_look:
             return
         self._next_look = now + _IDLE_SECONDS
-        if (old := self._door.renew()) is not None:
+        if (old := self._host_socket.renew()) is not None:
             self._listeners.remove(old)
             self._selector.unregister(old)
             old.close()
-            self._listen_at(self._door.sock)
+            self._listen_at(self._host_socket.sock)
 
     def _turn(self) -> None:
         was_full, was_woken = self._is_full, False
@@ -178,17 +178,17 @@ class PeerServer:
         now, is_held_up = self._clock(), was_full or self._is_full
         for connection in list(self._connections.values()):
             if is_held_up and not (connection.unsent or connection.leases):
-                connection.moved_at = now  # the server delays it
+                connection.last_progress_at = now  # the server delays it
             waits_for_it = connection.unsent or connection.parser.num_bytes or connection.leases
-            if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
+            if waits_for_it and now - connection.last_progress_at > self._limits.stall_seconds:
                 self._drop(connection)
             elif connection.held is not None and (was_woken or now >= connection.held_until):
                 self._attend(connection, 0)
         if (was_full or self._has_held_up) and not self._is_full:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
-        self._commands.tend()
-        self._look_after_door(now)
+        self._commands.maintain()
+        self._maintain_host_socket(now)
 
     def _seconds_to_look(self) -> float:
         connections = self._connections.values()
@@ -226,7 +226,7 @@ class PeerServer:
         if len(self._connections) > self._limits.num_clients:
             # A client that never sent a command is dropped first.
             others = list(self._connections.values())[:-1]
-            self._drop(min(others, key=lambda each: (each.has_asked, each.moved_at)))
+            self._drop(min(others, key=lambda each: (each.has_asked, each.last_progress_at)))
 
     def _attend(self, connection: _Connection, events: int) -> None:
         """Read commands, answer them, send what the socket takes."""
@@ -237,7 +237,7 @@ class PeerServer:
                     self._drop(connection)
                     return
                 if not connection.parser.num_bytes:
-                    connection.moved_at = self._clock()
+                    connection.last_progress_at = self._clock()
                 connection.parser.feed(data)
             self._send(connection)
             if self._answer_next(connection):
@@ -283,7 +283,7 @@ class PeerServer:
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
-            connection.has_asked, connection.moved_at = True, self._clock()
+            connection.has_asked, connection.last_progress_at = True, self._clock()
             # Move to the end: when leases free up, the longest waiting client comes first.
             self._connections[connection.sock] = self._connections.pop(connection.sock)
         return num_answered > 0
@@ -293,7 +293,7 @@ class PeerServer:
         now = self._clock()
         if connection.held is None and words is not None:
             connection.held = words
-            connection.held_until = now + self._commands.patience(words)
+            connection.held_until = now + self._commands.max_wait_seconds(words)
         return now < connection.held_until and not connection.parser.num_bytes
 
     def _may_answer(self, connection: _Connection) -> bool:
@@ -326,7 +326,7 @@ class PeerServer:
             connection.taken_bytes += num_bytes
             least = self._limits.unsent_bytes if self._is_full else _LEAST_BYTES
             if connection.taken_bytes >= least or not connection.unsent_bytes:
-                connection.moved_at, connection.taken_bytes = self._clock(), 0
+                connection.last_progress_at, connection.taken_bytes = self._clock(), 0
             while num_bytes:
                 view, lease = connection.unsent[0]
                 if num_bytes < len(view):

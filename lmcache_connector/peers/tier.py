@@ -66,7 +66,7 @@ class PeerTier:
         self._away_until: dict[int, float] = {}
         self.num_mapped = 0
         """Chunks copied out of the memory of peers on this host."""
-        self._mapped = MappedPeers(self._plan, topology.address_here, clock) if maps else None
+        self._mapped = MappedPeers(self._plan, topology.socket_path, clock) if maps else None
         self._readers.start()
 
     def read(
@@ -84,8 +84,8 @@ class PeerTier:
         nodes: Sequence[Node | Sequence[Node]]
         if source is None:
             nodes = self._nodes(keys, limit)
-        elif self._mapped is not None and (here := self._topology.here(source.engine_id)):
-            nodes = [self._topology.of_rank(here, self._share.owner(key)) for key in keys]
+        elif self._mapped is not None and (node := self._topology.node_on_host(source.engine_id)):
+            nodes = [self._topology.of_rank(node, self._share.owner(key)) for key in keys]
         else:
             nodes = [self._nodes_at(source, key) for key in keys]
         return self._read_at(nodes, keys, buffers, limit)
@@ -129,12 +129,12 @@ class PeerTier:
     def _reads(self, rank: int, sample: Sequence[bytes]) -> bool:
         """Uses a separate `MappedPeers`, so that a failure does not back off later reads."""
         node = self._topology.own_rank(rank)
-        if (address := self._topology.address_here(node)) is None or not Path(address).exists():
+        if (address := self._topology.socket_path(node)) is None or not Path(address).exists():
             return False
         keys = [key for key in sample if rank in self._share.holders(key)]
         buffers = [memoryview(bytearray(self.geometries.of(k).chunk_bytes)) for k in keys]
         limit = Deadline(self._clock() + _SAMPLE_SECONDS, self._clock)
-        mapped = MappedPeers(self._plan, self._topology.address_here, self._clock)
+        mapped = MappedPeers(self._plan, self._topology.socket_path, self._clock)
         try:
             return mapped.read(keys, buffers, node, limit) == [True] * len(keys)
         finally:

@@ -12,7 +12,12 @@ from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, never_redial
+from lmcache_connector.storage.redis.client.dial import (
+    CONNECTION_ERRORS,
+    Client,
+    Dialer,
+    disable_reconnect,
+)
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
@@ -80,12 +85,12 @@ class PeerTopology(Topology):
             self._guests = known | {node: ((host, port), now + _GUEST_SECONDS)}
         return node
 
-    def here(self, engine_id: str) -> Node | None:
+    def node_on_host(self, engine_id: str) -> Node | None:
         """The engine with that id, if it is on this host."""
         node = Node(f"{HERE}{digest(engine_id)}") if engine_id else None
         return node if node in self._found_here else None
 
-    def address_here(self, node: str) -> str | None:
+    def socket_path(self, node: str) -> str | None:
         """Path of the socket of a peer on this host, else ``None``."""
         name = self._found_here.get(Node(node)) or self._own_ranks.get(Node(node))
         return self._host.address(name) if name is not None and self._host is not None else None
@@ -172,7 +177,7 @@ class PeerTopology(Topology):
         else:
             raise OSError("it is no peer any more")
         try:
-            never_redial(client)  # a redialled connection would not be greeted
+            disable_reconnect(client)  # a redialled connection would not be greeted
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
                 self._own.add(node)
@@ -190,7 +195,7 @@ class PeerTopology(Topology):
         seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
         try:
             return Dialer(address, *seconds, self._clock).connect("", 0, max_bytes)
-        except TALK_ERRORS:
+        except CONNECTION_ERRORS:
             host.remove_if_dead(name)
             raise
 

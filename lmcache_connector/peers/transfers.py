@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, Lease, NotOver
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, IncompleteTransfer, Lease
 from lmcache_connector.plans import TransferUpdate
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class _Transfer:
     readers: set[bytes] = field(default_factory=set)
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         return self.open_jobs is not None and not self.open_jobs
 
 
@@ -80,21 +80,21 @@ class Transfers:
     def store_ended(self, job_id: int, keys: Sequence[bytes]) -> None:
         """The store job succeeded or failed on this rank; ``keys``: of its chunks."""
         with self._lock:
-            coming = [each for each in self._transfers.values() if not each.is_over]
+            coming = [each for each in self._transfers.values() if not each.is_complete]
             promised = [key for key in keys if any(key in each.leases for each in coming)]
         self.seal(promised)  # slow: outside the lock, which the step takes
         with self._lock:
             self._open_jobs.discard(job_id)
             for request_id, job_ids in list(self._held.items()):
                 job_ids.discard(job_id)
-                self._let_go_if_read(request_id)
+                self._finish_if_stored(request_id)
             for transfer in self._transfers.values():
-                if transfer.is_over:
+                if transfer.is_complete:
                     continue
                 self._lease(transfer, [key for key in keys if key in transfer.leases])
                 if transfer.open_jobs is not None:
                     transfer.open_jobs.discard(job_id)
-                    self._settle_if_over(transfer)
+                    self._settle_if_complete(transfer)
 
     def apply(self, updates: Iterable[TransferUpdate]) -> None:
         """Called after their store jobs have begun. Idempotent."""
@@ -110,18 +110,18 @@ class Transfers:
 
     # -- readers --------------------------------------------------------------------------------
 
-    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+    def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
         until `done`."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
-                return NotOver.UNKNOWN
+                return IncompleteTransfer.UNKNOWN
             if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
                 transfer.readers.add(reader)
             transfer.until = self._clock() + self._lease_seconds
-            if not transfer.is_over:
-                return NotOver.COMING
+            if not transfer.is_complete:
+                return IncompleteTransfer.COMING
             self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
             is_read_from_owner = self._chunks.is_read_from_owner  # pinned and reported there
             kept = (
@@ -137,10 +137,10 @@ class Transfers:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and reader in transfer.readers:
                 transfer.readers.discard(reader)
-                if transfer.is_over and not transfer.readers:
+                if transfer.is_complete and not transfer.readers:
                     self._release(transfer)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """End expired transfers. Cheap to call often."""
         now = self._clock()
         if now < self._next_look:
@@ -148,7 +148,7 @@ class Transfers:
         self._next_look = now + _SECONDS_BETWEEN_LOOKS
         with self._lock:
             for name, transfer in list(self._transfers.items()):
-                if transfer.is_over and transfer.until < now:
+                if transfer.is_complete and transfer.until < now:
                     self._release(self._transfers.pop(name))
 
     def close(self) -> None:
@@ -161,10 +161,10 @@ class Transfers:
     def _apply(self, update: TransferUpdate) -> None:
         if update.held_request:
             self._held[update.held_request] = self._open_jobs & (update.ends_after or set())
-            self._let_go_if_read(update.held_request)
+            self._finish_if_stored(update.held_request)
         transfer = self._transfers.get(update.transfer_id)
         is_announced = update == TransferUpdate(update.transfer_id)
-        if transfer is not None and transfer.is_over and is_announced:  # a new one of that name
+        if transfer is not None and transfer.is_complete and is_announced:  # a new one of that name
             self._release(self._transfers.pop(update.transfer_id))
             transfer = None
         if transfer is None:
@@ -177,14 +177,14 @@ class Transfers:
         self._lease(transfer, update.keys)
         if update.ends_after is not None:
             transfer.open_jobs = (transfer.open_jobs or set()) | self._open_jobs & update.ends_after
-            self._settle_if_over(transfer)
+            self._settle_if_complete(transfer)
 
-    def _settle_if_over(self, transfer: _Transfer) -> None:
-        if transfer.is_over:
+    def _settle_if_complete(self, transfer: _Transfer) -> None:
+        if transfer.is_complete:
             transfer.until = self._clock() + self._lease_seconds
             self.on_change()
 
-    def _let_go_if_read(self, request_id: str) -> None:
+    def _finish_if_stored(self, request_id: str) -> None:
         if not self._held[request_id]:
             del self._held[request_id]
             self._finished.add(request_id)

@@ -16,11 +16,11 @@ from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, MAX_ASKED, Greeting
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     Client,
     Dialer,
-    Question,
-    never_redial,
+    PendingCommand,
+    disable_reconnect,
 )
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -29,14 +29,14 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 MAX_RANKS = 64
-_MAX_GUESTS = 64
+_MAX_POLLERS = 64
 _MAX_ASKED = 64  # in one command
 _MAX_ANSWER_BYTES = 8 << 20
 # An instance that does not know a transfer yet may learn of it a moment later.
 _UNKNOWN_SECONDS = 1.0
-# Long poll. `_Guest._nudge` cuts it short when there is another command to send.
+# Long poll. `_InstancePoller._end_long_poll` cuts it short when there is another command to send.
 _WAIT_MS = 250
-_NUDGE = command(b"PING")
+_PING = command(b"PING")
 _IDLE_SECONDS = 30.0
 
 
@@ -53,7 +53,7 @@ class TransferWatch:
         self._reader = reader
         self._clock = clock
         self._lock = threading.Lock()
-        self._guests: dict[Address, _Guest] = {}
+        self._pollers: dict[Address, _InstancePoller] = {}
         self._is_closed = False
 
     def ask(
@@ -64,8 +64,8 @@ class TransferWatch:
         now = self._clock()
         awaited = Awaited(source, transfer_id, now + seconds, now, keys)
         for _ in range(2):  # an idle thread may end between these two calls
-            guest = self._guest(source)
-            if guest is not None and guest.add(awaited):
+            poller = self._poller(source)
+            if poller is not None and poller.add(awaited):
                 return awaited
         awaited.settle(Offered(cause=Cause.BUSY))
         return awaited
@@ -74,37 +74,39 @@ class TransferWatch:
         """The request no longer needs the transfer: it was read, or will not be."""
         awaited.is_dropped = True
         with self._lock:
-            guest = self._guests.get(awaited.source)
-        if guest is not None:
-            guest.forget(awaited)
+            poller = self._pollers.get(awaited.source)
+        if poller is not None:
+            poller.forget(awaited)
 
     def close(self) -> None:
         """Threads end on their own, within the connection time-outs."""
         with self._lock:
             self._is_closed = True
-            guests = list(self._guests.values())
-        for guest in guests:
-            guest.close()
+            pollers = list(self._pollers.values())
+        for poller in pollers:
+            poller.close()
 
-    def _guest(self, source: Address) -> _Guest | None:
+    def _poller(self, source: Address) -> _InstancePoller | None:
         with self._lock:
-            guest = self._guests.get(source)
-            if guest is not None and not guest.is_ended:
-                return guest
-            is_full = len(self._guests) >= _MAX_GUESTS
-            for address, each in list(self._guests.items()):
+            poller = self._pollers.get(source)
+            if poller is not None and not poller.is_ended:
+                return poller
+            is_full = len(self._pollers) >= _MAX_POLLERS
+            for address, each in list(self._pollers.items()):
                 if each.end_if_idle() if is_full else each.is_ended:
-                    del self._guests[address]
-            if self._is_closed or len(self._guests) >= _MAX_GUESTS:
+                    del self._pollers[address]
+            if self._is_closed or len(self._pollers) >= _MAX_POLLERS:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
             dialer = Dialer(self._config.address, *seconds, self._clock)
-            guest = _Guest(source, dialer, self._reader, self._config.namespace, self._clock)
-            self._guests[source] = guest
-            return guest
+            poller = _InstancePoller(
+                source, dialer, self._reader, self._config.namespace, self._clock
+            )
+            self._pollers[source] = poller
+            return poller
 
 
-class _Guest:
+class _InstancePoller:
     """One instance's pending transfers, and the thread that asks for them."""
 
     def __init__(
@@ -124,9 +126,9 @@ class _Guest:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
-        self._asked: Question | None = None  # the command in flight
+        self._asked: PendingCommand | None = None  # the command in flight
         self._has_more = False  # commands were added after the current one was built
-        self._is_nudged = False
+        self._is_pinged = False
         self._is_late = False  # somebody had no time left to wait for the answer
         self._engine_id = ""
         self.is_ended = False
@@ -139,7 +141,7 @@ class _Guest:
                 awaited.settle(Offered(cause=Cause.DEADLINE))
             elif not self.is_ended:
                 self._open.append(awaited)
-                self._nudge()
+                self._end_long_poll()
             return not self.is_ended
 
     def forget(self, awaited: Awaited) -> None:
@@ -150,15 +152,15 @@ class _Guest:
                 self._is_late |= was_late and not awaited.transfer_id
             if awaited.transfer_id:
                 self._read.append(awaited.transfer_id)
-            self._nudge()
+            self._end_long_poll()
 
-    def _nudge(self) -> None:
+    def _end_long_poll(self) -> None:
         """Send a PING to end a long poll, since there is another command to send. The server does
         not delay a reply to a client that has sent another command. Under the lock."""
         self._has_more = True
         self._changed.notify()
-        if self._asked is not None and not self._is_nudged:
-            self._is_nudged = self._asked.add(_NUDGE)
+        if self._asked is not None and not self._is_pinged:
+            self._is_pinged = self._asked.add(_PING)
 
     def end_if_idle(self) -> bool:
         """Whether it has ended, now at the latest: others need its place."""
@@ -204,14 +206,14 @@ class _Guest:
         was_connected = bool(self._clients)
         try:
             self._work()
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             self._disconnect()
             if not was_connected:
                 self._give_up(error)
             else:
                 try:
                     self._work()
-                except TALK_ERRORS as again:
+                except CONNECTION_ERRORS as again:
                     self._give_up(again)
 
     def _give_up(self, error: Exception) -> None:
@@ -232,7 +234,7 @@ class _Guest:
         self._clients = []
 
     def _work(self) -> None:
-        """Ask each rank once. Raises one of ``TALK_ERRORS``."""
+        """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
             if not self._open:
                 self._read = []
@@ -270,7 +272,7 @@ class _Guest:
         port = self._source.port + len(self._clients)
         client = self._dialer.connect(self._source.host, port, _MAX_ANSWER_BYTES)
         self._clients.append(client)
-        never_redial(client)
+        disable_reconnect(client)
         return Greeting.parse(client.execute_command("PEER"))
 
     def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
@@ -288,18 +290,18 @@ class _Guest:
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]
-        with Question(client, "TRANSFER", _WAIT_MS, self._reader, *names) as question:
+        with PendingCommand(client, "TRANSFER", _WAIT_MS, self._reader, *names) as pending:
             with self._changed:
-                self._asked = question
+                self._asked = pending
                 if self._has_more:
-                    self._nudge()
+                    self._end_long_poll()
             try:
-                answer = question.answer()
+                answer = pending.answer()
             finally:
                 with self._changed:
-                    self._asked, was_nudged, self._is_nudged = None, self._is_nudged, False
-            if was_nudged:
-                question.answer()
+                    self._asked, was_pinged, self._is_pinged = None, self._is_pinged, False
+            if was_pinged:
+                pending.answer()
         if not isinstance(answer, list) or len(answer) != len(wanted):
             raise ValueError("an answer that is none")
         now = self._clock()

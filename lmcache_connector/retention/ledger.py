@@ -100,13 +100,13 @@ class Ledger:
         self._latest = -math.inf  # time of the latest use
         self._chunks: dict[bytes, _Chunk] = {}
         self._tenants: dict[bytes, _Tenant] = {}
-        self._nobody = _Tenant(b"")
+        self._unowned = _Tenant(b"")
         self._over: set[_Tenant] = set()
         self._expecting: set[_Tenant] = set()  # tenants with expected bytes
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
         # Passed over: in use at their turn, for instance waiting to be written to a slow Redis.
-        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        self._passed_over: OrderedDict[bytes, None] = OrderedDict()
         self._changes: list[tuple[float, int, bytes]] = []  # a heap of ends of pins and lifetimes
         self._num_changes = 0
         self._pinned_bytes = 0
@@ -125,7 +125,7 @@ class Ledger:
             self._leaving.keep((key,))
         self.drop(key)
         now = self.settle()
-        chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
+        chunk = self._chunks[key] = _Chunk(num_bytes, self._unowned)
         self._account(chunk, num_bytes, 1)
         self._enter(key, chunk, now)
 
@@ -289,21 +289,21 @@ class Ledger:
     ) -> Iterator[tuple[EvictionReason, bytes]]:
         for key in self._expired:
             yield EvictionReason.EXPIRED, key
-        is_anybodys = len(self._tenants) < 2 or not (self._over or self._are_all_greedy())
-        for key in islice(self._passed, _LOOKS):
+        is_anybodys = len(self._tenants) < 2 or not (self._over or self._only_over_share_expected())
+        for key in islice(self._passed_over, _LOOKS):
             tenant = self._chunks[key].tenant
-            if is_anybodys or tenant is self._nobody or tenant in self._over:
+            if is_anybodys or tenant is self._unowned or tenant in self._over:
                 yield EvictionReason.OLDEST, key
         is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
         if self._over and is_shared:
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
                 yield from self._excess(tenant, now, may_go)
-        if is_shared and self._are_all_greedy():
-            for tenant in (self._nobody, *self._over):
+        if is_shared and self._only_over_share_expected():
+            for tenant in (self._unowned, *self._over):
                 for key in tenant.queues.oldest_first(now):
                     yield EvictionReason.OLDEST, key
             return
-        for key in chain(self._queues.oldest_first(now), self._passed):
+        for key in chain(self._queues.oldest_first(now), self._passed_over):
             yield EvictionReason.OLDEST, key
 
     def _excess(
@@ -319,16 +319,16 @@ class Ledger:
                 num_bytes -= self._chunks[key].num_bytes
                 yield EvictionReason.OVER_SHARE, key
 
-    def _are_all_greedy(self) -> bool:
+    def _only_over_share_expected(self) -> bool:
         """Whether all expected bytes belong to tenants that already have their share, if chunks
         without a tenant counted as theirs. Such stores evict nothing of tenants within theirs."""
-        least = self._limits.tenant_bytes - self._nobody.num_bytes
+        least = self._limits.tenant_bytes - self._unowned.num_bytes
         return bool(self._expecting) and all(each.num_bytes >= least for each in self._expecting)
 
     def _is_oldest_idle(self, now: float) -> bool:
         """Whether the least recently used chunk belongs to an idle tenant."""
         oldest = next(self._queues.oldest_first(now), None)
-        if oldest is None or (tenant := self._chunks[oldest].tenant) is self._nobody:
+        if oldest is None or (tenant := self._chunks[oldest].tenant) is self._unowned:
             return False
         return now - tenant.used_at > _IDLE_SECONDS
 
@@ -431,14 +431,14 @@ class Ledger:
     def _pass_over(self, key: bytes) -> None:
         """Remove a chunk in use from its queues; it is evicted once it is free."""
         chunk = self._chunks[key]
-        if not chunk.is_expired and key not in self._passed:
+        if not chunk.is_expired and key not in self._passed_over:
             self._leave(key, chunk)
-            self._passed[key] = None
+            self._passed_over[key] = None
 
     def _leave(self, key: bytes, chunk: _Chunk) -> None:
         """Remove the chunk from its queue, the expired or the passed-over chunks."""
         self._expired.pop(key, None)
-        self._passed.pop(key, None)
+        self._passed_over.pop(key, None)
         chunk.is_expired = False
         self._queues.discard(key, chunk.priority)
         chunk.tenant.queues.discard(key, chunk.priority)
@@ -459,7 +459,7 @@ class Ledger:
         tenant.num_bytes += num_bytes
         tenant.num_chunks += num_chunks
         self._label_bytes[tenant.label] += num_bytes
-        if tenant is not self._nobody:
+        if tenant is not self._unowned:
             self._weigh(tenant)
 
     def _weigh(self, tenant: _Tenant) -> None:

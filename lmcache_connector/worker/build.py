@@ -23,9 +23,9 @@ from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.host import (
-    HostDoor,
     HostFolder,
     HostFolderError,
+    HostSocket,
     SocketName,
     digest,
     open_folder,
@@ -225,7 +225,7 @@ def _peer_server_maker(
             secret=config.peer_secret_bytes,
             transfers=transfers,
         )
-        listeners, door = [], None
+        listeners, host_socket = [], None
         if config.peer_listen is not None:
             address = Address.parse(config.peer_listen)
             listeners.append(_listen(address.host, address.port + first_rank + model.rank))
@@ -233,12 +233,12 @@ def _peer_server_maker(
             names = digest(config.namespace), digest(engine_id)
             name = SocketName(*names, model.rank, model.world_size)
             try:
-                door = HostDoor(host, name)
+                host_socket = HostSocket(host, name)
             except HostFolderError as error:
                 logger.warning("No other engine of this host can load from here: %s", error)
         limits = Limits(leased_bytes=leased_bytes)
-        server = PeerServer(listeners, commands, limits, door=door)
-        transfers.on_change, transfers.seal = server.look_again, commands.seal
+        server = PeerServer(listeners, commands, limits, host_socket=host_socket)
+        transfers.on_change, transfers.seal = server.recheck_held_commands, commands.seal
         return server
 
     return start

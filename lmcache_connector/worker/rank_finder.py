@@ -47,7 +47,7 @@ class RankFinder:
         read nothing, and leave the shared KV to the other ranks."""
         if not loads:
             self._found.settle(self._engine.share.others)
-        if self._peers and server and server.has_door:
+        if self._peers and server and server.has_host_socket:
             find = partial(self._peers.find_ranks, self._sample, self._is_given_up)
             self._found = self._thread.submit(find)
 

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     AuthenticationError,
     Client,
     NoPermissionError,
     ResponseError,
-    be_patient,
     is_wrong_type,
+    set_reply_timeout,
 )
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Node, make_topology
@@ -254,14 +254,14 @@ class RedisAdmin:
                 with suppress(ResponseError):  # unknown before Redis 7.2
                     client.client_no_touch("ON")
                 client.ping()  # raises while the server loads its data
-                be_patient(client, _ANSWER_SECONDS)
+                set_reply_timeout(client, _ANSWER_SECONDS)
         return self._clients[node]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             raise self._translate(error) from error
 
     def _translate(self, error: Exception) -> RedisAdminError:

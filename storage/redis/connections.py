@@ -14,12 +14,12 @@ from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
 from lmcache_connector.storage.redis.client.dial import (
+    CONNECTION_ERRORS,
     REDIRECTIONS,
     SMALL_BYTES,
-    TALK_ERRORS,
     Client,
     ResponseError,
-    says_no,
+    is_rejected_by_server,
     take_socket,
 )
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -132,7 +132,7 @@ class Servers:
     def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
         """Connect, and check that the server answers commands with these credentials. Some servers
         accept connections before they have loaded their data. ``max_bytes``: of the replies to one
-        command. Raises one of ``TALK_ERRORS``."""
+        command. Raises one of ``CONNECTION_ERRORS``."""
         client = self.topology.connect(node, max_bytes)
         try:
             with contextlib.suppress(*REDIRECTIONS):
@@ -149,7 +149,7 @@ class Servers:
     def _learn(self) -> None:
         try:
             self.topology.prepare()
-        except TALK_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             is_new, self._troubled = not self._troubled, True
             if is_new:
                 address, detail = self.config.address, self.redact(error)
@@ -238,10 +238,10 @@ class Dial:
                 wire = Wire(take_socket(client), servers.clock, self._idle_seconds, _IDLE_BYTES)
         except Exception as error:
             servers.topology.mark_stale()
-            if breaker.failed(at_once=not says_no(error)):
+            if breaker.failed(at_once=not is_rejected_by_server(error)):
                 detail = servers.redact(error)
                 logger.warning("%s %s: cannot connect: %s", servers.kind, node, detail)
-            if not isinstance(error, TALK_ERRORS):
+            if not isinstance(error, CONNECTION_ERRORS):
                 raise
             return
         if breaker.connected():
@@ -302,7 +302,7 @@ class Connections:
             kind, detail = self._servers.kind, self._servers.redact(detail)
             logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
 
-    def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
+    def maintain(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
         """Start connecting to every node that has no live connection and may be tried."""
         self._servers.refresh()
         known = set(filter(is_wanted, self._servers.topology.nodes()))
@@ -341,9 +341,9 @@ class Connections:
             wire.close()
 
 
-def look_at_memory(client: Client) -> None:
+def warn_if_unbounded(client: Client) -> None:
     """Warn if the server has neither a memory limit nor eviction: cached chunks would fill the
-    machine's memory. Raises one of ``TALK_ERRORS``."""
+    machine's memory. Raises one of ``CONNECTION_ERRORS``."""
     try:
         facts = client.info("memory")
     except ResponseError:

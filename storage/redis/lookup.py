@@ -86,9 +86,9 @@ class RedisLookup:
         await_answers(questions, limit)
         return self.found(keys, questions)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Connect ahead of need."""
-        self._connections.tend()
+        self._connections.maintain()
 
     def close(self) -> None:
         self._connections.close()
@@ -97,12 +97,12 @@ class RedisLookup:
         """Servers asked so far, with their circuit states. Thread-safe."""
         return self._servers.states()
 
-    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         """Ask every reachable server for the chunks it may hold."""
         self._servers.refresh(deadline)
         return self._send(keys, deadline)
 
-    def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
+    def found(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[bool]:
         """Which ``keys`` are complete, according to the answers so far."""
         counts: dict[int, int] = {}
         for question in questions:
@@ -118,7 +118,7 @@ class RedisLookup:
                 by_node.setdefault(node, []).append(index)
         return by_node
 
-    def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+    def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         by_node = self._assign(keys)
         connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
@@ -133,7 +133,7 @@ class RedisLookup:
             except WireError as error:
                 self._connections.drop(node, str(error), blame=error.is_peers_fault)
                 continue
-            questions.append(Question(self, node, wire, by_node[node], self._clock()))
+            questions.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
         return questions
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
@@ -147,7 +147,7 @@ class RedisLookup:
         """Suffixes of the names of the values of ``key``."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
-    def receive(self, question: Question, deadline: Deadline) -> bool:
+    def receive(self, question: NodeLookup, deadline: Deadline) -> bool:
         """Read available replies. True if the answer is complete or the connection failed."""
         try:
             question.wire.receive_some(deadline)
@@ -162,11 +162,11 @@ class RedisLookup:
         self._connections.succeeded(question.node)
         return True
 
-    def _take(self, question: Question, line: bytes) -> None:
+    def _take(self, question: NodeLookup, line: bytes) -> None:
         """Count one reply. Raises ``WireError`` if it is malformed."""
         question.counts[question.indices.pop(0)] = self._number(line, question.node)
 
-    def leave(self, question: Question, *, is_silent: bool) -> None:
+    def leave(self, question: NodeLookup, *, is_silent: bool) -> None:
         """Give up the answer. Closes the connection: a late reply would be out of step."""
         self._connections.drop(question.node, "no answer in time", blame=is_silent)
 
@@ -187,7 +187,7 @@ def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[b
 
 
 @dataclass(eq=False)
-class Question:
+class NodeLookup:
     """A look-up at ``node``. ``indices``: chunks without a reply yet, in order of the replies.
     ``counts``: number of values found, by chunk. ``asked_at``, ``answered_at``: on the clock."""
 
@@ -201,9 +201,9 @@ class Question:
 
 
 def await_answers(
-    questions: Sequence[Question],
+    questions: Sequence[NodeLookup],
     deadline: Deadline,
-    is_enough: Callable[[Sequence[Question]], bool] = lambda left: False,
+    is_enough: Callable[[Sequence[NodeLookup]], bool] = lambda left: False,
 ) -> None:
     """Wait until all are answered, ``deadline``, or ``is_enough`` of the unanswered ones."""
     started, left = deadline.clock(), list(questions)

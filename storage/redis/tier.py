@@ -24,7 +24,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import SpoiledChunks
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
-from lmcache_connector.storage.redis.connections import Servers, look_at_memory
+from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_readers import ValueReaders, check_sizes
@@ -73,7 +73,7 @@ class RedisTier:
         self._clock = clock
         self._counters = Counters()
         self._topology = make_topology(config, clock)
-        self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
+        self._servers = Servers(config, self._topology, clock, random, greet=warn_if_unbounded)
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         self._is_writer = is_writer
         plan = ValuePlan(config, geometries)

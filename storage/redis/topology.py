@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NewType
 
 from lmcache_connector.storage.redis.client.dial import (
-    TALK_ERRORS,
+    CONNECTION_ERRORS,
     Client,
     Dialer,
     is_endpoint,
@@ -49,7 +49,7 @@ class Topology:
         self._node = Node(name or config.address.path or _name(self._hosts[0]))
 
     def prepare(self) -> None:
-        """Learn where keys are stored. Raises one of ``TALK_ERRORS``."""
+        """Learn where keys are stored. Raises one of ``CONNECTION_ERRORS``."""
 
     def is_current(self) -> bool:
         """Whether `prepare` has nothing to do."""
@@ -65,7 +65,7 @@ class Topology:
 
     def connect(self, node: Node, max_bytes: int) -> Client:
         """A connected, authenticated client. ``max_bytes``: of the replies to one command. Raises
-        one of ``TALK_ERRORS``."""
+        one of ``CONNECTION_ERRORS``."""
         return self._dialer.connect(*self._hosts[0], max_bytes)
 
     def mark_stale(self) -> None:
@@ -89,7 +89,7 @@ class SentinelTopology(Topology):
             try:
                 host, port = self._ask(sentinel)
                 return self._dialer.connect(host, port, max_bytes)
-            except TALK_ERRORS as problem:
+            except CONNECTION_ERRORS as problem:
                 error = problem
                 # The next connection asks another sentinel first.
                 others = tuple(other for other in self._hosts if other != sentinel)
@@ -188,14 +188,14 @@ class ClusterTopology(Topology):
             try:
                 with self._dialer.connect(*endpoint, MAX_SLOTS_BYTES) as client:
                     return parse_slots(client.execute_command("CLUSTER", "SLOTS"), endpoint)
-            except TALK_ERRORS as problem:
+            except CONNECTION_ERRORS as problem:
                 error = problem
         raise error
 
 
 def parse_slots(reply: Any, asked: Endpoint) -> Mapping[int, Endpoint]:
     """The master of each slot, from the reply of node ``asked`` to ``CLUSTER SLOTS``. Raises one of
-    ``TALK_ERRORS`` unless each slot has at most one owner."""
+    ``CONNECTION_ERRORS`` unless each slot has at most one owner."""
     owners: dict[int, Endpoint] = {}
     nodes: set[Endpoint] = set()
     num_slots = 0

@@ -175,7 +175,7 @@ class Reader(threading.Thread):
                 turn = self._readers.next(timeout, num_nodes, self._connections.has)
                 timeout = _IDLE_SECONDS
                 if turn is None:
-                    self._connections.tend()
+                    self._connections.maintain()
                 else:
                     self._servers.refresh()
                     self._serve(*turn)

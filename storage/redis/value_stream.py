@@ -42,7 +42,7 @@ class BadReplyError(Exception):
 
 
 class SingleReplies:
-    """Receives replies one by one. ``are_wanted``: a value of the latest batch did not have its
+    """Receives replies one by one. ``is_active``: a value of the latest batch did not have its
     uncompressed length.
 
     A payload goes directly into its chunk; what may be compressed goes into a buffer of the
@@ -50,7 +50,7 @@ class SingleReplies:
     """
 
     def __init__(self) -> None:
-        self.are_wanted = False
+        self.is_active = False
         self._scratch = memoryview(bytearray())
 
     def receive(self, wire: Wire, request: ValueRequest, deadline: Deadline) -> memoryview:
@@ -62,7 +62,7 @@ class SingleReplies:
         payload_bytes = len(request.payload)
         if num_bytes is None or not may_be_value(num_bytes, payload_bytes):
             raise BadReplyError(classify_mismatch(line + CRLF), line)
-        self.are_wanted |= num_bytes != HEADER_BYTES + payload_bytes
+        self.is_active |= num_bytes != HEADER_BYTES + payload_bytes
         stored = self._place(request, num_bytes - HEADER_BYTES)
         wire.receive_behind([request.header, stored, request.tail], deadline)
         if request.tail != CRLF:
@@ -151,8 +151,8 @@ class ValueStream:
         if not self._in_flight:
             return False
         batch = self._in_flight[0]
-        if self._replies.are_wanted:
-            self._replies.are_wanted = False  # until a value of this batch has another length
+        if self._replies.is_active:
+            self._replies.is_active = False  # until a value of this batch has another length
         else:
             self._receive_at_once(batch)
         while batch.left:
@@ -194,8 +194,8 @@ class ValueStream:
             if error.fault is not ReplyFault.WRONG_LENGTH:
                 raise
             good = batch.take_good()
-            self._wire.give_back(batch.received())
-            self._replies.are_wanted = True
+            self._wire.unread(batch.received())
+            self._replies.is_active = True
         else:
             good = batch.take_good()
             self._in_flight.popleft()

@@ -146,7 +146,7 @@ class Writer(threading.Thread):
                 if left:
                     self._write(left)
                 else:
-                    self._connections.tend(self._is_mine)
+                    self._connections.maintain(self._is_mine)
             except Exception:  # keep serving writes
                 logger.exception("writing to redis failed")
                 self._connections.close()

@@ -51,16 +51,6 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     assert "hunter2" not in outcome.out + outcome.err
 
 
-def test_lmcache_is_asked_about_its_own_settings(cli: Cli) -> None:
-    outcome = cli("check", transfer(**{"lmcache.chunk_siz": 5}))
-    assert outcome.code == 2
-    assert "lmcache.chunk_siz: 'chunk_siz' is not a key: did you mean 'chunk_size'?" in outcome.out
-    outcome = cli("check", transfer(**{"lmcache.save_unfull_chunk": True}))
-    assert outcome.code == 2
-    assert "lmcache.save_unfull_chunk is set by the connector itself; leave it out" in outcome.out
-    assert cli("check", transfer(**{"lmcache.blocking_timeout_secs": 5})).code == 0
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -167,17 +157,6 @@ def test_the_folder_of_the_host_is_looked_into(cli: Cli, tmp_path: Path) -> None
     assert "with mode 0700" in found(outcome)["host"]["detail"]
     off = cli("check", p2p("kv_producer", host_sharing=False), "--json")
     assert "host" not in found(off)
-
-
-@pytest.mark.parametrize("port", [0, 70000, "here", None, True])
-def test_only_what_vllm_takes_for_a_port_is_one(cli: Cli, port: object) -> None:
-    outcome = cli("check", json.dumps(json.loads(p2p()) | {"kv_port": port}), "--json")
-    finding = found(outcome)["kv-transfer-config"]
-    if port is True:  # vLLM reads it as 1
-        assert finding["verdict"] == "ok"
-    else:
-        assert outcome.code == 2
-        assert finding["detail"] == "kv_port must be a port between 1 and 65535"
 
 
 def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lmcache_connector import __version__
 from lmcache_connector.metrics.samples import Samples
 from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics
 from tests.support.redis.servers import free_port
-
-CONFIG = '{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}'
 
 
 class Engine:
@@ -147,19 +144,6 @@ def test_what_is_no_engine_is_said_in_words(cli: Cli) -> None:
     assert cli("stats", "ftp://host").code == 2
     document = cli("stats", "ftp://host", "--json").document
     assert document["ok"] is False
-
-
-def test_help_names_every_command(cli: Cli) -> None:
-    out = cli("--help").out
-    for command in ("check", "serve", "stats", "ls", "verify", "purge"):
-        assert command in out
-    assert cli("--version").out.strip() == __version__
-
-
-def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:
-    outcome = cli("check", CONFIG, "--engine", f"127.0.0.1:{free_port()}", "--json")
-    assert outcome.document["findings"][-1]["verdict"] == "error"
-    assert outcome.code == 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.peers.host import HostDoor, HostFolder, SocketName, digest
+from lmcache_connector.peers.host import HostFolder, HostSocket, SocketName, digest
 from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.support.command_line import Cli
 from tests.support.peers.chunks import HeldChunks, serving
@@ -65,7 +65,7 @@ def short_path() -> Iterator[Path]:
 def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, short_path: Path) -> None:
     """Without a secret: who may enter the folder is the user."""
     name, chunks = SocketName(digest("default"), digest("engine"), 0, 1), HeldChunks(range(3))
-    with serving(chunks, door=HostDoor(HostFolder(short_path), name), secret=None):
+    with serving(chunks, host_socket=HostSocket(HostFolder(short_path), name), secret=None):
         url = f"unix://{short_path / str(name)}"
         (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
         assert (group["namespace"], group["chunks"]) == ("default", 3)
@@ -197,19 +197,3 @@ def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> Non
         assert not client.exists(name)
         assert cli(*purge).document["removed_values"] == 2 * VALUES_PER_CHUNK - 1
     assert cli(*purge, "--idle", "soon").code == 2
-
-
-@pytest.mark.parametrize(
-    ("scheme", "rest", "hint"),
-    [
-        ("redis+cluster", "", "use redis:// without +cluster"),
-        ("redis+sentinel", "/mymaster", "no Sentinel: use redis://"),
-        ("redis", "/99", "a smaller number"),
-    ],
-)
-def test_a_url_of_another_kind_of_server_is_told_so(
-    cli: Cli, valkey: Server, scheme: str, rest: str, hint: str
-) -> None:
-    outcome = cli("ls", "--redis-url", f"{scheme}://127.0.0.1:{valkey.port}{rest}")
-    assert outcome.code == 3
-    assert hint in outcome.err

@@ -22,7 +22,7 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
-from tests.support.redis.rights import PASSWORD, documented_rules, grant
+from tests.support.redis.rights import PASSWORD, grant
 from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
@@ -218,24 +218,6 @@ def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded_valkey: Server
         assert "no permissions" in outcome.err.lower()
         assert "ACL SETUSER" in outcome.err
         assert PASSWORD not in outcome.err
-
-
-def test_the_rights_of_the_hint_are_enough(cli: Cli) -> None:
-    """An engine's own user may not run ``check``; what the hint adds is all that lacks."""
-    rules, *_ = documented_rules("operator")
-    with running_valkey(CACHE) as server:
-        url = url_of(server, "engine")
-        grant(server, "engine", leave_out=ELSEWHERE)
-        with server.client() as client:
-            refused = cli("check", transfer(url), "--json")
-            assert refused.code == 3
-            (hint,) = [f["hint"] for f in refused.document["findings"] if f["verdict"] == "error"]
-            added = hint.partition("ACL SETUSER NAME ")[2].split()
-            client.execute_command("ACL", "SETUSER", "engine", *added)
-        assert cli("check", transfer(url)).code == 0
-        assert cli("ls", "--redis-url", url).code == 0
-    assert {*added, "on", f">{PASSWORD}", "resetchannels", "-@all"} == set(rules)
-    assert "+client|no-touch" in hint
 
 
 @pytest.mark.redis_server

@@ -133,23 +133,6 @@ def test_loading_may_start_inside_a_chunk(copier: Copier, device: str) -> None:
     check_copy(copier, chunks(cache, 2, blocks_per_chunk=3), cache, [2, 3, 4], [0, 6, 1])
 
 
-def test_a_view_of_some_layers_touches_no_others(copier: Copier, device: str) -> None:
-    """KV cache groups have block ids of their own: each is copied on its own."""
-    cache = paged("LBHNC", layers=4, device=device)
-    host = chunks(cache, num_chunks=2)
-    names = list(cache.caches)[1:3]
-    group = Paged(
-        cache.memory, {n: cache.caches[n] for n in names}, {n: cache.specs[n] for n in names}
-    )
-    addresses = [chunk.data_ptr() for chunk in host.pool]
-    view = ChunkBuffers(host.geometry, 16, addresses, host.pool, (1, 2))
-    expected = host.blocks()
-    for layer, source in zip(expected[1:3], group.blocks(), strict=True):
-        layer[[0, 1, 2, 3]] = source[[4, 5, 1, 0]]
-    copier.copy([BlockCopy(group.layout, view, [4, 5, 1, 0], [0, 1, 2, 3])], "d2h")
-    assert same(host.blocks(), expected)
-
-
 def test_groups_of_one_part_are_copied_together(copier: Copier, device: str) -> None:
     """Layers 0 and 2 are in one KV cache group, layer 1 in another, with other blocks."""
     places, ids = [(0, 2), (1,)], [[6, 2, 3, 0, 5, 4], [1, 2, 0, 6, 4, 3]]

@@ -1,85 +1,27 @@
-"""A crowded engine: preemption, priorities, samples, sessions, resets and pauses.
+"""A crowded engine: preemption, priorities, resets and pauses, while it tells of its caches.
 
-A router listens to the KV cache events of all tiers. One engine with room for 28 blocks serves all
-of these tests.
+One engine with room for 28 blocks serves all of these tests.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import msgspec
 import pytest
-import zmq
 
 from tests.support.engines.calls import check_integrity, preemptions
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server, free_port
+from tests.support.redis.servers import Server
 
 CHUNK_BYTES = 1 << 20
 NUM_BLOCKS = 28
 
 
-class Router:
-    """Subscribes to an engine's KV cache events and keeps what it is told."""
-
-    def __init__(self, port: int) -> None:
-        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.connect(f"tcp://127.0.0.1:{port}")
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._lock = threading.Condition()
-        self.stored: dict[str, dict[Any, Any]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
-        self.num_removed = dict.fromkeys(self.stored, 0)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        from vllm.distributed.kv_events import KVEventBatch
-
-        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-        while not self._stopping:
-            if self._socket.poll(50):
-                _, _, payload = self._socket.recv_multipart()
-                with self._lock:
-                    for event in decoder.decode(payload).events:
-                        self._hear(event)
-                    self._lock.notify_all()
-
-    def _hear(self, event: Any) -> None:
-        kind = type(event).__name__
-        if kind == "BlockStored":
-            for name in event.block_hashes:
-                self.stored[event.medium][name] = event
-        elif kind == "BlockRemoved":
-            for name in event.block_hashes:
-                self.num_removed[event.medium] += 1
-                self.stored[event.medium].pop(name, None)  # or it was stored before we listened
-        else:
-            self.stored["GPU"].clear()  # vLLM's reset of its own prefix cache
-
-    def hears(self, condition: Callable[[], bool], seconds: float) -> bool:
-        with self._lock:
-            return self._lock.wait_for(condition, seconds)
-
-    def close(self) -> None:
-        self._stopping = True
-        self._thread.join()
-        self._socket.close()
-
-
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def engine(start: StartInstance, valkey: Server, port: int) -> Iterator[VllmInstance]:
+def engine(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
     from vllm.config.kv_events import KVEventsConfig
 
     with start(
@@ -88,31 +30,10 @@ def engine(start: StartInstance, valkey: Server, port: int) -> Iterator[VllmInst
         max_model_len=2048,
         max_num_batched_tokens=512,
         scheduling_policy="priority",
-        kv_events_config=KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
-        ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     ) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-@pytest.fixture
-def router(engine: VllmInstance, port: int) -> Iterator[Router]:
-    listening = Router(port)
-    try:
-        heard_something(listening, engine)
-        yield listening
-    finally:
-        listening.close()
-
-
-def heard_something(router: Router, engine: VllmInstance) -> None:
-    """A subscription takes effect some time after it was asked for."""
-    for seed in range(100):
-        engine.serve(random_prompt(900 + seed, 2 * BLOCK_SIZE))
-        if router.stored["GPU"]:
-            return
-    raise AssertionError("no event arrived")
 
 
 def assert_blocks_equal(hit: Served, cold: Served) -> None:

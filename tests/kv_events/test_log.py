@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.kv_events.log import (
-    MAX_LEFT_BEHIND,
     BlockRun,
     BlocksRemoved,
     BlocksStored,
@@ -146,25 +145,6 @@ def test_what_has_outlived_its_lifetime_is_told_as_gone(refresh_ttl: bool) -> No
     assert removed_from_redis(log) == (["a"] if refresh_ttl else [])
     log.forget_jobs()
     assert len(log) == 0
-
-
-def many(log: KvEventLog, count: int) -> None:
-    for i in range(count):
-        log.describe([b"%d-" % i], 0, lambda _, i=i: blocks(b"%d-" % i))  # type: ignore[misc]
-        log.apply(RankReport(0, (), (), written=(b"%d-" % i,)))
-    log.take()
-
-
-def test_a_reset_is_told_bit_by_bit() -> None:
-    log = KvEventLog(1)
-    many(log, 2000)
-    log.clear()
-    told: list[str] = []
-    while log.has_updates:
-        now = removed_from_redis(log)
-        assert 0 < len(now) <= MAX_LEFT_BEHIND
-        told += now
-    assert sorted(told) == sorted(f"{i}-" for i in range(2000))
 
 
 acts = st.lists(

@@ -60,7 +60,7 @@ class SlowLookup(AnyLookup):
         num_held = len(keys) if self.num_held is None else self.num_held
         return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Nothing to connect."""
 
     def close(self) -> None:
@@ -329,16 +329,6 @@ def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
     assert asked_for(windowed, asked) == [(0, 2), (1, 0), (1, 2)]
     assert num_found(pending(asked)) == 3
     assert windowed.find(asked) == 3, "the last token is left to compute"
-
-
-def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) -> None:
-    windowed.tier.seconds = [0.0]
-    asked = windowed.new_request(1)
-    windowed.finder.ask(asked, 0)
-    assert num_found(pending(asked)) == 6
-    assert windowed.find(asked) == 3
-    asked.lose(part_key(asked.keys.keys[2], 1, 2))
-    assert windowed.find(asked) == 2
 
 
 def storing(scene: Scene) -> tuple[RequestLookup, Sequence[bytes]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
-from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given
@@ -21,7 +19,6 @@ from lmcache_connector.metrics.table import METRICS, Kind
 from lmcache_connector.plans import Outcome
 from lmcache_connector.storage.chunk_codec import ValueFault
 from lmcache_connector.storage.redis.counters import WriteEnd
-from tests.support import ROOT
 from tests.support.prometheus import prom_metrics
 
 # Numbers that floats add up exactly, in any order.
@@ -73,28 +70,6 @@ def test_what_was_taken_and_what_is_left_add_up_to_the_totals(
     assert tally.total("loaded_bytes") == sum(amount for _, amount in amounts)
 
 
-def test_gauges_and_observations_are_told_once() -> None:
-    tally = Tally()
-    tally.set("cpu_used_bytes", "0", value=1.0)
-    tally.set("cpu_used_bytes", "0", value=2.0)
-    tally.observe("load_seconds", "cpu", value=0.1)
-    tally.observe("load_seconds", "cpu", value=0.2)
-    taken = tally.take()
-    assert taken is not None
-    assert taken.gauge_values("cpu_used_bytes") == [2.0]
-    assert taken.observed("load_seconds", "cpu") == [0.1, 0.2]
-    assert tally.take() is None
-    assert tally.totals.is_empty
-
-
-def test_a_negative_count_is_the_callers_bug_and_changes_nothing() -> None:
-    tally = Tally()
-    with pytest.raises(ValueError, match="lookups must not shrink"):
-        tally.count("lookups", "redis", amount=-1)
-    assert tally.total("lookups") == 0
-    assert tally.take() is None
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -106,14 +81,6 @@ ENUMS: dict[str, Iterable[Enum]] = {
     "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
 }
 """What a label may be; rates and increases need the series before the first event."""
-
-WAYS = {
-    "count": Kind.COUNTER,
-    "count_up_to": Kind.COUNTER,
-    "set": Kind.GAUGE,
-    "observe": Kind.HISTOGRAM,
-}
-"""Methods of a tally, and what each of them counts."""
 
 
 def test_names_follow_the_conventions() -> None:
@@ -130,38 +97,10 @@ def test_names_follow_the_conventions() -> None:
     assert all(name == metric.name for name, metric in METRICS.items())
 
 
-def counted() -> Iterator[tuple[Kind, str]]:
-    """What the product counts: kinds and names of metrics, names as patterns."""
-    for path in (ROOT / "lmcache_connector").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-                pattern = name_pattern(node.args[0])
-                if pattern and node.func.attr in WAYS:
-                    yield WAYS[node.func.attr], pattern
-
-
-def name_pattern(argument: ast.expr) -> str | None:
-    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        return argument.value
-    if isinstance(argument, ast.JoinedStr):
-        return "".join(
-            str(v.value) if isinstance(v, ast.Constant) else "*" for v in argument.values
-        )
-    return None
-
-
 @pytest.mark.parametrize("name", ENUMS)
 def test_series_that_alerts_watch_exist_from_the_start(name: str) -> None:
     known = {labels[0] for labels in METRICS[name].known}
     assert {one.value for one in ENUMS[name]} <= known
-
-
-def test_every_metric_is_counted_somewhere() -> None:
-    found = list(counted())
-    for name, metric in METRICS.items():
-        assert any(kind is metric.kind and fnmatchcase(name, pattern) for kind, pattern in found), (
-            name
-        )
 
 
 # -- Prometheus ------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from lmcache_connector.peers.commands import Reply
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.dial import Client, take_socket
-from tests.peers.test_server import dial, get, is_closed, name, url
-from tests.peers.test_tier import at, read_once_connected, reading, topology_of
+from tests.peers.test_server import dial, get, name, url
+from tests.peers.test_tier import at, reading, topology_of
 from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, bit_by_bit, serving
 from tests.support.peers.dials import once_dialled
 from tests.support.peers.hosts import read
@@ -48,25 +48,6 @@ def read_value(sock: socket.socket, num_bytes: int) -> bool:
             return False
         num_bytes -= len(data)
     return True
-
-
-def cut_once(server: PeerServer, num_bytes: int) -> list[str]:
-    """The connection that has taken so much is cut, in the middle of whatever it is."""
-    send, cuts, left = server._send, list[str](), num_bytes
-
-    def cutting(connection: Any) -> None:
-        nonlocal left
-        if cuts or connection.unsent_bytes < left:
-            left -= connection.unsent_bytes
-            send(connection)
-            return
-        cuts.append("cut")
-        data = b"".join(view for view, _ in connection.unsent)
-        connection.sock.send(data[:left])
-        raise ConnectionResetError
-
-    server._send = cutting  # type: ignore[method-assign]
-    return cuts
 
 
 @contextmanager
@@ -204,20 +185,6 @@ def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
                 thread.join(20.0)
 
 
-def test_hundreds_of_connections_displace_nobody_who_reads() -> None:
-    chunks = HeldChunks(range(2))
-    with (
-        serving(chunks, limits=Limits(num_clients=16)) as server,
-        redis.Redis.from_url(url(server), protocol=2) as client,
-        ExitStack() as stack,
-    ):
-        for number in range(400):
-            stack.enter_context(dial(server))
-            if number % 40 == 0:
-                assert client.get(name(0)) is not None
-        assert client.connection_pool._created_connections == 1
-
-
 def test_a_flood_of_commands_keeps_nobody_waiting() -> None:
     chunks = HeldChunks(range(2))
     flood = b"*1\r\n$4\r\nPING\r\n" * 20_000
@@ -234,53 +201,7 @@ def test_a_flood_of_commands_keeps_nobody_waiting() -> None:
             thread.join(20.0)
 
 
-def test_a_server_that_stops_leaves_no_reader_waiting() -> None:
-    chunks = big_chunks(2)
-    with serving(chunks, ranks=[BIG_PARTS]) as server:
-        slow = dial(server, 4096)
-        slow.sendall(get(0) * 2)
-        assert chunks.await_leased(lambda count: count > 0)
-    assert is_closed(slow)
-    slow.close()
-
-
 # -- the reader ----------------------------------------------------------------------------------
-
-
-class EvictedChunks(HeldChunks):
-    """Some are evicted between the question and the read."""
-
-    evicted: frozenset[bytes] = frozenset()
-
-    def lease(self, key: bytes) -> CountedLease | None:
-        return None if key in self.evicted else super().lease(key)
-
-
-def test_what_is_evicted_after_it_was_found_is_a_miss() -> None:
-    held = EvictedChunks(range(4)), HeldChunks([])
-    held[0].evicted = frozenset([chunk_key(2)])
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving(each)) for each in held]
-        tier = stack.enter_context(reading(at(*servers)))
-        read_once_connected(tier, range(2))
-        result, found = read(tier, range(4))
-        assert result.hits[:3] == [True, True, False]
-        assert found[:2] == [chunk_data(0), chunk_data(1)]
-        assert not result.cut_off
-        assert read_once_connected(tier, range(2)).hits == [True] * 2
-
-
-def test_half_a_value_and_then_nothing() -> None:
-    """What came whole counts, nothing behind it does, and the next connection is as good as new."""
-    with serving(HeldChunks(range(4))) as server, reading(at(server)) as tier:
-        assert read_once_connected(tier, range(4)).hits == [True] * 4
-        cuts = cut_once(server, int(2.5 * GEOMETRY.shard_bytes))
-        result, found = read(tier, range(4))
-        assert cuts == ["cut"]
-        assert not all(result.hits)
-        for i, is_hit in enumerate(result.hits):
-            assert not is_hit or found[i] == chunk_data(i)
-        assert read_once_connected(tier, range(4)).hits == [True] * 4
 
 
 def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
@@ -299,22 +220,6 @@ def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
         for _ in range(5):
             assert read(tier, range(4), 1.0)[0].hits[:3] == [True] * 3
         assert tier.counts().misses["bad_checksum"] == lied
-
-
-def test_another_instance_at_the_same_port() -> None:
-    """Of other weights, so without what was there; then of another number of ranks."""
-    with ExitStack() as stack:
-        first = stack.enter_context(ExitStack())
-        server = first.enter_context(serving(HeldChunks(range(4))))
-        port = server.port
-        tier = stack.enter_context(reading(at(port), read_timeout_seconds=0.3))
-        assert read_once_connected(tier, range(4)).hits == [True] * 4
-        first.close()
-        with serving(HeldChunks(range(10, 14)), port=port):
-            assert read_once_connected(tier, range(10, 14)).hits == [True] * 4
-            assert read(tier, range(4))[0].hits == [False] * 4
-        with serving(HeldChunks(range(4)), port=port, ranks=[PARTS, PARTS]):
-            assert read(tier, range(4), 0.5)[0].hits == [False] * 4
 
 
 @pytest.mark.parametrize("use", [take_socket, lambda client: client.execute_command("PEER")])

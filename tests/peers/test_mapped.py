@@ -106,14 +106,6 @@ def test_bytes_that_change_under_the_reader_are_no_hit(path: Path, hash_key: byt
         assert data[1] == bytes(original)
 
 
-@pytest.mark.parametrize("maps", [True, False])
-def test_each_way_can_be_forced(path: Path, chunks: HeldChunks, maps: bool) -> None:
-    with owner(path, chunks), reader(path, maps=maps) as tier:
-        result, data = read(tier, [2, 4])
-        assert (result.hits, data) == ([True, True], of([2, 4]))
-        assert (tier._mapped is not None) == maps
-
-
 def test_without_memory_to_map_the_socket_brings_it(path: Path) -> None:
     with owner(path, HeldChunks(range(3))), reader(path) as tier:
         result, data = read(tier, [0, 1, 2])
@@ -240,7 +232,7 @@ def test_an_owner_that_lies_is_no_hit(path: Path, lie: str) -> None:
         found = topology(path)
         found.prepare()
         (node,) = found.peers()
-        peers = mapped.MappedPeers(PLAN, found.address_here)
+        peers = mapped.MappedPeers(PLAN, found.socket_path)
         limit = Deadline(time.monotonic() + 5.0, time.monotonic)
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
         assert peers.read([chunk_key(0)], [buffer], node, limit) in (None, [False])
@@ -290,19 +282,10 @@ def reader_of_one(path: Path, seconds: float) -> tuple[mapped.MappedPeers, Calla
     found = topology(path)
     found.prepare()
     (node,) = found.peers()
-    peers = mapped.MappedPeers(PLAN, found.address_here)
+    peers = mapped.MappedPeers(PLAN, found.socket_path)
     buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
     limit = Deadline(time.monotonic() + seconds, time.monotonic)
     return peers, lambda: peers.read([chunk_key(0)], [buffer], node, limit)
-
-
-def test_a_silent_owner_is_waited_for_no_longer_than_the_load_may_take(path: Path) -> None:
-    with HostFolder(path).listen(name_of("one")):
-        peers, read = reader_of_one(path, 0.05)
-        assert read() is None, "or it waits for ever"
-        assert peers.num_failed == 1
-        assert read() is None
-        assert peers.num_failed == 1, "it is left alone for a while"
 
 
 def test_a_load_that_was_late_itself_blames_no_owner(path: Path, chunks: HeldChunks) -> None:

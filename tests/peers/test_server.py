@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,15 +17,12 @@ from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.clock import Clock
-from tests.support.command_line import call_cli
 from tests.support.engines.strangers import SAYINGS, memory_of, talk
 from tests.support.peers.chunks import SECRET, HeldChunks, bit_by_bit, serving
 from tests.support.redis.chunks import (
     GEOMETRY,
-    PARTS,
     chunk_data,
     chunk_key,
     config,
@@ -110,15 +106,6 @@ def test_many_chunks_are_asked_for_at_once(server: PeerServer) -> None:
             asked(*wrong)
 
 
-def test_a_look_up_finds_what_is_there(server: PeerServer) -> None:
-    lookup = RedisLookup(config(url(server)), [PARTS])
-    try:
-        found = lookup.exist([chunk_key(i) for i in (0, 9, 5)], time.monotonic() + 5.0)
-    finally:
-        lookup.close()
-    assert found == [True, False, True]
-
-
 def test_values_as_clients_see_them(server: PeerServer) -> None:
     with redis.Redis.from_url(url(server), protocol=2) as client:
         whole = client.get(name(0))
@@ -178,15 +165,6 @@ def test_without_a_secret_nobody_lists(chunks: HeldChunks) -> None:
             client.execute_command("AUTH", "")
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.scan()
-
-
-def test_the_command_line_lists_and_verifies(server: PeerServer) -> None:
-    at = ("--redis-url", url(server, SECRET.decode()), "--json")
-    (group,) = call_cli("ls", *at).document["groups"]
-    assert (group["namespace"], group["chunks"], group["values"]) == ("default", 6, 24)
-    assert (group["tokens"], group["layers"], group["kv_heads"]) == (6 * 16, 4, 2)
-    outcome = call_cli("verify", *at)
-    assert (outcome.code, outcome.document["values"]) == (0, {"sound": 24})
 
 
 # -- what a client may cost ----------------------------------------------------------------------

@@ -24,10 +24,8 @@ from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.tier import ReadResult
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
@@ -150,7 +148,7 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
     keys, found = [chunk_key(i) for i in indices], list[bool]()
 
     def finds_any() -> bool:
-        lookup.tend()
+        lookup.maintain()
         found[:] = [t is not None for t in lookup.find(keys, time.monotonic() + seconds)]
         return any(found)
 
@@ -208,18 +206,6 @@ def test_an_answer_that_is_none_is_a_miss_and_ends_the_connection(said: bytes) -
         lookup.close()
 
 
-def test_a_silent_peer_is_left_out_and_then_left_alone() -> None:
-    with (
-        silent_server() as bad,
-        serving(HeldChunks([0])) as good,
-        looking(at(bad.getsockname()[1], good)) as lookup,
-    ):
-        assert exist(lookup, [0, 1]) == [True, False]
-        address = at(bad.getsockname()[1])[0]
-        once_dialled(lambda: dict(lookup.servers()).get(address) is CircuitState.OPEN)
-        assert exist(lookup, [0, 1]) == [True, False]
-
-
 class LateChunks(HeldChunks):
     """Once it ``is_late``, the server says nothing until somebody opens the ``gate``."""
 
@@ -248,28 +234,6 @@ def test_a_peer_that_answers_late_is_not_waited_for() -> None:
         assert exist(lookup, [0, 1, 2], 10.0) == [True, False, False]
         assert time.monotonic() - started < 5.0
         late.gate.set()
-
-
-class CountedTopology(PeerTopology):
-    num_connected = 0
-
-    def connect(self, node: Node, max_bytes: int) -> Client:
-        self.num_connected += 1
-        return super().connect(node, max_bytes)
-
-
-def test_whom_nobody_waits_for_stays_connected() -> None:
-    """The answer is there with the first peer that has everything; the others' come later."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving(HeldChunks(range(8)))) for _ in range(4)]
-        parsed = [Address.parse(each) for each in at(*servers)]
-        topology = CountedTopology(settings(), parsed, OWN, Share(0), time.monotonic)
-        lookup = AnyLookup({Tier.PEER: PeerLookup(settings(), [PARTS], topology)}, time.monotonic)
-        stack.callback(lookup.close)
-        for _ in range(40):
-            exist(lookup, range(8))
-        assert exist(lookup, range(9)) == [True] * 8 + [False]
-        assert topology.num_connected == 4
 
 
 @pytest.mark.parametrize(
@@ -333,17 +297,6 @@ def read_heads(tier: PeerTier, count: int, source: PeerSource | None = None) -> 
     for index, (hit, buffer) in enumerate(zip(hits, buffers, strict=True)):
         assert not hit or buffer == chunk_data(index, HEAD)
     return hits
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_chunk_is_read_from_the_rank_that_owns_it(rank: int) -> None:
-    with a_pair(range(8)) as address:
-        tier = PeerTier(settings(), ONE_HEAD, pair_topology(address, rank))
-        try:
-            once_dialled(lambda: read_heads(tier, 8) == [True] * 8)
-            assert read_heads(tier, 12) == [True] * 8 + [False] * 4
-        finally:
-            assert tier.close(5.0)
 
 
 def test_the_owner_is_asked_for_a_chunk() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import redis
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers import watch as watch_module
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
-from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, NotOver
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, IncompleteTransfer
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.peers.watch import TransferWatch
@@ -86,11 +85,11 @@ def test_chunks_that_a_reader_will_ask_for_are_sealed_as_they_are_stored(
 
 
 def test_it_is_over_when_its_stores_have_ended(transfers: Transfers, chunks: HeldChunks) -> None:
-    assert transfers.state(b"d", "t") is NotOver.UNKNOWN
+    assert transfers.state(b"d", "t") is IncompleteTransfer.UNKNOWN
     transfers.store_begins(7)
     transfers.store_begins(8)
     send(transfers, "t", (0, 1, 5), 7, 8, held="request")
-    assert transfers.state(b"d", "t") is NotOver.COMING
+    assert transfers.state(b"d", "t") is IncompleteTransfer.COMING
     chunks.data[KEYS[5]] = chunk_data(5)
     transfers.store_ended(7, (KEYS[5],))
     assert not transfers.has_updates
@@ -136,11 +135,11 @@ def test_a_lease_ends_at_its_time_unless_somebody_asks(
     clock.now += 0.9 * LEASE_SECONDS
     transfers.state(b"d", "asked")
     clock.now += 0.9 * LEASE_SECONDS
-    transfers.tend()
+    transfers.maintain()
     assert chunks.num_leased == 2
-    assert transfers.state(b"d", "unasked") is NotOver.UNKNOWN
+    assert transfers.state(b"d", "unasked") is IncompleteTransfer.UNKNOWN
     clock.now += 1.1 * LEASE_SECONDS
-    transfers.tend()
+    transfers.maintain()
     assert chunks.num_leased == 0
 
 
@@ -160,7 +159,7 @@ def test_the_same_name_again_is_another_transfer(transfers: Transfers) -> None:
     send(transfers, "t", (0,))
     transfers.store_begins(3)
     send(transfers, "t", (1,), 3)
-    assert transfers.state(b"d", "t") is NotOver.COMING
+    assert transfers.state(b"d", "t") is IncompleteTransfer.COMING
     transfers.store_ended(3, ())
     assert transfers.state(b"d", "t") == names(1)
 
@@ -209,7 +208,7 @@ class HeardTransfers(Transfers):
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
         self._heard, self._names = threading.Condition(), set[str]()
 
-    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+    def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
         with self._heard:
             self._names.add(transfer_id)
@@ -287,38 +286,6 @@ def test_who_asks_while_another_waits_waits_for_nobody(
     assert coming.answer is None
 
 
-def test_answers_stay_in_step_whoever_comes_when(
-    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
-) -> None:
-    transfers, server = served
-    chance = random.Random(7)
-    waiting, over = list[tuple[int, Awaited]](), list[tuple[int, Awaited]]()
-
-    def settle() -> None:
-        while over:
-            number, awaited = over.pop()
-            answer = answer_of(awaited)
-            assert [answer.holds(key) for key in KEYS] == [i == number % NUM_HELD for i in range(6)]
-            watch.done(awaited)
-        assert chunks.await_leased(lambda count: count == 0)
-
-    for number in range(150):
-        transfers.apply([TransferUpdate(f"t{number}")])
-        waiting.append((number, watch.ask(at(server), f"t{number}", 60.0)))
-        if chance.random() < 0.5:
-            transfers.await_reader(f"t{number}")
-        if chance.random() < 0.6:
-            ended, awaited = waiting.pop(chance.randrange(len(waiting)))
-            send(transfers, f"t{ended}", (ended % NUM_HELD,))
-            over.append((ended, awaited))
-        if len(over) == 8:
-            settle()
-    for number, awaited in waiting:
-        send(transfers, f"t{number}", (number % NUM_HELD,))
-        over.append((number, awaited))
-        settle()
-
-
 def test_nobody_knows_it(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
@@ -346,7 +313,7 @@ def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChun
         assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
     with serving(chunks) as server:
         assert answer_of(watch.ask(at(server), "", 60.0, KEYS)).holds(KEYS[0])
-    assert len(watch._guests) <= watch_module._MAX_GUESTS
+    assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
 def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWatch) -> None:

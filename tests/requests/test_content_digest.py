@@ -75,18 +75,6 @@ def test_any_difference_is_another_item() -> None:
         item(a=object()),
         item(a=PIXELS.to_sparse()),
     ],
-    ids=[
-        "nothing",
-        "no field",
-        "no value",
-        "one of two",
-        "shared memory",
-        "a list",
-        "empty",
-        "meta",
-        "an object",
-        "sparse",
-    ],
 )
 def test_what_is_not_here_has_no_digest(missing: Any) -> None:
     """A handle to shared memory above all: its digest would be that of an address."""

@@ -73,16 +73,6 @@ def test_an_output_is_of_the_item_it_was_encoded_from(step: Step) -> None:
     assert step.witness.vouches(one, yours, 0, 64)
 
 
-def test_encoded_twice_from_different_items_it_is_nobodys(step: Step) -> None:
-    one = request(feature("name"))
-    for content in ("mine", "yours", "mine"):
-        step.encode(one, spans_of(one, content))
-    for content in ("mine", "yours"):
-        assert not step.witness.vouches(one, spans_of(one, content), 0, 64)
-    step.encode(one, None, "name")
-    assert not step.witness.vouches(one, spans_of(one, "mine"), 0, 64), "from an unknown item"
-
-
 def test_only_tokens_that_read_an_output_need_it(step: Step) -> None:
     mask = torch.tensor([False, True, True, False])
     one = request(feature("a", 8, mask), feature("b", 32))

@@ -256,27 +256,3 @@ def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Pa
     identified.on_ranks[0] = {1: "another"}
     identified.answer()
     assert identifier.is_current(waiting, StepWait(5.0)) is False
-
-
-@pytest.mark.parametrize("seconds", [0.3, 1.1, 4.4])
-@pytest.mark.parametrize("steps_between_asks", [1, 3])
-def test_an_ask_never_waits_for_a_second_look(
-    tmp_path: Path, seconds: float, steps_between_asks: int
-) -> None:
-    identified = Identified()
-    waiting = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
-    identifier = identified.identifier
-    assert identifier.identify(waiting) is UNREAD
-    identified.answer()
-    assert isinstance(identifier.identify(waiting, StepWait(5.0)), RequestIdentity)
-    for step in range(1, 200):
-        identified.next_step(step * seconds)
-        (look,) = identifier.adapters.looks.values()
-        assert look.reading.wait(5.0), "files are read while the step runs"
-        if step % steps_between_asks == 0:
-            assert identifier.is_current(waiting) is True
-    identifier.give_up("r")
-    assert not identifier.adapters.looks, "it runs"
-    assert identifier.is_current(waiting, StepWait(5.0)) is True, "it was preempted"
-    identifier.forget(waiting)
-    assert not identifier.adapters.looks

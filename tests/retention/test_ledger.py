@@ -75,14 +75,6 @@ class Tier:
             yield victims[0].decode()
 
 
-def test_what_is_used_again_is_new_again() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 2))
-    tier.store(prompt("y", 2))
-    tier.store(prompt("x", 2))
-    assert list(tier.going()) == ["y1", "y0", "x1", "x0"]
-
-
 def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
     tier = Tier()
     tier.store(prompt("x", 3))
@@ -117,16 +109,6 @@ def test_a_use_without_a_time_lifts_it(after: float) -> None:
     assert dict(tier.ledger.holdings().evicted) == {"oldest": 2}
 
 
-def test_a_time_runs_from_the_request_and_not_from_when_the_ledger_hears_of_it() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 1), Claim(ttl_seconds=1))
-    tier.store(prompt("old", 1))
-    tier.ledger.notes.use(PrefixUse(Claim(ttl_seconds=60), (b"x0",)))
-    tier.clock.now += 61
-    assert list(tier.going()) == ["x0", "old0"]
-    assert dict(tier.ledger.holdings().evicted) == {"expired": 1, "oldest": 1}
-
-
 # -- priority --------------------------------------------------------------------------------------
 
 
@@ -139,16 +121,6 @@ def test_each_step_of_priority_doubles_the_time() -> None:
     assert tier.ledger.evict(2, lambda key: True) == [b"x0", b"y0"]
     tier.clock.now = 1050.0  # x: 49 s / 4, y: 19 s
     assert tier.ledger.evict(2, lambda key: True) == [b"y0", b"x0"]
-
-
-def test_a_prefix_has_the_highest_priority_of_all_that_build_on_it() -> None:
-    tier = Tier()
-    tier.store(prompt("x", 2))
-    tier.store(prompt("x", 3), Claim(priority=3))
-    tier.store(prompt("x", 2), Claim(priority=-3))
-    tier.store(prompt("y", 1))
-    tier.clock.now += 100
-    assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
 
 
 # -- pins ------------------------------------------------------------------------------------------
@@ -231,26 +203,6 @@ def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
     assert sum(n for _, n in tier.ledger.holdings().tenant_bytes) == 20 * SIZE
     list(tier.going())
     assert not tier.ledger._tenants
-
-
-def test_what_memory_had_of_a_prompt_is_no_older_than_what_is_fetched_of_it() -> None:
-    """Its request waits; the beginning would go before the end comes into use."""
-    tier = Tier(capacity=20)
-    tier.store(prompt("x", 3), Claim(A))
-    tier.store(prompt("y", 2), Claim(A))
-    tier.fetch(prompt("x", 2, first=3), A, before=b"x2")
-    assert list(tier.going()) == ["y1", "y0", "x4", "x3", "x2", "x1", "x0"]
-
-
-def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds_on_it() -> None:
-    tier = Tier(capacity=20)
-    tier.store(prompt("x", 2), Claim(A, ttl_seconds=5))
-    tier.fetch([b"x2"], A, before=b"x1")
-    tier.ledger.notes.give_up([b"x2"])
-    tier.clock.now += 10
-    tier.store(prompt("y", 1), Claim(A))
-    tier.fetch([b"x3"], A, before=b"x2")
-    assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
 
 
 def test_what_is_nobodys_makes_room_for_anybody() -> None:
@@ -344,14 +296,6 @@ def test_times_that_are_over_together_end_bit_by_bit() -> None:
         return cost
 
     assert cost(4 * MAX_TOUCHED) < 1.1 * cost(MAX_TOUCHED + 10)
-
-
-def test_many_pins_that_are_over_together_hold_nothing_back() -> None:
-    tier = Tier(capacity=3 * MAX_TOUCHED, pin_share=1.0)
-    keys = prompt("x", 2 * MAX_TOUCHED)
-    tier.store(keys, Claim(pin=True))
-    tier.clock.now += PIN_SECONDS
-    assert len(tier.ledger.evict(len(keys), lambda key: True)) == len(keys)
 
 
 def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -> None:

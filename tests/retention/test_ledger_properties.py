@@ -174,7 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert tenant.pinned_bytes == len(own) * SIZE <= self.limits.tenant_pin_bytes
         waiting = list(self.ledger._queues.oldest_first(self.now))
         assert len(waiting) == len(set(waiting))
-        elsewhere = len(pinned) + len(self.ledger._expired) + len(self.ledger._passed)
+        elsewhere = len(pinned) + len(self.ledger._expired) + len(self.ledger._passed_over)
         assert len(waiting) + elsewhere == len(self.held)
         for queue in self.ledger._queues._queues.values():
             assert sorted(queue.values()) == list(queue.values()), "the oldest is not the first"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import WeightsInMemory
 from tests.support.doubles.lives import CHUNK, calm, prompt
@@ -44,29 +43,6 @@ def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     return [job.keys for plan in engine.plans for job in plan.stores][-1]
 
 
-def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: Path) -> None:
-    one, two = (calm(model, Shape()) for _ in range(2))
-    as_loaded = stored_keys(one)
-    assert stored_keys(two) == as_loaded
-    assert one.reset(new_weights=False)
-    assert stored_keys(one) == as_loaded
-    assert one.reset()
-    updated = stored_keys(one)
-    assert updated != as_loaded
-    assert stored_keys(two) == as_loaded
-    assert two.reset()
-    assert stored_keys(two) == updated
-
-
-def test_vllms_own_reset_has_the_weights_read_again(model: Path) -> None:
-    """With its defaults, as trainers call it: it tells no connector."""
-    engine = calm(model, Shape())
-    as_loaded = stored_keys(engine)
-    engine.version += 1
-    assert engine.scheduler.reset_prefix_cache()
-    assert stored_keys(engine) != as_loaded
-
-
 def test_of_the_roots_that_metrics_show_the_latest_is_in_use(model: Path) -> None:
     engine, shown = calm(model, Shape()), dict[str, float]()
     stored_keys(engine)
@@ -96,42 +72,6 @@ def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path
         engine.run_until_idle()
         assert any(plan.stores for plan in engine.plans[num_plans:]) != is_updated
         engine.check_whole()
-
-
-def test_a_reset_takes_back_what_routers_were_told(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = calm(model, Shape(kv_events=True))
-    # Else vLLM's scheduler takes them with every step, for the routers.
-    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
-    engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
-    engine.run_until_idle()
-    stored = engine.adapter.kv_events.take()
-    assert len(stored) == 2
-    assert engine.reset(new_weights=False)
-    engine.run_until_idle()
-    assert not engine.adapter.kv_events.take(), "the same weights"
-    assert engine.reset()
-    engine.add(prompt(2, 2), max_tokens=1)
-    engine.run_until_idle()
-    removed = engine.adapter.kv_events.take()
-    assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
-        event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
-    }
-    assert removed
-
-
-def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:
-    engine = calm(model, Shape(prefix_caching=False))
-    tokens = prompt(1, 2 * CHUNK + 1)
-    engine.add(tokens, max_tokens=1)
-    engine.run_until_idle()
-    engine.ranks[0].tier.clear()  # without an event
-    for _ in range(12):  # a load may also fail for its deadline, which says nothing
-        engine.add(tokens, max_tokens=1)
-        engine.run_until_idle()
-    assert engine.ranks[0].num_loaded_chunks > 0
-    engine.check_whole()
 
 
 @pytest.mark.parametrize("groups", [("full",), ("w40", "full")])

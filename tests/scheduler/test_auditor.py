@@ -32,18 +32,6 @@ def audit_jobs(engine: ShadowEngine) -> list[AuditJob]:
     return [job for plan in engine.plans for job in plan.stores if isinstance(job, AuditJob)]
 
 
-def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -> None:
-    engine, tokens = calm(model, FIRST), prompt(1, 3 * CHUNK + 5)
-    serve(engine, tokens)
-    serve(engine, tokens)
-    assert loaded(engine) == 2
-    (job,) = audit_jobs(engine)
-    assert job.runs[0].chunks == (2,)
-    assert audits(engine) == {"match": 1}
-    serve(engine, tokens)
-    assert loaded(engine) == 5  # the second hit is loaded whole
-
-
 def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     """A chunk of its own says nothing about others', and is not compared with itself."""
     shape = Shape(audit_share=1e-9, redis=True, num_blocks=40)

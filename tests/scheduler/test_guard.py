@@ -220,20 +220,6 @@ def test_a_load_that_was_promised_when_a_call_raised_is_computed(
     engine.check_answer(name)
 
 
-def test_blocks_that_are_pinned_when_a_call_raises_are_free_again(model: Path) -> None:
-    faults = Faults(stuck=True)
-    engine = ShadowEngine(model, SHAPES["windows"], 0, faults)
-    engine.add(prompt(1, 200), 1)
-    wait_for(engine, lambda: bool(engine.adapter.witness._pinned))
-    assert engine.connector._guard is not None
-    engine.connector._guard.failed("take_events", PlantedError("mine"))
-    faults.stuck = False
-    engine.run_until_idle()
-    engine.add([1], 1)  # what was cancelled is reported
-    engine.run_until_idle()
-    engine.check_whole()
-
-
 def test_failures_are_logged_once_per_episode_and_counted(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

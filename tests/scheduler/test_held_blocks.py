@@ -128,15 +128,6 @@ def test_the_newest_pins_give_way_to_what_vllm_needs(model: Path) -> None:
     assert held.num_free == free - 2
 
 
-def test_vllm_waits_one_step_at_most(model: Path) -> None:
-    """It asks whether blocks will be free when it finds none."""
-    held = Held(model)
-    held.pin(1, [3, 4])
-    assert held.blocks.should_wait()
-    held.blocks.next_step()
-    assert not held.blocks.should_wait()
-
-
 # -- blocks of requests that have ended ------------------------------------------------------------
 
 
@@ -146,21 +137,6 @@ LENGTH = 8 * BLOCK_SIZE + 2
 def long_prompts(count: int) -> list[list[int]]:
     chance = random.Random(count)
     return [chance.choices(range(VOCABULARY), k=LENGTH) for _ in range(count)]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_many_prompts_in_a_row_are_all_stored(
-    model: Path, depth: int, prefix_caching: bool
-) -> None:
-    """Without prefix caching vLLM hands out first what was given back last."""
-    shape = Shape(num_blocks=100, depth=depth, prefix_caching=prefix_caching, tier_chunks=1000)
-    engine = ShadowEngine(model, shape, 0, Faults(slow=0.5))
-    for prompt in long_prompts(30):
-        engine.add(prompt, 1)
-    engine.run_until_idle()
-    engine.check_whole()
-    assert engine.ranks[0].num_stored_chunks == 30 * 4
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -111,32 +111,6 @@ def test_what_may_have_changed_unseen_is_loaded_beside_the_steps(model: Path) ->
     assert num_in_step(engine) == 1
 
 
-def test_nothing_is_loaded_between_a_reset_and_the_name_of_the_weights(model: Path) -> None:
-    engine = engine_with(model, SHAPES["async"], prompt(1, 3 * CHUNK))
-    assert engine.scheduler.reset_prefix_cache()
-    request_id = engine.add(prompt(1, 3 * CHUNK), 1)
-    while not engine.adapter.book.weights.name:
-        assert num_loads(engine) == 0
-        engine.step()
-    engine.run_until_idle()
-    engine.check_answer(request_id)
-
-
-def test_a_chunk_that_is_leaving_is_loaded_beside_the_steps_until_it_is_used(model: Path) -> None:
-    engine = engine_with(model, SHAPES["plain"], prompt(1, 3 * CHUNK))
-    (rank,) = engine.ranks
-    rank.evict(1)  # at random, and not before that is heard of
-    engine.add(prompt(2, 5), 1)
-    engine.run_until_idle()
-    for expected in (0, 1):
-        engine.plans.clear()
-        engine.add(prompt(1, 3 * CHUNK), 1)
-        engine.run_until_idle()
-        assert num_loads(engine) == 1
-        assert num_in_step(engine) == expected
-        engine.forget_prefixes()
-
-
 @pytest.mark.parametrize("call", ["build_plan", "load_planned"])
 def test_a_load_that_vllm_counts_on_is_made_though_the_side_raises(
     model: Path, monkeypatch: pytest.MonkeyPatch, call: str

@@ -97,31 +97,6 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     assert num_dropped[0] == 0 < num_dropped[1]
 
 
-def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Path) -> None:
-    faults = Faults(stuck=True)
-    engine = ShadowEngine(model, WIDE, 0, faults)
-    engine.add(prompt(1, 6 * CHUNK), 3)
-    while engine.live:
-        engine.step()
-    assert engine.adapter.has_unattended_jobs
-    assert not engine.adapter.held.num_pins
-    engine.forget_prefixes()
-    faults.stuck = False
-    engine.run_until_idle()
-    engine.check_whole()
-
-
-def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
-    engine = ShadowEngine(model, WIDE, 0, Faults(stuck=True))
-    request_id = engine.add(prompt(1, 6 * CHUNK), 3)
-    for _ in range(3):
-        engine.step()
-    assert engine.adapter.held.num_pins
-    engine.abort(request_id)
-    assert not engine.adapter.held.num_pins
-    engine.forget_prefixes()
-
-
 def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
     """Where a prompt ends, and where another parted from it; of all groups or none."""
     shape = replace(WIDE, groups=("s", "full", "s"), chunk_size=BLOCK_SIZE)

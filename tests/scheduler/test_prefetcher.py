@@ -105,16 +105,6 @@ def test_who_came_first_is_served_first_and_the_others_wait_for_room() -> None:
     scene.prefetcher.check_integrity()
 
 
-def test_nothing_is_fetched_ahead_of_a_load_of_the_next_step() -> None:
-    """Redis has answered too late for this step, and before it was planned."""
-    scene = Scene(mib=100)
-    scene.queue("asked", 4)
-    scene.queue("behind it", 4)
-    scene.prefetcher.is_next("asked")
-    assert scene.plan() == []
-    assert scene.plan() == [("asked", 4), ("behind it", 4)], "vLLM had no room for it after all"
-
-
 def test_what_two_requests_share_is_fetched_once_and_kept_while_one_waits() -> None:
     scene = Scene(mib=100)
     tokens = [1] * 1000
@@ -156,24 +146,6 @@ def test_a_step_with_a_long_queue_looks_at_few_prompts() -> None:
         planned += len({name for name, _ in scene.plan()})
         assert 0 < scene.hits.num_looked_at - before <= 300 or planned == 40
     assert planned == 40, "all are served in the end"
-
-
-def test_where_there_is_no_room_a_step_looks_at_nothing() -> None:
-    scene = Scene(mib=4)
-    first, second = scene.queue("a", 4), scene.queue("b", 4)
-    assert scene.plan() == [("a", 4)]
-    for _ in range(3):
-        before = scene.hits.num_looked_at
-        assert scene.plan() == []
-    assert scene.hits.num_looked_at == before
-    scene.end(first, *(job for job, _ in list(first.prefetch.jobs.values())))
-    assert scene.plan() == [], "what has come is still wanted"
-    scene.prefetcher.release(first)
-    assert scene.plan() == [("b", 4)]
-    third = scene.queue("c", 4)
-    assert scene.plan() == []
-    scene.prefetcher.release(third)
-    scene.prefetcher.release(second)
 
 
 # -- under vLLM's scheduler --------------------------------------------------------------------

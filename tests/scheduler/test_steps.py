@@ -14,7 +14,6 @@ import pytest
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import (
     Fetched,
-    ForwardTime,
     PrefillWork,
     RankReport,
     RankStart,
@@ -44,17 +43,6 @@ def make(world_size: int, clock: Clock | None = None) -> EngineStart:
 def report(rank: int, **configuration: str) -> RankReport:
     start = RankStart(tuple(sorted(configuration.items())), MEASURED[rank])
     return RankReport(rank, (), (), start=start)
-
-
-def test_requests_wait_for_the_last_rank() -> None:
-    start = make(3)
-    assert start.is_awaited()
-    assert start.update([report(2, a="1"), report(0, a="1")]) == ()
-    assert start.update([RankReport(1, (), ())]) == ()
-    assert start.is_awaited()
-    assert start.hasher is None
-    assert start.update([report(1, a="1")]) == MEASURED
-    assert start.hasher is not None
 
 
 def test_keys_are_those_of_what_the_ranks_see() -> None:
@@ -206,12 +194,3 @@ def test_a_step_in_which_another_connector_loads_is_not_timed(model: Path, is_as
     engine.run_until_idle()
     assert works(engine)[0] is None
     assert any(works(engine)), "and the next one is"
-
-
-def test_forward_times_teach_what_recompute_costs(model: Path) -> None:
-    engine = ShadowEngine(model, Shape(), 1)
-    policy = engine.adapter.policy
-    assert policy.model.compute_seconds(0, 1000) is None
-    work = PrefillWork(1000, 0, 0)
-    engine.adapter.update_from_reports([RankReport(0, (), (), (ForwardTime(work, 0.5),))])
-    assert policy.model.compute_seconds(0, 1000) == pytest.approx(0.5, rel=0.01)

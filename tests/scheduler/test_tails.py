@@ -97,15 +97,6 @@ def test_an_ordinary_request_neither_stores_nor_loads_a_tail(model: Path) -> Non
     assert handed(engine, tokens, CONSUMED) == CHUNK + 8
 
 
-def test_a_tail_of_another_length_is_not_used(model: Path) -> None:
-    engine = wide(model, Shape())
-    tokens = prompt(1, CHUNK + 9)
-    handed(engine, tokens, PRODUCED)
-    for other in (tokens[:-1], [*tokens, 5], [*tokens[:-2], tokens[-2] + 1, tokens[-1]]):
-        assert handed(engine, other, CONSUMED) == CHUNK
-    assert handed(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK + 8
-
-
 def test_a_head_that_looks_ahead_names_the_last_token(model: Path) -> None:
     engine = wide(model, Shape(lookahead=1))
     tokens = prompt(1, CHUNK + 9)

@@ -33,12 +33,6 @@ class RouterView:
                 raise SimulationFailure(f"EVENTS: blocks left {event.medium} that were not there")
             tier.update(blocks) if isinstance(event, BlockStored) else tier.subtract(blocks)
 
-    def get_publisher_config(self) -> None:
-        """There is none."""
-
-    def shutdown(self) -> None:
-        """Nothing is open."""
-
 
 class AtRest:
     """Of one engine. ``shares``: each chunk is in the memory of one rank, for all."""

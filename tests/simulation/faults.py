@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from redis.crc import key_slot
 
@@ -17,6 +17,8 @@ from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Address, Network
 from tests.simulation.redis_model import Cluster, Entry, RedisModel
+
+_LIE_CHANCE = 0.05
 
 
 @dataclass(eq=False)
@@ -62,13 +64,16 @@ class Fault(Protocol):
 
 
 class _PathFault:
-    """Changes the path to a server, and puts it back."""
+    """Changes the path to a server as its class says, and puts it back."""
 
-    changes: dict[str, float | bool]
+    changes: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, **changes: Any) -> None:
+        cls.changes = changes
 
     def begin(self, world: Deployment, server: RedisModel | At) -> None:
         path = world.network.paths[server.address]
-        world.network.paths[server.address] = replace(path, **self.changes)  # type: ignore[arg-type]
+        world.network.paths[server.address] = replace(path, **self.changes)
 
     def end(self, world: Deployment, server: RedisModel | At) -> None:
         path = world.network.paths[server.address]
@@ -77,56 +82,35 @@ class _PathFault:
         world.network.paths[server.address] = replace(path, **before)
 
 
-class SlowPath(_PathFault):
+class SlowPath(_PathFault, latency_seconds=0.15, bytes_per_second=2e5):
     """Far away, and narrow."""
 
-    def __init__(self, latency_seconds: float = 0.15, bytes_per_second: float = 2e5) -> None:
-        self.changes = {"latency_seconds": latency_seconds, "bytes_per_second": bytes_per_second}
 
-
-class Trickle(_PathFault):
+class Trickle(_PathFault, segment_bytes=7, bytes_per_second=2e3):
     """Bytes come a few at a time."""
 
-    def __init__(self) -> None:
-        self.changes = {"segment_bytes": 7, "bytes_per_second": 2e3}
 
-
-class ReorderingPath(_PathFault):
+class ReorderingPath(_PathFault, jitter_seconds=0.05):
     """What is sent on one connection passes what was sent earlier on another."""
 
-    def __init__(self, jitter_seconds: float = 0.05) -> None:
-        self.changes = {"jitter_seconds": jitter_seconds}
 
-
-class LossyPath(_PathFault):
+class LossyPath(_PathFault, reset_chance=0.1):
     """Connections break, now and then, in the middle of a message."""
 
-    def __init__(self, reset_chance: float = 0.1) -> None:
-        self.changes = {"reset_chance": reset_chance}
 
-
-class CutPath(_PathFault):
+class CutPath(_PathFault, is_cut=True):
     """Nothing arrives, and nobody is told."""
 
-    def __init__(self) -> None:
-        self.changes = {"is_cut": True}
 
-
-class RefusingPort(_PathFault):
+class RefusingPort(_PathFault, refuses=True):
     """Nobody new can connect; what is connected goes on."""
-
-    def __init__(self) -> None:
-        self.changes = {"refuses": True}
 
 
 class SlowServer:
     """Each command takes long."""
 
-    def __init__(self, seconds_per_command: float = 0.03) -> None:
-        self._seconds = seconds_per_command
-
     def begin(self, world: Deployment, server: RedisModel) -> None:
-        server.seconds_per_command = self._seconds
+        server.seconds_per_command = 0.03
 
     def end(self, world: Deployment, server: RedisModel) -> None:
         server.seconds_per_command = 5e-6
@@ -236,14 +220,11 @@ class DamagedValues:
 class LyingServer:
     """Now and then it answers with something else."""
 
-    def __init__(self, lie_chance: float = 0.05) -> None:
-        self._lie_chance = lie_chance
-
     def begin(self, world: Deployment, server: RedisModel) -> None:
         chance = world.chance
 
         def tamper(command: Sequence[bytes], reply: bytes) -> bytes:
-            if chance.random() >= self._lie_chance:
+            if chance.random() >= _LIE_CHANCE:
                 return reply
             match chance.randrange(8):
                 case 0:

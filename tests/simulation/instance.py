@@ -217,13 +217,6 @@ class Instance:
             )
             for rank in range(shape.world_size)
         ]
-        metadata = {
-            (0, rank.rank): found
-            for rank in self._ranks
-            if (found := rank.connector.get_handshake_metadata()) is not None
-        }
-        if metadata:
-            self._scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
         for rank in self._ranks if shape.shares else ():
             rank.meet(self._ranks)
         self._aggregator = KVOutputAggregator(shape.world_size)

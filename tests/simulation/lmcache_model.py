@@ -154,9 +154,6 @@ class CpuTier:
             self._drop(key)
             return True
 
-    def get_allocator_backend(self) -> CpuTier:
-        return self
-
     def _drop(self, key: Any) -> None:
         self.hot_cache.pop(key).ref_count_down()
         self._tell(OpType.EVICT, key)

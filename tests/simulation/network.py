@@ -331,9 +331,6 @@ class SimSocket:
     def gettimeout(self) -> float | None:
         return self._timeout
 
-    def setblocking(self, flag: bool) -> None:
-        self._timeout = None if flag else 0.0
-
     def setsockopt(self, level: int, option: int, value: Any) -> None:
         if level == real_socket.SOL_SOCKET and option in (
             real_socket.SO_RCVTIMEO,
@@ -341,14 +338,6 @@ class SimSocket:
         ):
             seconds, micros = _TIMEVAL.unpack(value)
             self._option_timeouts[option] = (seconds + micros / 1e6) or None
-
-    def getpeername(self) -> Address:
-        if self._link is None:
-            raise OSError(errno.ENOTCONN, "not connected")
-        return self._link.address
-
-    def getsockname(self) -> Address:
-        return (self.process.name, self._fd)
 
     def fileno(self) -> int:
         return -1 if self._is_closed else self._fd
@@ -365,12 +354,6 @@ class SimSocket:
             self.process.on_kill.remove(self._vanish)
         if self._link is not None:
             self._link.close()
-
-    def __enter__(self) -> SimSocket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_readable(self) -> bool:
@@ -422,9 +405,6 @@ class _Poll:
     def register(self, sock: Any, events: int = real_select.POLLIN) -> None:
         self._registered[sock if isinstance(sock, int) else sock.fileno()] = events
 
-    def unregister(self, sock: Any) -> None:
-        del self._registered[sock if isinstance(sock, int) else sock.fileno()]
-
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
         """``timeout`` is in milliseconds."""
         kernel = RUNTIME.kernel
@@ -446,21 +426,6 @@ class _Poll:
         return found
 
 
-def _select(
-    readers: Sequence[Any],
-    writers: Sequence[Any],
-    errors: Sequence[Any],
-    timeout: float | None = None,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    kernel = RUNTIME.kernel
-    end = None if timeout is None else kernel.now + timeout
-    while True:
-        found = [s for s in readers if s.is_readable], [s for s in writers if s.is_writable]
-        if any(found) or (end is not None and kernel.now >= end):
-            return *found, []
-        kernel.sleep(0.001 if end is None else min(0.001, end - kernel.now))
-
-
 def _resolve(
     host: str,
     port: int,
@@ -475,27 +440,13 @@ def _resolve(
     return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 6, "", (host, int(port)))]
 
 
-def _create_connection(
-    address: Address, timeout: float | None = None, source_address: Any = None
-) -> SimSocket:
-    sock = SimSocket()
-    sock.settimeout(timeout)
-    try:
-        sock.connect(_resolve(*address)[0][4])
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 socket = Stand(
     real_socket,
     {
         "socket": SimSocket,
         "getaddrinfo": _resolve,
-        "create_connection": _create_connection,
         "gethostname": lambda: RUNTIME.process.name,
     },
 )
 fcntl = Stand(real_fcntl, {"ioctl": lambda sock, request, argument: bytes(len(argument))})
-select = Stand(real_select, {"poll": _Poll, "select": _select})
+select = Stand(real_select, {"poll": _Poll})

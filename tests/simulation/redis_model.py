@@ -178,16 +178,15 @@ class RedisModel:
             return b"-ERR unknown command '%b'\r\n" % verb
         if self.password is not None and not (session.is_known or verb == b"AUTH"):
             return b"-NOAUTH Authentication required.\r\n"
-        if self.is_loading and verb not in (b"HELLO", b"AUTH", b"CLIENT"):
+        if self.is_loading and verb != b"AUTH":
             return b"-LOADING Redis is loading the dataset in memory\r\n"
         self._expire()
-        asking, session.asking = session.asking, False
-        refusal = self._redirection(_KEYED[verb](args), asking) if verb in _KEYED else None
+        refusal = self._redirection(_KEYED[verb](args)) if verb in _KEYED else None
         if refusal is None and verb in _WRITES:
             refusal = self.refusal
         return refusal or handler(self, session, args)
 
-    def _redirection(self, names: Sequence[bytes], asking: bool) -> bytes | None:
+    def _redirection(self, names: Sequence[bytes]) -> bytes | None:
         if self.cluster is None or not names:
             return None
         slots = {key_slot(name) for name in names}
@@ -199,8 +198,6 @@ class RedisModel:
         if owner is None:
             return b"-CLUSTERDOWN Hash slot not served\r\n"
         if owner is not self:
-            if target is self and asking:
-                return None
             return b"-MOVED %d %b:%d\r\n" % (slot, owner.address[0].encode(), owner.address[1])
         if target is not None:
             there = [name in self.entries for name in names]
@@ -240,29 +237,13 @@ class RedisModel:
 
     def _set(self, session: Session, args: Sequence[bytes]) -> bytes:
         name, value, *options = args
-        only_absent, only_present, seconds, wants_old = False, False, None, False
-        while options:
-            option = options.pop(0).upper()
-            if option in (b"PX", b"EX") and options:
-                seconds = int(options.pop(0)) / (1000 if option == b"PX" else 1)
-            elif option == b"NX":
-                only_absent = True
-            elif option == b"XX":
-                only_present = True
-            elif option == b"GET":
-                wants_old = True
-            else:
-                return _SYNTAX
-        old = self._get(session, [name]) if wants_old else b"$-1\r\n"
-        if wants_old and old == _WRONG_TYPE:
-            return old
-        if (only_absent and name in self.entries) or (only_present and name not in self.entries):
-            return old
+        if options and (len(options) != 2 or options[0] != b"PX"):
+            return _SYNTAX
         if not self._make_room(len(name) + len(value) + 64):
             return _OOM
-        expires_at = None if seconds is None else self.kernel.now + seconds
+        expires_at = self.kernel.now + int(options[1]) / 1000 if options else None
         self.entries[name] = Entry(value, expires_at=expires_at)
-        return old if wants_old else b"+OK\r\n"
+        return b"+OK\r\n"
 
     def _strlen(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
@@ -292,14 +273,6 @@ class RedisModel:
         text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
         return _bulk(text % (self.used_bytes, limit, policy))
 
-    def _hello(self, session: Session, args: Sequence[bytes]) -> bytes:
-        fields = {b"server": b"redis", b"version": b"7.4.0", b"mode": b"standalone"}
-        parts = [_bulk(part) for pair in fields.items() for part in pair]
-        return b"*%d\r\n" % (2 * len(fields)) + b"".join(parts)
-
-    def _ok(self, session: Session, args: Sequence[bytes]) -> bytes:
-        return b"+OK\r\n"
-
     def _auth(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.password is None:
             return b"-ERR AUTH <password> called without any password configured\r\n"
@@ -312,18 +285,9 @@ class RedisModel:
         host, port = self.master.address
         return b"*2\r\n" + _bulk(host.encode()) + _bulk(b"%d" % port)
 
-    def _pong(self, session: Session, args: Sequence[bytes]) -> bytes:
-        return b"+PONG\r\n"
-
-    def _asking(self, session: Session, args: Sequence[bytes]) -> bytes:
-        session.asking = True
-        return b"+OK\r\n"
-
     def _cluster(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.cluster is None:
             return b"-ERR This instance has cluster support disabled\r\n"
-        if args[0].upper() != b"SLOTS":
-            return _SYNTAX
         ranges = self.cluster.ranges()
         reply = b"*%d\r\n" % len(ranges)
         for first, last, owner in ranges:
@@ -336,10 +300,9 @@ class RedisModel:
 
 @dataclass(slots=True)
 class Session:
-    """One client. ``asking``: its next command may use a slot that is being imported."""
+    """One client."""
 
     buffer: bytearray = field(default_factory=bytearray)
-    asking: bool = False
     is_known: bool = False
 
 
@@ -352,13 +315,8 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"EXISTS": RedisModel._exists,
     b"PEXPIRE": RedisModel._pexpire,
     b"INFO": RedisModel._info,
-    b"HELLO": RedisModel._hello,
     b"AUTH": RedisModel._auth,
     b"SENTINEL": RedisModel._sentinel,
-    b"SELECT": RedisModel._ok,
-    b"CLIENT": RedisModel._ok,
-    b"PING": RedisModel._pong,
-    b"ASKING": RedisModel._asking,
     b"CLUSTER": RedisModel._cluster,
 }
 

@@ -81,9 +81,6 @@ class Listener(_Pollable):
     def closed(self, link: Link) -> None:
         link.state.end()
 
-    def getsockname(self) -> Address:
-        return self.address
-
     def close(self) -> None:
         """Nobody new can connect."""
         self.is_closed = True

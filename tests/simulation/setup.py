@@ -51,7 +51,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     _watch_reads(PeerTier)
     tier: Any = PeerTier
     tier.find_ranks, tier.read_ranks = _all_others, _read_ranks
-    _module("peers.server").PeerServer.has_door = True
+    _module("peers.server").PeerServer.has_host_socket = True
     _module("worker.lmcache_peers").CpuTierChunks.memory = -1
     build_tiny_model(folder / ONE_HEAD, replace(shape or TINY, num_kv_heads=1))
     return build_tiny_model(folder, shape or TINY)

@@ -97,9 +97,6 @@ class Lock:
                 kernel.wake(waiter)
                 return
 
-    def locked(self) -> bool:
-        return self._owner is not None
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -217,12 +214,6 @@ class Semaphore:
         for _ in range(min(n, len(self._waiters))):
             RUNTIME.kernel.wake(self._waiters.popleft())
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 class Thread:
     def __init__(
@@ -259,12 +250,6 @@ class Thread:
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_done
 
-    @property
-    def ident(self) -> int | None:
-        return self._task.ident if self._task is not None else None
-
-    native_id = ident
-
 
 class Local:
     """``threading.local``: instance attributes are per task."""
@@ -291,7 +276,6 @@ threading = Stand(
         "Condition": Condition,
         "Event": Event,
         "Semaphore": Semaphore,
-        "BoundedSemaphore": Semaphore,
         "Thread": Thread,
         "local": Local,
         "get_ident": _ident,
@@ -316,8 +300,6 @@ time = Stand(
         "monotonic": _monotonic,
         "perf_counter": _monotonic,
         "time": lambda: 1.8e9 + RUNTIME.kernel.now,
-        "monotonic_ns": lambda: int(_monotonic() * 1e9),
-        "perf_counter_ns": lambda: int(_monotonic() * 1e9),
         "time_ns": lambda: int((1.8e9 + RUNTIME.kernel.now) * 1e9),
         "sleep": _sleep,
     },
@@ -325,44 +307,25 @@ time = Stand(
 
 
 class Queue:
-    """``queue.Queue`` and ``queue.SimpleQueue``."""
+    """``queue.SimpleQueue``."""
 
-    def __init__(self, maxsize: int = 0) -> None:
-        self._maxsize = maxsize
+    def __init__(self) -> None:
         self._items: deque[Any] = deque()
         self._changed = Condition()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: Any) -> None:
         with self._changed:
-            if self._maxsize > 0:
-                wait = timeout if block else 0.0
-                if not self._changed.wait_for(lambda: len(self._items) < self._maxsize, wait):
-                    raise real_queue.Full
             self._items.append(item)
             self._changed.notify_all()
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, *, timeout: float | None = None) -> Any:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._items, timeout if block else 0.0):
+            if not self._changed.wait_for(lambda: self._items, timeout):
                 raise real_queue.Empty
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
-
-    def put_nowait(self, item: Any) -> None:
-        self.put(item, block=False)
-
-    def get_nowait(self) -> Any:
-        return self.get(block=False)
-
-    def qsize(self) -> int:
-        return len(self._items)
-
-    def empty(self) -> bool:
-        return not self._items
+            return self._items.popleft()
 
 
-queue = Stand(real_queue, {"Queue": Queue, "SimpleQueue": Queue})
+queue = Stand(real_queue, {"SimpleQueue": Queue})
 
 
 def _ignore(*_: object) -> None:
@@ -384,9 +347,6 @@ random = Stand(
     {
         "random": lambda: RUNTIME.kernel.chance.random(),
         "uniform": lambda a, b: RUNTIME.kernel.chance.uniform(a, b),
-        "choice": lambda items: RUNTIME.kernel.chance.choice(items),
-        "randrange": lambda *args: RUNTIME.kernel.chance.randrange(*args),
-        "shuffle": lambda items: RUNTIME.kernel.chance.shuffle(items),
     },
 )
 uuid = Stand(

@@ -57,12 +57,10 @@ def _command(chance: random.Random) -> tuple[bytes, ...]:
     """One that the product or its tools send, with lifetimes that end now or long after."""
     name, value = chance.choice(_NAMES), chance.choice((b"", b"x", b"\r\n", b"y" * 5000))
     milliseconds = chance.choice((b"600000", b"700000"))
-    set_options = chance.choice(
-        ((), (b"NX",), (b"NX", b"PX", milliseconds), (b"PX", milliseconds), (b"XX",), (b"GET",))
-    )
     return chance.choice(
         (
-            (b"SET", name, value, *set_options),
+            (b"SET", name, value),
+            (b"SET", name, value, b"PX", milliseconds),
             (b"SET", name, value, b"PX"),
             (b"GET", name),
             (b"GETEX", name),
@@ -70,8 +68,6 @@ def _command(chance: random.Random) -> tuple[bytes, ...]:
             (b"STRLEN", name),
             (b"EXISTS", name, *_NAMES[: chance.randrange(3)]),
             (b"PEXPIRE", name, chance.choice((milliseconds, b"0", b"-5"))),
-            (b"PING",),
-            (b"SELECT", b"0"),
         )
     )
 

@@ -90,18 +90,6 @@ def test_context_that_nobody_saw_computed_is_not_stored(engine: SteppedEngine) -
     assert left.query_lens == (70 - CHUNK,), "the second chunk is not stored"
 
 
-def test_weights_that_change_in_place_are_another_model() -> None:
-    tokens = tokens_of(12, 70)
-    with SteppedEngine({}) as engine:
-        engine.step(sequence(tokens, range(5)))
-        with torch.no_grad():
-            engine.model.get_parameter("qkv.0.weight").mul_(1.5)
-        _, left = engine.step(sequence(tokens, range(10, 15)))
-        assert left.query_lens == (70,)
-        _, left = engine.step(sequence(tokens, range(20, 25)))
-        assert left.query_lens == (6,)
-
-
 def test_another_process_restores_from_redis_only_what_its_own_model_computed(
     valkey: Server,
 ) -> None:

@@ -196,9 +196,6 @@ def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:
 def test_models_that_need_more_than_all_tokens_are_refused(llama: Any) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
-    windowed = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=16))
-    with pytest.raises(UnsupportedError, match="sliding windows"):
-        KVTiers(windowed, SMALL)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     scaled = MistralForCausalLM(
         MistralConfig(**sizes, **heads, sliding_window=None, rope_parameters=rope)

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
 from lmcache_connector.worker.paged_part import PagedPart
@@ -177,12 +177,3 @@ def test_other_kinds_of_cache_have_other_names() -> None:
         width = 2 * kind.head_size * kind.storage_dtype.itemsize
         assert sum(plane.token_bytes for plane in packing.planes) in (0, width)
         assert find_packing(kind, 128, CHUNK).name == packing.name or not packing.planes
-
-
-def test_planes_that_are_not_all_of_a_token_are_refused() -> None:
-    cache = torch.zeros(4, HEADS, 32, 2 * HEAD_SIZE, dtype=torch.bfloat16)
-    spec = LayerSpec(HEADS, 32, 4 * HEAD_SIZE, (Plane(64, 2),))
-    with pytest.raises(LayoutError, match="are not the 256 bytes of a token"):
-        PagedLayout.from_kv_caches({"a": cache}, {"a": spec})
-    with pytest.raises(LayoutError, match="are not the 256 bytes of a token"):
-        ChunkBuffers(GEOMETRY, 32, [4096], None, planes=(Plane(64, 2),))

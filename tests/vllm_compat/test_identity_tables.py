@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm.config
 import vllm.model_executor.models as vllm_models
 from vllm.config import VllmConfig
 from vllm.config.diffusion import DiffusionConfig
@@ -23,7 +22,7 @@ from vllm.config.ec_transfer import ECTransferConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from examples.tiny_model import TINY, build_tiny_model
 from lmcache_connector.vllm_compat.identity import configuration_digests
@@ -35,15 +34,6 @@ from lmcache_connector.vllm_compat.identity_tables import (
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
 # Set on the way, not declared.
-ATTRIBUTES = {
-    "ModelConfig": {
-        "config_updated",
-        "_hf_config_revision",
-        "_supports_multimodal_inputs_cache",
-        "original_max_model_len",
-    },
-    "PreTrainedConfig": {"_name_or_path", "name_or_path", "_commit_hash"},
-}
 OTHER = "another value"
 # What is excused sometimes, with a value for which it is.
 OTHERS: dict[str, Any] = {
@@ -132,37 +122,6 @@ def test_so_is_a_field_of_a_kv_cache_spec(field: Any) -> None:
     object.__setattr__(twin, field.name, other)
     is_same = digests(config(), kv_cache(twin)) == digests(config(), kv_cache(spec))
     assert is_same == (field.name in NOT_PART_OF_IDENTITY["KVCacheSpec"])
-
-
-def declared(owner: str) -> set[str]:
-    """Fields of a class of the installed versions."""
-    if owner == "KVCacheSpec":
-        return {
-            f.name
-            for kind in (FullAttentionSpec, MLAAttentionSpec)
-            for f in dataclasses.fields(kind)
-        }
-    if owner == "PreTrainedConfig":
-        return set(vars(config().model_config.hf_config))
-    kinds = vars(vllm.config) | {
-        kind.__name__: kind for kind in (MultiModalConfig, ECTransferConfig)
-    }
-    return {field.name for field in dataclasses.fields(kinds[owner])}
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("table", [NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED])
-def test_no_table_names_a_field_that_is_gone(table: dict[str, dict[str, str]]) -> None:
-    for owner, reasons in table.items():
-        gone = reasons.keys() - declared(owner) - ATTRIBUTES.get(owner, set())
-        if owner in ("ModelConfig", "CacheConfig"):
-            gone -= vars(
-                getattr(
-                    config(), {"ModelConfig": "model_config", "CacheConfig": "cache_config"}[owner]
-                )
-            ).keys()
-        assert not gone, owner
-        assert all(len(reason) > 5 for reason in reasons.values()), owner
 
 
 # -- max_model_len -------------------------------------------------------------------------------

@@ -82,16 +82,6 @@ def test_what_was_loaded_is_told_once_and_when_asked(loads: LoraLoads, folder: P
     assert settled(loads, 2) != name
 
 
-def test_it_is_known_by_the_files_at_the_time_of_loading(loads: LoraLoads, folder: Path) -> None:
-    manager = Manager()
-    manager.add(1, folder)
-    old = settled(loads, 1)
-    write(folder, "two")
-    assert settled(loads, 1) == old
-    manager.add(1, folder)
-    assert settled(loads, 1) == AdapterDigests().digest(folder) != old
-
-
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_files_that_change_while_they_are_read_have_no_name(
     loads: LoraLoads, folder: Path, is_loaded: bool

@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -190,17 +189,6 @@ def test_states_that_are_not_kept_are_refused(model: Path) -> None:
         described(model, grouped([state(mamba_cache_mode="none"), full()]))
 
 
-def test_heads_of_windows_over_ranks(model: Path) -> None:
-    one = described(model, grouped([window(), full()]))
-    two = described(
-        model, grouped([window(num_kv_heads=1), full(num_kv_heads=1)]), tensor_parallel_size=2
-    )
-    assert one.configuration == two.configuration
-    for part in range(2):
-        assert one.parts[part].geometries[0].shards == (0, 1)
-        assert [g.shards for g in two.parts[part].geometries] == [(0,), (1,)]
-
-
 def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
     with pytest.raises(UnsupportedError, match="pipeline parallelism"):
         described(model, grouped([window(), full()]), pipeline_parallel_size=2)
@@ -232,15 +220,6 @@ def test_the_schedulers_process_finds_the_same_part(model: Path) -> None:
     (ranks_own,) = described(model, latents_with_index()).parts
     assert layout.part == ranks_own.part
     assert [group.names for group in layout.groups] == [g.names for g in ranks_own.groups]
-
-
-def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path) -> None:
-    specs = {
-        f"model.layers.{i}.self_attn.attn": MLAAttentionSpec(**LATENT | {"head_size": size})
-        for i, size in enumerate((576, 192))
-    }
-    (layout,) = described(model, uniform(specs)).parts
-    assert layout.geometries[0].layer_widths == (1152, 384)
 
 
 def test_a_model_of_one_part_shares_no_root_with_one_of_several(model: Path) -> None:

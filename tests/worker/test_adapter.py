@@ -285,17 +285,6 @@ def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> 
         wait_until(lambda: instance.worker.redis_is_away == is_away, "state of the server")
 
 
-def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
-    with make_instance(valkey.port, probe=True) as instance:
-        started(instance)
-        with valkey.client() as client:
-            for lost in (PROBE_KEYS[2:], PROBE_KEYS[:1], PROBE_KEYS):
-                for key in lost:
-                    client.delete(*client.keys(f"lmc:*{key.hex()}*"))
-                measured = probed(instance)
-                assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-
-
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
     with running_valkey() as server:
         with server.client() as client:
@@ -401,14 +390,3 @@ def test_a_quiet_step_takes_few_frames(connector: LMCacheTieredConnector) -> Non
     run_step(connector, PlanMetadata(None))
     frames = product_frames(lambda: run_step(connector, PlanMetadata(None)))
     assert frames.total() <= MAX_FRAMES, frames
-
-
-def test_a_job_is_reported_with_a_quiet_step(
-    connector: LMCacheTieredConnector, instance: SteppedWorker
-) -> None:
-    come_to_rest(connector)
-    job = store_job(1, "r", KEYS[:1], ((0, 1),))
-    run_step(connector, PlanMetadata(StepPlan(stores=(job,))))
-    assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))
-    while instance.worker._has_updates():  # its write to Redis ends later, and is reported too
-        assert within(20.0, lambda: run_step(connector, PlanMetadata(None)))

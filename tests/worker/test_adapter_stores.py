@@ -89,13 +89,8 @@ def test_a_store_waits_for_the_name_of_what_was_loaded(worker: SteppedWorker, lo
     assert worker.outcome(1) is Outcome.DONE
 
 
-@pytest.mark.parametrize("loaded", ["another", None], ids=["another", "unknown"])
-def test_what_another_adapter_computed_is_not_stored(
-    worker: SteppedWorker, loads: Loads, loaded: str | None
-) -> None:
-    loads.load(1).settle(loaded)
-    worker.run(store(1))
-    assert worker.outcome(1) is Outcome.CANCELLED
+def test_a_store_without_an_adapter_asks_for_none(worker: SteppedWorker, loads: Loads) -> None:
+    loads.load(1).settle("another")
     worker.run(store(2, None))
     assert worker.outcome(2) is Outcome.DONE
 
@@ -125,6 +120,8 @@ def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
 @pytest.mark.parametrize(
     ("names", "found"),
     [
+        (["another"], Outcome.CANCELLED),
+        ([None], Outcome.CANCELLED),
         (["mine", "another", "mine"], Outcome.CANCELLED),
         (["another", "mine", "another"], Outcome.CANCELLED),
         (["mine", None, "mine"], Outcome.CANCELLED),
@@ -132,7 +129,7 @@ def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
         (["mine", "mine"], Outcome.DONE),
     ],
 )
-def test_another_that_was_there_in_between_may_have_computed_it(
+def test_what_another_adapter_may_have_computed_is_not_stored(
     worker: SteppedWorker, loads: Loads, names: list[str | None], found: Outcome
 ) -> None:
     """Read in place, once and back again, and the scheduler side has not heard of it yet."""

@@ -162,26 +162,6 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     assert num_failed or call in {"handle_preemptions", "end_forward", "finish_step"}
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_one_that_always_raises_refuses_all_jobs(
-    rank: Rank, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def raising(*_: Any) -> None:
-        raise PlantedError
-
-    rank.connector._failures = FailureLog()
-    with monkeypatch.context() as patch:
-        patch.setattr(rank.instance.worker, call, raising)
-        for _ in range(3):
-            load, store, fetch = rank.load(), rank.store(), rank.prefetch()
-            rank.step(StepPlan(loads=(load,), stores=(store,), prefetches=(fetch,)))
-            rank.finish(load, store, fetch)
-            if call in {"start_forward", "start_loads"}:
-                assert rank.results[load.job_id].outcome is Outcome.CANCELLED
-    assert caplog.text.count(f"{call} failed") == 1
-    check_hit(rank)
-
-
 @pytest.mark.parametrize(
     ("tells", "drafts"),
     [(True, False), (False, False), (False, True)],
@@ -211,28 +191,6 @@ def test_after_a_step_that_raised_nothing_is_stored(
         rank.finish(again)
         assert rank.results[again.job_id].outcome is Outcome.DONE
         rank.connector.shutdown()
-
-
-def test_a_fence_that_cannot_be_made_lets_no_load_begin_without_it(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward passes of earlier steps may still use the blocks."""
-    check_hit(rank)
-    store, load = rank.store(), rank.load()
-    kept = forget(rank)
-
-    def raising() -> None:
-        raise PlantedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rank.instance.worker._copier, "fence", raising)
-        load = LoadJob(load.job_id, load.request_id, load.runs, 20.0, False, 0, after_passes=True)
-        rank.step(StepPlan(loads=(load,), stores=(store,)))
-        rank.finish(load, store)
-    outcomes = {rank.results[job.job_id].outcome for job in (load, store)}
-    assert outcomes == {Outcome.CANCELLED}
-    assert all(map(torch.equal, kept, rank.instance.blocks(LOADED)))
-    check_hit(rank)
 
 
 def test_what_the_first_report_was_to_tell_is_told_by_the_next(

@@ -226,35 +226,6 @@ def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_orde
     assert loads_in_step(ConnectorConfig(loads_in_step=setting), config) is expected
 
 
-def test_what_is_removed_unannounced_is_there_until_a_plan_knows(rank: Rank) -> None:
-    """As by LMCache's controller. Its memory is not another's meanwhile."""
-    assert rank.store(1, 0, CAPACITY) is Outcome.DONE
-    held = [key for key in KEYS if rank.index.num_firm([key])]
-    plan = StepPlan(loads=(in_step(2, held, 20),))  # made before anything is heard
-    engine = rank.worker._engine
-    engine.forget_all()
-    assert engine.num_chunks == 0
-    assert engine.used_bytes == CAPACITY * GEOMETRY.chunk_bytes
-    rank.step(plan)
-    assert [rank.value(20 + i) for i in range(len(held))] == [KEYS.index(key) for key in held]
-    assert not any(key in rank.index for key in KEYS)
-    rank.step(StepPlan(idle=True))
-    assert engine.used_bytes == 0
-    assert rank.store(3, 0, CAPACITY) is Outcome.DONE
-
-
-def test_what_comes_again_frees_what_was_removed(rank: Rank) -> None:
-    assert rank.store(1, 0, 2) is Outcome.DONE
-    engine = rank.worker._engine
-    engine.forget(KEYS[1])
-    plan = StepPlan(loads=(in_step(3, KEYS[:2], 30),))
-    assert rank.store(2, 0, 2) is Outcome.DONE
-    assert engine.used_bytes == 2 * GEOMETRY.chunk_bytes
-    rank.step(plan)
-    assert [rank.value(30), rank.value(31)] == [0, 1]
-    assert rank.index.num_firm(KEYS) == 2
-
-
 def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
     """A full tier evicts what a plan has heard of, and no plan comes."""
     tier = RedisTier(RedisTierConfig(url=valkey.url), PartGeometries((GEOMETRY,)))

@@ -187,23 +187,6 @@ def test_a_load_that_waits_is_over_at_its_deadline_though_all_lanes_are_busy(
     assert runner.order == [1]
 
 
-def test_a_job_that_raises_fails_alone(
-    jobs: JobQueue, runner: Runner, caplog: pytest.LogCaptureFixture
-) -> None:
-    def act(queued: QueuedJob) -> None:
-        if queued.job.job_id == 1:
-            raise RuntimeError("boom")
-
-    runner.act = act
-    jobs.submit(load(1), None)
-    jobs.submit(load(2), None)
-    results = wait_all(jobs)
-    assert results[1].outcome is Outcome.FAILED
-    assert results[1].num_chunks == 0
-    assert results[2].outcome is Outcome.DONE
-    assert "boom" in caplog.text
-
-
 def test_a_lane_outlives_whoever_is_told_of_ended_jobs(runner: Runner) -> None:
     """It is LMCache's memory that is looked at then, for KV transfers."""
 
@@ -224,35 +207,6 @@ def test_a_forward_pass_that_failed_ends_the_loads_behind_it(jobs: JobQueue) -> 
         jobs.submit(load(job_id), fence)
     results = wait_all(jobs)
     assert [results[i].outcome for i in (1, 2)] == [Outcome.CANCELLED, Outcome.DONE]
-
-
-def test_close_cancels_what_is_queued_and_ends(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=2)
-    gate = runner.gate(1)
-    jobs.submit(store(1), None)
-    for job_id in range(2, 9):
-        jobs.submit(load(job_id, needs_redis=job_id % 2 == 0, after_job=1), None)
-    assert runner.started(1).wait(LONG)
-    gate.set()
-    assert jobs.close(LONG)
-    results = taken(jobs)
-    assert results.keys() == set(range(1, 9))
-    assert all(
-        results[i].outcome is Outcome.CANCELLED for i in range(2, 9) if i not in runner.order
-    )
-
-
-def test_cancelling_everything_waits_for_what_runs(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
-    gate = runner.gate(1)
-    jobs.submit(load(1), None)
-    assert runner.started(1).wait(LONG)
-    jobs.submit(store(2), None)
-    assert not jobs.cancel_all(0.05)
-    gate.set()
-    assert jobs.cancel_all(LONG)
-    assert taken(jobs)[2].outcome is Outcome.CANCELLED
-    assert jobs.close(LONG)
 
 
 def test_where_copies_must_not_outlast_a_step_stores_are_waited_for(runner: Runner) -> None:
@@ -351,36 +305,6 @@ def test_the_wait_for_a_forward_pass_is_not_on_the_deadlines_time(runner: Runner
     assert jobs.close(LONG)
 
 
-def test_behind_a_pass_that_runs_no_fence_is_looked_at(jobs: JobQueue) -> None:
-    """Hundreds of loads may wait for passes, each a look a millisecond under the queue's lock."""
-    first, later = HeldFence(), HeldFence()
-    jobs.submit(load(1), first)
-    for job_id in range(2, 50):
-        jobs.submit(load(job_id), later)
-    jobs.submit(load(50), None)
-    while first.num_looks < 4:
-        jobs.wait_for_result(0.01)
-    assert later.num_looks == 0
-    first.is_reached = later.is_reached = True
-    assert {result.outcome for result in wait_all(jobs).values()} == {Outcome.DONE}
-
-
-def test_a_load_whose_turn_never_came_says_how_long_it_waited(
-    jobs: JobQueue, runner: Runner
-) -> None:
-    gate = runner.gate(1)
-    jobs.submit(load(1), None)
-    assert runner.started(1).wait(LONG)
-    jobs.submit(load(2, deadline_seconds=0.02), None)
-    jobs.wait_for_result(LONG)
-    result = taken(jobs)[2]
-    assert result.outcome is Outcome.DEADLINE
-    assert result.seconds == 0.0
-    assert result.waited_seconds >= 0.02
-    gate.set()
-    wait_all(jobs)
-
-
 def prefetch(job_id: int, keys: tuple[bytes, ...], seconds: float = LONG) -> PrefetchJob:
     run = PartRun(0, keys, tuple(range(len(keys))), ())
     return PrefetchJob(job_id, f"r{job_id}", (run,), seconds)
@@ -402,22 +326,3 @@ def test_a_prefetch_gives_way_to_every_load_from_redis(jobs: JobQueue, runner: R
     gates[4].set()
     wait_all(jobs)
     assert runner.order == [1, 2, 4, 3]
-
-
-def test_a_prefetch_that_has_not_begun_ends_at_once(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    jobs.submit(load(1, needs_redis=True), None)
-    assert runner.started(1).wait(LONG)
-    jobs.submit(prefetch(2, (b"a",)), None)
-    jobs.submit(prefetch(3, (b"b",), seconds=0.05), None)
-    jobs.cancel([2])
-    jobs.wait_for_result(LONG)
-    results = taken(jobs)
-    while 3 not in results:
-        jobs.wait_for_result(LONG)
-        results |= taken(jobs)
-    assert results[2].outcome is Outcome.CANCELLED
-    assert results[3].outcome is Outcome.DEADLINE
-    gate.set()
-    wait_all(jobs)
-    assert runner.order == [1]

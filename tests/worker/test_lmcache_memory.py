@@ -28,7 +28,7 @@ from tests.support.parts import one_part
 from tests.support.peers.chunks import serving
 from tests.support.peers.hosts import CONFIG, name_of, topology
 from tests.support.waits import within
-from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank, run_of
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
 
@@ -59,19 +59,6 @@ def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
         assert tier.num_mapped == 8
         assert second.engine.num_chunks == 8, "and kept"
         assert second.load(3, MINE, needs_redis=True) == 0
-
-
-def test_what_was_evicted_meanwhile_is_a_miss_or_right(tmp_path: Path) -> None:
-    with two(tmp_path / "host") as (first, second, tier):
-        counts = []
-        for _ in range(3):
-            first.store(1, CROWD)
-            counts.append(second.load(1, CROWD, needs_redis=True))
-            second.engine.forget_all()
-            first.flood(3)
-            counts.append(second.load(1, CROWD, needs_redis=True))
-        assert counts[2:] == [4, 0, 4, 0]
-        assert tier.num_mapped >= 8
 
 
 def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(

@@ -14,7 +14,7 @@ import pytest
 from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.host import HostDoor, HostFolder
+from lmcache_connector.peers.host import HostFolder, HostSocket
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PrefetchJob, Tier
@@ -55,14 +55,14 @@ class Pair:
         self.stack.callback(tier.close, 1.0)
         self.sample = store_sample(made.engine, [made.part])
         server = self.stack.enter_context(ExitStack())
-        door = HostDoor(self.folder, name_of("pair", rank, num_ranks))
+        host_socket = HostSocket(self.folder, name_of("pair", rank, num_ranks))
         server.enter_context(
             serving(
                 made.engine.chunks,
                 ranks=(PARTS,) * num_ranks,
                 rank=rank,
                 engine_id="pair",
-                door=door,
+                host_socket=host_socket,
             )
         )
         self.ranks.append(made)

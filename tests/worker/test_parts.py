@@ -309,19 +309,6 @@ def test_an_audit_compares_all_groups_of_a_part(rank: Rank, part: int) -> None:
     assert changed == {layers.index(GROUPS[group][0])}
 
 
-def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
-    writer = Rank(1, 0, valkey)
-    assert store(writer).outcome is Outcome.DONE
-    writer.worker.shutdown()
-    reader = Rank(1, 0, valkey)
-    loaded = reader.result(load(2, redis=True))
-    sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
-    assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
-    assert loaded.fetched_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
-    assert all(reader.holds(run) for run in LOADED)
-    reader.worker.shutdown()
-
-
 def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:
     """Piece by piece: what has reached its blocks may be evicted."""
     runs = (

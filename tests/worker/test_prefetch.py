@@ -67,21 +67,6 @@ def test_a_request_that_waited_loads_from_memory(
     assert num_unused(reader.worker._engine) == 0
 
 
-def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
-    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
-) -> None:
-    connected(reader)
-    reader.redis_bytes = 0
-    link.set(latency_seconds=0.05)
-    reader.run(StepPlan(prefetches=(prefetch(1, range(6)), prefetch(2, range(6, 12)))))
-    reader.run(StepPlan(loads=(load(3, range(12), 0),)))
-    assert reader.wait_for(3).outcome is Outcome.DONE
-    assert reader.wait_for(2).outcome is Outcome.DONE  # it found all there
-    assert same(reader.blocks(range(24)), stored(written, range(12)))
-    assert reader.redis_bytes == 12 * GEOMETRY.chunk_bytes
-    assert reader.results[2].fetched_bytes == 0
-
-
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "at its deadline"])
 def test_a_prefetch_ends_while_redis_is_silent(
     reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink, cancelled: bool
@@ -127,14 +112,3 @@ def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
     for job in jobs:
         assert reader.wait_for(job.job_id).outcome is Outcome.DONE
         assert not reader.results[job.job_id].has_fetch_failed
-
-
-def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
-    reader: SteppedWorker, link: SlowLink
-) -> None:
-    """As before vLLM puts its memory to sleep."""
-    connected(reader)
-    link.set(stalled=True)
-    reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(10, 20)))))
-    assert reader.worker.stop_copies()
-    assert_nothing_is_held(reader)

@@ -30,7 +30,7 @@ from lmcache_connector.storage.redis.client.url import RedisAddress
 Client: TypeAlias = redis.Redis
 
 # Errors of connecting and of commands. The last ones: redis-py's, on malformed replies.
-TALK_ERRORS = (
+CONNECTION_ERRORS = (
     OSError,
     redis.RedisError,
     *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
@@ -46,7 +46,7 @@ class UnreachableError(redis.ConnectionError):
     """No route, connection refused, or a failed TLS handshake."""
 
 
-def says_no(error: Exception) -> bool:
+def is_rejected_by_server(error: Exception) -> bool:
     """Whether the server works but refuses this connection, for instance because it has too many;
     existing connections go on. It may just hang up instead of sending an error."""
     is_away = isinstance(error, UnreachableError)
@@ -92,13 +92,13 @@ class Dialer:
 
     def connect(self, host: str, port: int, max_bytes: int) -> Client:
         """Connect to a data server. A Unix socket ignores ``host`` and ``port``. ``max_bytes``: of
-        the replies to one command. Raises one of ``TALK_ERRORS``."""
+        the replies to one command. Raises one of ``CONNECTION_ERRORS``."""
         address = self._address
         login = {"username": address.username, "password": address.password, "db": address.db}
         return self._open(host, port, max_bytes=max_bytes, **login)
 
     def connect_sentinel(self, host: str, port: int) -> Client:
-        """Raises one of ``TALK_ERRORS``."""
+        """Raises one of ``CONNECTION_ERRORS``."""
         username, password = self._address.sentinel_login()
         return self._open(host, port, max_bytes=SMALL_BYTES, username=username, password=password)
 
@@ -116,7 +116,7 @@ class Dialer:
 
 def take_socket(client: Client) -> socket.socket:
     """The client's connected socket, for another owner, with nothing left to read in it or in
-    redis-py's buffer. Raises one of ``TALK_ERRORS``."""
+    redis-py's buffer. Raises one of ``CONNECTION_ERRORS``."""
     connection = client.connection_pool.get_connection()
     if connection.can_read(0):
         raise InvalidResponse("bytes that nobody asked for")
@@ -125,31 +125,32 @@ def take_socket(client: Client) -> socket.socket:
     return sock
 
 
-def be_patient(client: Client, seconds: float) -> None:
-    """Allow ``seconds`` for the replies to each further command. Raises one of ``TALK_ERRORS``."""
+def set_reply_timeout(client: Client, seconds: float) -> None:
+    """Allow ``seconds`` for the replies to each further command. Raises one of
+    ``CONNECTION_ERRORS``."""
     connection = client.connection_pool.get_connection()
     connection.allow(seconds)
     client.connection_pool.release(connection)
 
 
-def never_redial(client: Client) -> None:
+def disable_reconnect(client: Client) -> None:
     """Do not reconnect a lost connection. redis-py would redial before the next command, and might
-    reach another server than the one that was checked. Raises one of ``TALK_ERRORS``."""
+    reach another server than the one that was checked. Raises one of ``CONNECTION_ERRORS``."""
     connection = client.connection_pool.get_connection()
     connection.is_last = True
     client.connection_pool.release(connection)
 
 
-class Question:
+class PendingCommand:
     """A command in flight, to which more can be added while its reply is pending. Raises one of
-    ``TALK_ERRORS``."""
+    ``CONNECTION_ERRORS``."""
 
     def __init__(self, client: Client, *words: Any) -> None:
         self._pool = client.connection_pool
         self._connection = self._pool.get_connection()
         self._connection.send_command(*words)
 
-    def __enter__(self) -> Question:
+    def __enter__(self) -> PendingCommand:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client
+from lmcache_connector.storage.redis.client.dial import CONNECTION_ERRORS, Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Servers, look_at_memory
+from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import make_topology
@@ -85,17 +85,17 @@ class Caller:
         config = settings(self.url)
         topology = make_topology(config, time.monotonic)
         servers = Servers(config, topology, time.monotonic, random.random, self.greet)
-        with contextlib.suppress(*TALK_ERRORS):
+        with contextlib.suppress(*CONNECTION_ERRORS):
             topology.prepare()
             for node in islice(topology.nodes(), 3):
                 servers.connect(node).close()
 
     def greet(self, client: Client) -> None:
-        look_at_memory(client)
+        warn_if_unbounded(client)
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)
-        with contextlib.suppress(*TALK_ERRORS):
+        with contextlib.suppress(*CONNECTION_ERRORS):
             topology.prepare()
         assert len(topology.nodes()) <= 1000
 
@@ -104,7 +104,7 @@ class Caller:
         keys = [chunk_key(i) for i in range(8)]
         for _ in range(4):
             assert 0 <= lookup.exists_prefix(keys, time.monotonic() + TIMEOUT_SECONDS) <= len(keys)
-            lookup.tend()
+            lookup.maintain()
         lookup.close()
 
     def use(self) -> None:
@@ -204,7 +204,7 @@ def test_a_tier_recovers_once_a_hostile_server_is_honest(long_lived: HostileServ
     keys = [chunk_key(i) for i in range(4)]
 
     def ask() -> int:
-        lookup.tend()
+        lookup.maintain()
         return lookup.exists_prefix(keys, time.monotonic() + 1.0)
 
     while long_lived.num_conversations < 60:

@@ -17,7 +17,6 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.servers import Server, running_server
-from tests.support.waits import wait_until
 
 # A few MiB: an empty server takes one or two.
 MAX_MEMORY = 5 << 20
@@ -107,17 +106,6 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
         assert tier.stats().counts.writes[WriteEnd.QUEUE_FULL] == dropped + 1
         assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
-
-
-def test_writes_go_on_when_there_is_room_again(server: Server) -> None:
-    configure(server, MAX_MEMORY, "noeviction")
-    with open_tier(server.url) as tier:
-        assert not all(put_all(tier, range(2 * MAX_MEMORY // GEOMETRY.chunk_bytes)))
-        with server.client() as client:
-            client.flushall()
-        wait_until(lambda: put_all(tier, [0]) == [True], "writes did not go on")
-        assert get_all(tier, [0]) == ([True], [chunk_data(0)])
-        assert not tier.stats().writes_paused
 
 
 def test_a_server_without_a_memory_limit_is_warned_of_once(

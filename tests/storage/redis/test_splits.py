@@ -83,11 +83,9 @@ class Instance:
             stack.callback(tier.close, 2.0)
         stack.callback(self.lookup.close)
 
-    def write(self, skip_rank: int | None = None) -> None:
+    def write(self) -> None:
         ends, expected = Ends(), 0
-        for number, (rank, tier) in enumerate(zip(self.ranks, self.tiers, strict=True)):
-            if number == skip_rank:
-                continue
+        for rank, tier in zip(self.ranks, self.tiers, strict=True):
             for index in range(NUM_CHUNKS):
                 expected += 1
                 tier.put(chunk_key(index), memoryview(part_of(index, rank)), ends, index)

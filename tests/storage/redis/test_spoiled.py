@@ -23,7 +23,6 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
-    count_found,
     get_all,
     kv_data,
     open_tier,
@@ -159,18 +158,6 @@ def test_every_reader_reads_every_value(
         for _ in range(2):
             assert get_all(reader, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
         assert_no_miss(reader)
-
-
-@pytest.mark.parametrize(("first", "second"), product(CODECS, CODECS))
-def test_values_of_another_codec_stay(valkey: Server, first: Codec, second: Codec) -> None:
-    with open_tier(valkey.url, codec=first) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-    before = lengths(valkey, 0)
-    with open_tier(valkey.url, codec=second) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-        assert tier.stats().counts.writes == {WriteEnd.ALREADY_THERE: 2}
-    assert lengths(valkey, 0) == before
-    assert count_found(valkey.url, 3) == 2
 
 
 def resealed(value: bytes, change: Callable[[bytearray], None]) -> bytes:

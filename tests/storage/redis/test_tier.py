@@ -11,11 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis import tier as tier_module
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import Node, Topology
-from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.tier import WritableTier
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -72,23 +69,6 @@ def test_values_of_writers_without_the_secret_miss(valkey: Server, forger: bytes
             lambda: get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)]),
             "it was not replaced",
         )
-
-
-def test_a_chunk_on_an_unknown_node_ends_the_read(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class PartlyKnown(Topology):
-        def node_of(self, key: bytes) -> Node | None:
-            return None if key == chunk_tag("default", chunk_key(2)) else super().node_of(key)
-
-    with open_tier(valkey.url) as tier:
-        put_all(tier, range(4))
-    monkeypatch.setattr(tier_module, "make_topology", PartlyKnown)
-    with open_tier(valkey.url) as tier:
-        hits, data = get_all(tier, range(4))
-        assert hits == [True, True, False, False]
-        assert data[:2] == [chunk_data(0), chunk_data(1)]
-        assert tier.stats().counts.misses == {"unavailable": 2}
 
 
 def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from blake3 import blake3
@@ -103,6 +104,7 @@ def logical(cache: Any, block_ids: Sequence[int]) -> Any:
     return flat.contiguous().view(torch.uint8).numpy()
 
 
+@lru_cache(maxsize=8)
 def _cpu_order(dtype: Any, tokens: int, head_size: int) -> Any:
     """Where in a block vLLM's CPU attention puts each element of [tokens][K, then V].
 

@@ -11,14 +11,13 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import redis
 
 from lmcache_connector.metrics.samples import Samples
-from tests.support.engines import kv_digests
 from tests.support.engines.calls import check_integrity, preemptions
+from tests.support.engines.kv_digests import logical
 from tests.support.engines.layer_digests import NULL_BLOCK
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
@@ -312,27 +311,9 @@ def _tokens(block: Any) -> Any:
     """As floats [K or V, heads, tokens, head size]."""
     import torch
 
-    bytes_ = _logical(block)
-    values = torch.from_numpy(bytes_).view(block.dtype).float()
+    values = torch.from_numpy(logical(block, [0]).copy()).view(block.dtype).float()
     heads, tokens, content = values.shape
     return values.view(heads, tokens, 2, content // 2)
-
-
-def _logical(block: Any) -> Any:
-    order = kv_digests._cpu_order
-    kv_digests._cpu_order = _kept_order
-    try:
-        return kv_digests.logical(block, [0]).copy()
-    finally:
-        kv_digests._cpu_order = order
-
-
-_find_order = kv_digests._cpu_order
-
-
-@lru_cache(maxsize=8)
-def _kept_order(dtype: Any, tokens: int, head_size: int) -> Any:
-    return _find_order(dtype, tokens, head_size)
 
 
 def run_storm(probe: EngineProbe, seed: int, weather: Weather) -> StormReport:

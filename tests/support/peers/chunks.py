@@ -129,9 +129,9 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    listeners = [] if "door" in more else [listener or listen("127.0.0.1", port)]
+    listeners = [] if "host_socket" in more else [listener or listen("127.0.0.1", port)]
     server = PeerServer(listeners, commands, limits, **more)
-    transfers.on_change = server.look_again
+    transfers.on_change = server.recheck_held_commands
     try:
         yield server
     finally:
