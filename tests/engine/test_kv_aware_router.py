@@ -27,7 +27,7 @@ BLOCK_SIZE = 32
 NUM_CONVERSATIONS, NUM_TOKENS, KV_CACHE_BYTES = 16, 700, 12 << 20
 HIT_TOKENS = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
 SMALL_GIB = 0.012  # five of them
-CREDITS = {"cpu": 0.8, "redis": 0.3}  # of the router: what a token there is worth of one in vLLM's
+CREDITS = {"cpu": 0.8, "redis": 0.3}  # the router's value of a token in each tier; vLLM's cache: 1
 
 pytestmark = [
     pytest.mark.soak,
