@@ -1,1 +1,2 @@
-"""Tests; they mirror the tree. Being packages keeps other projects' ``tests`` out of the way."""
+"""Tests; their tree mirrors the product's. As packages they cannot be mixed up with other projects'
+``tests``."""

@@ -72,7 +72,7 @@ def test_surplus_bytes_end_the_connection(wire: tuple[Wire, socket.socket]) -> N
     assert error.fault is WireFault.OUT_OF_STEP
 
 
-def test_unread_bytes_are_received_again(wire: tuple[Wire, socket.socket]) -> None:
+def test_unread_bytes_are_read_again(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"5\r\nabcde4\r\n")
     taken = bytearray(11)
