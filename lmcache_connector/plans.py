@@ -161,11 +161,11 @@ class StoreJob(_Runs):
 @dataclass(frozen=True, slots=True)
 class AuditJob(StoreJob):
     """Read one chunk out of the paged cache and compare it with the chunk that a tier holds under
-    the same key; store nothing. ``needs_redis``: the CPU tier may lack the chunk. The tier may take
+    the same key; store nothing. ``may_fetch``: the CPU tier may lack the chunk. The tier may take
     ``deadline_seconds``.
     """
 
-    needs_redis: bool = False
+    may_fetch: bool = False
     deadline_seconds: float = 0.0
 
 
@@ -201,7 +201,7 @@ class TransferUpdate:
 class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
-    ``needs_redis``: some chunk may have to come from Redis or a peer. ``after_job``: the last
+    ``may_fetch``: some chunk may have to come from Redis or a peer. ``after_job``: the last
     planned store that this load depends on (0: none). ``after_passes``: wait for the forward passes
     of earlier steps, which may use the blocks, or for the step's zeroing of the blocks. ``source``:
     the only instance to fetch from. ``in_step``: all chunks are in memory, and the step's forward
@@ -212,7 +212,7 @@ class LoadJob(_Runs):
     request_id: str
     runs: tuple[PartRun, ...]
     deadline_seconds: float
-    needs_redis: bool
+    may_fetch: bool
     after_job: int
     after_passes: bool = False
     claim: Claim = Claim()
@@ -222,7 +222,7 @@ class LoadJob(_Runs):
 
 @dataclass(frozen=True, slots=True)
 class PrefetchJob(_Runs):
-    """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
+    """Bring chunks from Redis or peers to the CPU tier for a request that waits in vLLM's queue.
 
     ``block_ids`` of the runs are empty. The job yields to all loads for ``deadline_seconds``, and
     may then run as long. The chunks count as ``tenant``'s: see :class:`Claim`.

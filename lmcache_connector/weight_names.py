@@ -23,6 +23,7 @@ from stat import S_ISDIR
 
 from blake3 import blake3
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.prefix_hash import canonical_bytes
@@ -85,7 +86,7 @@ class WeightNames:
         self._asked_until = 0.0
         self._give_up_at: float | None = None
         self._is_external = False  # an external reset happened since the weights were named
-        self._names: dict[str, str] = {}  # by digest, of all weights so far
+        self._names: Latest[str, str] = Latest(_MAX_NAMES)  # by digest, of all weights so far
         self._digest_before = ""  # at the last external reset
         self._label = ""
         self._label = self._new_label = self._read()  # a label at start names no update
@@ -151,8 +152,6 @@ class WeightNames:
             self._names[digest] = f"memory:{digest}"
             are_visible = all(each.is_visible for each in ranks)
             why = f"the weights in memory {'have changed' if are_visible else 'cannot be seen'}"
-            if len(self._names) > _MAX_NAMES:
-                del self._names[next(iter(self._names))]
         if self._is_external:
             self._relabel(digest)
         if why:

@@ -20,12 +20,13 @@ of the weights' name.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.plans import LayerDifference
 
 KEPT_SAMPLES = 32
@@ -169,7 +170,7 @@ class AuditSampler:
         self.share = share
         self._random = random
         # Tries left, oldest first; 0: done, or given up.
-        self._first: OrderedDict[Hashable, int] = OrderedDict()
+        self._first: Latest[Hashable, int] = Latest(MAX_SUBJECTS)
         self._open: set[Hashable] = set()
 
     def wants(self, subject: Hashable) -> bool:
@@ -185,10 +186,8 @@ class AuditSampler:
 
     def end(self, subject: Hashable, *, is_answered: bool) -> None:
         self._open.discard(subject)
-        tries = self._first.pop(subject, MAX_FIRST_TRIES)
+        tries = self._first.get(subject, MAX_FIRST_TRIES)
         self._first[subject] = 0 if is_answered else max(0, tries - 1)
-        if len(self._first) > MAX_SUBJECTS:
-            self._first.popitem(last=False)
 
     def abandon(self) -> None:
         """Audits in progress will have no verdict."""

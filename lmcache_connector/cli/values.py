@@ -101,7 +101,7 @@ def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
                 span(group.ttl),
             )
         )
-    columns = ("namespace", "model", "chunks ", "values ", "size ", "unused for", "ends in")
+    columns = ("namespace", "model", "chunks ", "values ", "size ", "unused for", "expires in")
     report.emit(
         {"ok": True, "servers": [asdict(facts) for facts in servers], "groups": documents},
         *map(describe_server, servers),
@@ -187,7 +187,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
         rows.append(
             (name.key.hex(), layers, str(name.shard), size(value.num_bytes), *lifetimes, text)
         )
-    columns = ("chunk", "layers", "head ", "size ", "unused for", "ends in", "header")
+    columns = ("chunk", "layers", "head ", "size ", "unused for", "expires in", "header")
     report.emit({"ok": True, "values": documents}, table(columns, rows))
 
 

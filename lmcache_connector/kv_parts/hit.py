@@ -80,7 +80,7 @@ def find_hit(
     last_end = first + len(held[0])
     for part, there in zip(parts, held, strict=True):
         if part.rule is Rule.PREFIX:
-            last_end = min(last_end, first + _leading_run(there))
+            last_end = min(last_end, first + num_leading(there))
     if is_prefix_only(parts):
         return Hit(first, range(first + 1, last_end + 1), last_end)
     if end_token is None:
@@ -99,8 +99,9 @@ def find_hit(
     return Hit(first, tuple(ends), last_end)
 
 
-def _leading_run(there: Sequence[bool]) -> int:
-    return there.index(False) if False in there else len(there)
+def num_leading(are_there: Sequence[bool]) -> int:
+    """How many come before the first ``False``."""
+    return are_there.index(False) if False in are_there else len(are_there)
 
 
 def _run_starts(there: Sequence[bool], first: int, chunk_size: int) -> list[int]:

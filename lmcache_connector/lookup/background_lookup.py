@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.plans import Tier
-from lmcache_connector.threads import start_thread
+from lmcache_connector.threads import Task, start_thread
 
 if TYPE_CHECKING:
     from lmcache_connector.lookup.any_lookup import AnyLookup
@@ -33,7 +32,7 @@ _FOUND_WEIGHT = 0.2  # weight of the last answer
 
 
 class Pending(Enum):
-    """The value of a lookup without an answer so far."""
+    """What can be loaded is not known yet."""
 
     PENDING = "pending"
 
@@ -43,40 +42,28 @@ Places = Mapping[bytes, Tier]
 """The answer of a lookup: the tier of each key that was found."""
 MISS: Final[Places] = MappingProxyType({})
 """No answer: no chunk counts as found."""
-LookupAnswer = Places | Pending
 
 
-class PendingLookup:
-    """One lookup: one thread asks and waits, another settles it. ``deadline`` is a reading of
-    ``clock``, in seconds."""
+class PendingLookup(Task[Places]):
+    """One lookup: one thread asks and waits, another settles it. ``value``: the answer so far,
+    regardless of the deadline. ``deadline`` is a reading of ``clock``, in seconds."""
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
     ) -> None:
+        super().__init__()
         self.keys = keys
         self.deadline = deadline
-        self.is_cancelled = False
         self._clock = clock
-        self.answer: LookupAnswer = PENDING
-        """The answer so far, regardless of the deadline. Written by :meth:`settle` only."""
-        self._settled = threading.Event()
 
-    def wait(self, seconds: float) -> LookupAnswer:
+    def answer(self, seconds: float) -> Places | None:
         """Wait up to ``seconds`` for the answer. Past the deadline it is a miss."""
         remaining = self.deadline - self._clock()
-        self._settled.wait(max(0.0, min(seconds, remaining)))
-        if self.answer is PENDING and remaining <= seconds:
+        self.wait(max(0.0, min(seconds, remaining)))
+        if self.value is None and remaining <= seconds:
             self.cancel()
             return MISS
-        return self.answer
-
-    def cancel(self) -> None:
-        """Skip the lookup unless it is already under way."""
-        self.is_cancelled = True
-
-    def settle(self, found: Places) -> None:
-        self.answer = found
-        self._settled.set()
+        return self.value
 
 
 class BackgroundLookup:

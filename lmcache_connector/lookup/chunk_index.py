@@ -15,10 +15,11 @@ notice that Redis lacks it (:class:`WantedChunks`; see `worker.offers`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
+from lmcache_connector.bounded import Latest
+from lmcache_connector.kv_parts.hit import num_leading
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part, turn
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
@@ -170,7 +171,7 @@ class PrefixUses:
             if part.rule is not Rule.PREFIX:
                 keys += [key for key, is_held in zip(own, are_held, strict=True) if is_held]
                 continue
-            num_held = are_held.index(False) if False in are_held else len(own)
+            num_held = num_leading(are_held)
             num_owners = self._index.num_owners(number)
             last = dict[int, bytes]()  # per turn; a use covers all earlier chunks of the same owner
             for key in reversed(own[:num_held]):
@@ -207,7 +208,7 @@ class WantedChunks:
         self._interval_seconds = INTERVAL_SECONDS
         if ttl_seconds is not None:
             self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
-        self._told_at: OrderedDict[bytes, float] = OrderedDict()
+        self._told_at: Latest[bytes, float] = Latest(_MAX_TRACKED)
         self._updates: list[bytes] = []
         self.has_updates = False
 
@@ -218,11 +219,8 @@ class WantedChunks:
                 return
             if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
                 self._told_at[key] = now
-                self._told_at.move_to_end(key)
                 self._updates.append(key)
                 self.has_updates = True
-        while len(self._told_at) > _MAX_TRACKED:
-            self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
         """Chunks to report to the workers, 256 at most."""

@@ -146,15 +146,14 @@ class HitFinder:
         missing, known = self._missing(asked, first), asked.pending
         asked.asked_at = self.clock()
         if asked.asked_keys:
-            answer = None if known is None else known.answer
-            is_whole = answer is None or (
-                answer is not PENDING and answer.keys() == set(asked.asked_keys)
+            is_whole = known is None or (
+                known.value is not None and known.value.keys() == set(asked.asked_keys)
             )
             if is_whole and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
-            if known is not None and known.answer is not PENDING:
-                asked.places = known.answer
+            if known is not None and known.value is not None:
+                asked.places = known.value
             asked.asked_keys = missing
             asked.pending = self.lookup.submit(missing)
             for tier in self.policy.remote_tiers:
@@ -163,15 +162,15 @@ class HitFinder:
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
         """What a load of the whole hit reads from remote tiers, as far as known. Never waits."""
         places, known = asked.places, asked.pending
-        if known is not None and known.answer is MISS and asked.wait_until is None:
+        if known is not None and known.value is MISS and asked.wait_until is None:
             # Many requests arrived at once: the lookup had no turn before its deadline.
             if not self._is_old(asked):
                 return PENDING
             self.ask(asked, num_computed_tokens // self.chunk_size)
         if asked.pending is not None:
-            if asked.pending.answer is PENDING:
+            if asked.pending.value is None:
                 return PENDING
-            places = asked.pending.answer
+            places = asked.pending.value
         if not places:
             return NOTHING_AHEAD
         first, size = num_computed_tokens // self.chunk_size, self.chunk_size
@@ -222,7 +221,7 @@ class HitFinder:
             return False
         if self.clock() - asked.asked_at < _STALE_SECONDS:
             return False
-        return asked.pending is None or asked.pending.answer is not PENDING
+        return asked.pending is None or asked.pending.is_done
 
     def _places(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
@@ -232,8 +231,8 @@ class HitFinder:
         if question is None or lookup is None:
             return asked.places
         remaining = self._remaining_seconds(asked, num_computed_tokens, lookup.last_seconds)
-        answer = wait.on(lambda seconds: question.wait(min(seconds, max(0.0, remaining))))
-        if answer is PENDING:
+        answer = wait.on(lambda seconds: question.answer(min(seconds, max(0.0, remaining))))
+        if answer is None:
             if remaining > 0:
                 wait.end()
                 share = lookup.found_share

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
+from lmcache_connector.threads import Task
 
 
 class Cause(StrEnum):
@@ -34,8 +34,8 @@ class Offered:
         return key[:KEY_PREFIX_BYTES] in self.key_prefixes
 
 
-@dataclass(slots=True, eq=False)
-class Awaited:
+@dataclass(eq=False)
+class Awaited(Task[Offered]):
     """A transfer that a request waits for, until ``until`` on the clock. Without a ``transfer_id``:
     whichever of the chunks ``keys`` the source has."""
 
@@ -44,11 +44,7 @@ class Awaited:
     until: float
     asked_at: float
     keys: Sequence[bytes] = ()
-    answer: Offered | None = None
-    is_dropped: bool = False
     by_rank: list[frozenset[bytes]] = field(default_factory=list)
-    settled: threading.Event = field(default_factory=threading.Event)
 
-    def settle(self, answer: Offered) -> None:
-        self.answer = answer
-        self.settled.set()
+    def __post_init__(self) -> None:
+        super().__init__()

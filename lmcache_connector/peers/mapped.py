@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmcache_connector.bounded import batches
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import (
@@ -34,7 +35,6 @@ from lmcache_connector.storage.chunk_codec import (
 )
 from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import ValuePlan
-from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,9 @@ class _Value:
     name: bytes
     expected: ValueHeader
     payload: memoryview
+
+    def num_bytes(self) -> int:
+        return len(self.payload)
 
 
 class MappedPeers:
@@ -208,7 +211,8 @@ class _Mapping:
         limit: Deadline,
     ) -> list[bool]:
         hits = [True] * len(keys)
-        for batch in _batches(plan, keys, buffers):
+        values = _values(plan, keys, buffers)
+        for batch in batches(values, _Value.num_bytes, _BATCH_BYTES, _MAX_BATCH_VALUES):
             if limit.remaining() <= 0.0:
                 for value in batch:
                     hits[value.index] = False
@@ -277,22 +281,11 @@ def _mapped(descriptor: int) -> mmap.mmap:
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
 
 
-def _batches(
+def _values(
     plan: ValuePlan, keys: Sequence[bytes], buffers: Sequence[memoryview]
-) -> Iterator[list[_Value]]:
-    """All values of the chunks, in order, split by what may be leased at once."""
-    batch, num_bytes = list[_Value](), 0
+) -> Iterator[_Value]:
+    """All values of the chunks, in order."""
     for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-        tag = chunk_tag(plan.config.namespace, key)
         for stripe in plan.stripes_of(key):
             payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            if batch and (
-                num_bytes + stripe.num_bytes > _BATCH_BYTES or len(batch) >= _MAX_BATCH_VALUES
-            ):
-                yield batch
-                batch, num_bytes = [], 0
-            name = tag + stripe_suffix(stripe)
-            batch.append(_Value(index, name, plan.header(key, stripe), payload))
-            num_bytes += stripe.num_bytes
-    if batch:
-        yield batch
+            yield _Value(index, plan.name(key, stripe), plan.header(key, stripe), payload)

@@ -72,7 +72,7 @@ class TransferWatch:
 
     def done(self, awaited: Awaited) -> None:
         """The request no longer needs the transfer: it was read, or will not be."""
-        awaited.is_dropped = True
+        awaited.cancel()
         with self._lock:
             poller = self._pollers.get(awaited.source)
         if poller is not None:
@@ -148,7 +148,7 @@ class _InstancePoller:
         with self._changed:
             if awaited in self._open:
                 self._open.remove(awaited)
-                was_late = awaited.answer is not None and awaited.answer.cause is Cause.DEADLINE
+                was_late = awaited.value is not None and awaited.value.cause is Cause.DEADLINE
                 self._is_late |= was_late and not awaited.transfer_id
             if awaited.transfer_id:
                 self._read.append(awaited.transfer_id)
@@ -245,16 +245,16 @@ class _InstancePoller:
             self._has_more = False
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
-            if not (each.transfer_id or each.is_dropped):
+            if not (each.transfer_id or each.is_cancelled):
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for rank, client in enumerate(self._clients):
             if read:
                 client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
             wanted = [each for each in transfers if len(each.by_rank) == rank]
-            if wanted := [each for each in wanted if not each.is_dropped]:
+            if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
         with self._changed:  # round robin if there are more than fit into one command
-            self._open = [each for each in self._open if each.answer is None]
+            self._open = [each for each in self._open if not each.is_done]
             self._open = self._open[len(asked) :] + self._open[: len(asked)]
 
     def _connect(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.kept_digests import Signature
 from lmcache_connector.plans import AdapterRef, LoadedAdapterList
 from lmcache_connector.threads import Background, Task
@@ -56,7 +56,7 @@ class AdapterDigests:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[AdapterStamp, str] = OrderedDict()
+        self._known: Latest[AdapterStamp, str] = Latest(_MAX_KNOWN)
 
     def digest(self, folder: Path, stamp: AdapterStamp | None = None) -> str:
         """``stamp``: the files' state to digest. Raises ``OSError`` if they are unreadable or
@@ -66,7 +66,7 @@ class AdapterDigests:
         digest = self._known.get(stamp) or _digest_files(stamp)
         if adapter_stamp(folder) != stamp:
             raise OSError(f"the adapter in {folder} is being changed")
-        _remember(self._known, stamp, digest, _MAX_KNOWN)
+        self._known[stamp] = digest
         return digest
 
 
@@ -77,14 +77,6 @@ def _digest_files(stamp: AdapterStamp) -> str:
         hasher.update(blake3(file.suffix.encode()).digest())
         hasher.update(blake3().update_mmap(file).digest())
     return str(hasher.hexdigest())
-
-
-def _remember(known: OrderedDict[Any, Any], key: object, value: object, most: int) -> None:
-    """Add as the newest of at most ``most`` entries."""
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)
 
 
 def adapter_name(digest: str, is_3d: bool) -> str:
@@ -104,7 +96,7 @@ class LoadedAdapters:
         self.acked = (0,) * world_size
         self.question = 0
         self._lists: dict[int, LoadedAdapterList] = {}
-        self._expected: OrderedDict[int, AdapterRef] = OrderedDict()  # by number
+        self._expected: Latest[int, AdapterRef] = Latest(_MAX_EXPECTED)  # by number
         self._last_question = 0
 
     def ask(self) -> int:
@@ -126,7 +118,7 @@ class LoadedAdapters:
 
     def expect(self, adapter: AdapterRef) -> None:
         """Remember that a request is treated as computed with this adapter."""
-        _remember(self._expected, adapter.number, adapter, _MAX_EXPECTED)
+        self._expected[adapter.number] = adapter
 
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
         """Returns adapters that were assumed loaded while another one was: KV computed under their

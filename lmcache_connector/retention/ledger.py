@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.plans import Claim
 from lmcache_connector.retention.leaving import LeavingChunks, Memory
 from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
@@ -94,7 +95,7 @@ class Ledger:
         self._leaving = leaving
         # Claims on chunks that are still being stored, with their times: of the newest chunks, the
         # first claims of each.
-        self._awaited: dict[bytes, dict[Claim, float]] = {}
+        self._awaited: Latest[bytes, dict[Claim, float]] = Latest(_MAX_AWAITED)
         self._limits = limits
         self._clock = clock
         self._latest = -math.inf  # time of the latest use
@@ -275,12 +276,10 @@ class Ledger:
 
     def _await(self, key: bytes, claim: Claim) -> None:
         """Keep the claim until the chunk is stored."""
-        claims = self._awaited.pop(key, {})
+        claims = self._awaited.get(key, {})
         if len(claims) < _MAX_CLAIMS:
             claims[claim] = self._latest
         self._awaited[key] = claims
-        if len(self._awaited) > _MAX_AWAITED:
-            del self._awaited[next(iter(self._awaited))]
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.plans import PrefixUse
 
 MAX_USES = 1 << 14
@@ -94,17 +95,14 @@ class Notes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._uses: dict[PrefixUse, float] = {}  # time of the latest note
+        self._uses: Latest[PrefixUse, float] = Latest(MAX_USES)  # time of the latest note
         self._given_up: dict[bytes, None] = {}
 
     def use(self, use: PrefixUse) -> None:
         """O(1)."""
         now = self._clock()
         with self._lock:
-            self._uses.pop(use, None)
             self._uses[use] = now
-            if len(self._uses) > MAX_USES:
-                del self._uses[next(iter(self._uses))]
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         with self._lock:
@@ -113,10 +111,7 @@ class Notes:
     def take_use(self) -> tuple[PrefixUse, float] | None:
         """The oldest use, and its time."""
         with self._lock:
-            if not self._uses:
-                return None
-            use = next(iter(self._uses))
-            return use, self._uses.pop(use)
+            return self._uses.popitem(last=False) if self._uses else None
 
     def take_given_up(self, limit: int) -> list[bytes]:
         """Up to ``limit`` keys given up, the latest first."""

@@ -13,12 +13,12 @@ same rules as a store. The chunk itself is not stored, so that it cannot replace
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 
 from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGauge, Verdict, combine
+from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
@@ -69,7 +69,7 @@ class Auditor:
 
     def __post_init__(self) -> None:
         # The latest chunks that this instance computed and stored.
-        self._own: OrderedDict[bytes, None] = OrderedDict()
+        self._own: Latest[bytes, None] = Latest(_MAX_OWN_CHUNKS)
         self._open: dict[int, _OpenAudit] = {}
         self._round = 0
         self._largest_error = 0.0
@@ -104,7 +104,7 @@ class Auditor:
         if self.sampler.wants(subject):
             audit = state.audit
             audit.chunk, audit.key, audit.subject = chunk, key, subject
-            audit.needs_redis = key not in self.index
+            audit.may_fetch = key not in self.index
             self.sampler.begin(subject)
 
     def _chunk_to_audit(self, state: RequestState, hit: Hit) -> int:
@@ -125,10 +125,7 @@ class Auditor:
         if isinstance(job, StoreJob):
             for key in job.keys:
                 self._own[key] = None
-                self._own.move_to_end(key)
-            while len(self._own) > _MAX_OWN_CHUNKS:
-                self._own.popitem(last=False)
-        elif isinstance(job, PrefetchJob) or job.needs_redis:
+        elif isinstance(job, PrefetchJob) or job.may_fetch:
             for key, is_held in zip(job.keys, self.index.has_each(job.keys), strict=True):
                 if not is_held:
                     self._own.pop(key, None)
@@ -168,7 +165,7 @@ class Auditor:
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             claim=state.claim,
-            needs_redis=audit.needs_redis,
+            may_fetch=audit.may_fetch,
             deadline_seconds=_DEADLINE_SECONDS,
         )
         kind = state.keys.identity.kind

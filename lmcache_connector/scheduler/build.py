@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 from lmcache_connector.scheduler.scheduler import Scheduler
-from lmcache_connector.scheduler.transfers import Transfers
+from lmcache_connector.scheduler.transfers import RequestTransfers
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
@@ -172,7 +172,7 @@ def _policy(
 
 def _transfers(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, tally: Tally
-) -> Transfers:
+) -> RequestTransfers:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     address = config.advertised_address(engine_index(parallel) * model.world_size)
@@ -184,7 +184,7 @@ def _transfers(
         watch = TransferWatch(tier_config, str(transfer.engine_id))
     router = Router(address, sends and address is not None, receives, config.peer_hosts)
     told = str(transfer.engine_id), parallel.tensor_parallel_size
-    return Transfers(config, router, *told, len(model.parts), tally, watch)
+    return RequestTransfers(config, router, *told, len(model.parts), tally, watch)
 
 
 def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) -> AnyLookup | None:
@@ -192,11 +192,8 @@ def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) ->
     if not (tiers := config.remote_tiers):
         return None
     from lmcache_connector.lookup.any_lookup import AnyLookup
-    from lmcache_connector.storage.geometry import PartGeometries
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
-    ranks = zip(*(part.geometries for part in model.parts), strict=True)
-    geometries = [PartGeometries(parts) for parts in ranks]
     lookups: dict[Tier, RedisLookup] = {}
     if Tier.PEER in tiers and (peer_config := config.peer_tier_config()) is not None:
         from lmcache_connector.peers.commands import Greeting
@@ -208,9 +205,9 @@ def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) ->
         host = open_folder(config.host_folder) if config.host_sharing else None
         share = Share(0, model.owners)
         topology = PeerTopology(peer_config, addresses, greeting, share, time.monotonic, host)
-        lookups[Tier.PEER] = PeerLookup(peer_config, geometries, topology, time.monotonic)
+        lookups[Tier.PEER] = PeerLookup(peer_config, model.geometries, topology, time.monotonic)
     if (redis_config := config.redis_tier_config()) is not None:
-        lookups[Tier.REDIS] = RedisLookup(redis_config, geometries)
+        lookups[Tier.REDIS] = RedisLookup(redis_config, model.geometries)
     return AnyLookup(lookups, time.monotonic)
 
 

@@ -33,7 +33,7 @@ from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
-from lmcache_connector.scheduler.transfers import Transfers
+from lmcache_connector.scheduler.transfers import RequestTransfers
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -56,7 +56,7 @@ class JobDispatcher:
     held: HeldBlocks
     kv_events: KvEventLog
     spans: Spans
-    transfers: Transfers
+    transfers: RequestTransfers
 
     def start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Hand the job to the workers with the next plan."""

@@ -127,4 +127,4 @@ class SchedulerGuard:
     def _empty_load(self, request_id: str) -> LoadJob:
         """A load that ends at once without chunks."""
         self._last_id -= 1
-        return LoadJob(self._last_id, request_id, (), 0.0, needs_redis=False, after_job=0)
+        return LoadJob(self._last_id, request_id, (), 0.0, may_fetch=False, after_job=0)

@@ -93,7 +93,7 @@ class LoadPlanner:
             request_id=state.request.request_id,
             runs=runs,
             deadline_seconds=load.deadline_seconds,
-            needs_redis=is_fetched,
+            may_fetch=is_fetched,
             after_job=max(map(self.index.planned_job, keys)),
             after_passes=not load.in_step
             and in_use.includes_any({i for run in runs for ids in run.block_ids for i in ids}),

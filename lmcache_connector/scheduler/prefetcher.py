@@ -1,4 +1,4 @@
-"""Prefetching: fetches chunks from Redis into memory while their request waits in vLLM's queue.
+"""Prefetching: fetches chunks into memory while their request waits in vLLM's queue.
 
 Jobs are small: a load of the same chunks waits for one job at most, and all loads go first.
 
@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from lmcache_connector.bounded import batches
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.part import parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
@@ -148,7 +149,7 @@ class Prefetcher:
         """Chunks to fetch: the leading ones that the budget allows, without those prefetched for
         other requests. ``None``: nothing fits before other requests return their share."""
         size = self.settings.chunk_size
-        num_bytes = sum(self.policy.bytes_of(key) for _, _, key in ahead.missing)
+        num_bytes = sum(map(self._bytes_of, ahead.missing))
         context = self._num_computed(state)
         end = min(ahead.stop * size, state.request.num_tokens - 1)
         if not ahead.missing or not self.policy.pays_from_memory(context, end, num_bytes):
@@ -171,16 +172,11 @@ class Prefetcher:
     def _jobs(self, state: RequestState, chunks: list[_Chunk]) -> Iterator[tuple[PrefetchJob, int]]:
         """Jobs of consecutive chunks, each with the most bytes that it may bring."""
         most = min(_MAX_JOB_BYTES, self.policy.fetchable_bytes_in(_JOB_SECONDS))
-        start = 0
-        while start < len(chunks):
-            end, num_bytes = start, 0
-            while end < len(chunks):
-                more = self.policy.bytes_of(chunks[end][2])
-                if end > start and num_bytes + more > most:
-                    break
-                end, num_bytes = end + 1, num_bytes + more
-            yield self._job(state, chunks[start:end]), num_bytes
-            start = end
+        for batch in batches(chunks, self._bytes_of, most):
+            yield self._job(state, batch), sum(map(self._bytes_of, batch))
+
+    def _bytes_of(self, chunk: _Chunk) -> int:
+        return self.policy.bytes_of(chunk[2])
 
     def _job(self, state: RequestState, chunks: list[_Chunk]) -> PrefetchJob:
         parts = dict.fromkeys(part for part, _, _ in chunks)

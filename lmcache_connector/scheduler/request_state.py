@@ -34,7 +34,6 @@ class SchedulerSettings:
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
     prefetch_bytes: int = 0  # limit per rank for requests that wait
-    loads_in_step: bool = True  # load chunks in memory inside the step, if that is fast
     drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
 
     @property
@@ -161,7 +160,7 @@ class AuditState:
     is_decided: bool = False
     chunk: int | None = None
     key: bytes = b""
-    needs_redis: bool = False
+    may_fetch: bool = False
     subject: AuditSubject | None = None
     is_computing: bool = False
 

@@ -50,7 +50,7 @@ from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
-from lmcache_connector.scheduler.transfers import Transfers
+from lmcache_connector.scheduler.transfers import RequestTransfers
 from lmcache_connector.scheduler.unseen_changes import UnseenChanges
 from lmcache_connector.threads import StepWait
 from lmcache_connector.tracing.spans import Spans
@@ -82,7 +82,7 @@ class Scheduler:
     auditor: Auditor
     loaded_adapters: LoadedAdapters
     wanted: WantedChunks | None
-    transfers: Transfers
+    transfers: RequestTransfers
     spans: Spans = field(default_factory=Spans)
     clock: Callable[[], float] = time.monotonic
 
@@ -321,8 +321,7 @@ class Scheduler:
             self._was_asked = False
             self._wait.next_step()
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
-        work = self._prefill_work(scheduler_output) if not only_decodes else None
-        left = self._prompt_tokens_left(scheduler_output) if work is not None else 0
+        work, left = (None, 0) if only_decodes else self._prefill_work(scheduler_output)
         # Loads inside the step add to its time, and vLLM starts all loads before the forward pass:
         # such a step is not timed.
         has_loads = scheduler_output.has_sync_kv_loads
@@ -422,37 +421,29 @@ class Scheduler:
             and all((group, end) in blocks for group in part.groups)
         ]
 
-    def _prefill_work(self, scheduler_output: SchedulerOutput) -> PrefillWork | None:
-        """The prompt tokens that a step computes; ``None`` if the step's duration says nothing
-        about prefill speed."""
+    def _prefill_work(self, scheduler_output: SchedulerOutput) -> tuple[PrefillWork | None, int]:
+        """The prompt tokens that a step computes, ``None`` if the step's duration says nothing
+        about prefill speed; and those that it leaves to later steps."""
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
-            return None
-        num_tokens, num_reads, num_prompts = 0, 0.0, 0
+            return None, 0
+        num_tokens, num_reads, num_prompts, num_left = 0, 0.0, 0, 0
         for request_id, count in scheduled.items():
             if count == 1:
                 continue
             state = self.book.get(request_id)
             if state is None:
-                return None  # a request that bypasses the cache
+                return None, 0  # a request that bypasses the cache
             context = state.request.num_computed_tokens
             if context < state.request.num_tokens - 1:  # else the tokens are speculative
                 num_tokens += count
                 num_reads += count * (context + count / 2)
                 num_prompts += 1
+                num_left += max(0, state.request.num_tokens - context - count)
         if num_tokens < MIN_PREFILL_TOKENS:
-            return None
+            return None, 0
         context = max(0, round(num_reads / num_tokens - num_tokens / 2))
-        return PrefillWork(num_tokens, context, len(scheduled) - num_prompts)
-
-    def _prompt_tokens_left(self, scheduler_output: SchedulerOutput) -> int:
-        """Prompt tokens that the requests of a step leave to later steps."""
-        left = 0
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            if count > 1 and (state := self.book.get(request_id)) is not None:
-                request = state.request
-                left += max(0, request.num_tokens - request.num_computed_tokens - count)
-        return left
+        return PrefillWork(num_tokens, context, len(scheduled) - num_prompts), num_left
 
     # -- ended ---------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
@@ -22,23 +22,6 @@ GENERATED_RUN_CHUNKS = 4
 as for one, and no request can use the chunks before the answer ends."""
 _MAX_TRACKED_CHUNKS = 1 << 18
 """About 40 MB; with 256 tokens each, 67 million tokens."""
-
-
-class ReuseTracker:
-    """Counts requests per chunk, for the ``capacity`` most recent chunks. O(1) per chunk. Not
-    thread-safe."""
-
-    def __init__(self, capacity: int = _MAX_TRACKED_CHUNKS) -> None:
-        self._capacity = capacity
-        self._times: OrderedDict[bytes, int] = OrderedDict()
-
-    def count_use(self, key: bytes) -> int:
-        """Count one more request for the chunk. Returns the new count."""
-        times = self._times[key] = self._times.get(key, 0) + 1
-        self._times.move_to_end(key)
-        if len(self._times) > self._capacity:
-            self._times.popitem(last=False)
-        return times
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,8 @@ class StorePlanner:
     new_job_id: Callable[[], int]
 
     def __post_init__(self) -> None:
-        self._reuse_tracker = ReuseTracker()
+        # How often each chunk was wanted, of the latest ones.
+        self._times_wanted: Latest[bytes, int] = Latest(_MAX_TRACKED_CHUNKS)
         self._ends = PlannedEnds(
             self.settings.parts, self.settings.chunk_size, self.settings.window_interval
         )
@@ -166,7 +150,9 @@ class StorePlanner:
         tier lacks: Redis may have lost these too."""
         new = state.keys.keys[state.store.num_counted : end]
         state.store.num_counted = max(state.store.num_counted, end)
-        times = {key: self._reuse_tracker.count_use(key) for key in new}
+        times, known = dict[bytes, int](), self._times_wanted
+        for key in new:
+            times[key] = known[key] = known.get(key, 0) + 1
         again = [key for key, n in times.items() if n >= 2]
         num_parts = len(self.settings.parts)
         return frozenset(
@@ -221,7 +207,7 @@ class StorePlanner:
         """Per part, what a load that ends with the tail needs; nothing if any part has lost blocks.
         Leaves out parts that the CPU tier has."""
         parts, size, runs = self.settings.parts, self.settings.chunk_size, list[PartRun]()
-        start, num_parts = tail.chunk * size, len(parts)
+        start, num_parts, num_owners = tail.chunk * size, len(parts), self.index.num_owners
         for number, part in enumerate(parts):
             key = part_key(tail.key, number, num_parts)
             first = first_token_to_load(part, start, tail.end)
@@ -235,7 +221,9 @@ class StorePlanner:
                     chunks=(tail.chunk,),
                     block_ids=blocks,
                     skip_blocks=(first - start) // part.block_size,
-                    parents=self._parents(state, number, (tail.chunk,), (key,)),
+                    parents=parents_of_part(
+                        parts, number, state.keys.keys, (tail.chunk,), (key,), num_owners(number)
+                    ),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -258,18 +246,12 @@ class StorePlanner:
         return PartRun(
             part=part,
             keys=tuple(own),
-            parents=self._parents(state, part, chunks, own),
+            parents=parents_of_part(parts, part, keys, chunks, own, self.index.num_owners(part)),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
             ),
         )
-
-    def _parents(
-        self, state: RequestState, part: int, chunks: Sequence[int], keys: Sequence[bytes]
-    ) -> tuple[bytes, ...]:
-        parts, num_owners = self.settings.parts, self.index.num_owners(part)
-        return parents_of_part(parts, part, state.keys.keys, chunks, keys, num_owners)
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:

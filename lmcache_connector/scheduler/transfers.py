@@ -47,7 +47,7 @@ class _Sent:
 
 
 @dataclass(eq=False)
-class Transfers:
+class RequestTransfers:
     """``router``, ``engine_id`` and ``tp_size`` describe this instance to readers of its prompts.
     ``watch`` queries senders; ``None``: nothing is received. ``updates`` go into the next plan."""
 
@@ -94,7 +94,7 @@ class Transfers:
     def is_coming(self, request_id: str) -> bool:
         """Whether the request still waits for its sender, until the transfer's own deadline."""
         awaited = self._awaited.get(request_id)
-        if awaited is None or awaited.answer is not None:
+        if awaited is None or awaited.is_done:
             return False
         if self.clock() >= awaited.until:  # e.g. during a slow host name lookup
             awaited.settle(Offered(cause=Cause.DEADLINE))
@@ -113,9 +113,9 @@ class Transfers:
         awaited = self._awaited.get(name)
         if awaited is None or state.source is not None:
             return None
-        if awaited.answer is None:
-            wait.on(awaited.settled.wait)
-        if self.is_coming(name) or (offered := awaited.answer) is None:
+        if not awaited.is_done:
+            wait.on(awaited.wait)
+        if self.is_coming(name) or (offered := awaited.value) is None:
             wait.end()
             return PENDING
         if offered.cause is not None:

@@ -54,7 +54,7 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
-        self._witness = BlockWitness(self._block_size, config.chunk_size)
+        self._known = BlockTokens(self._block_size, config.chunk_size)
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
         self.tiers = Tiers(config, self._part, self._identity.root)
@@ -84,12 +84,12 @@ class PagedSequences:
 
     def forget_all(self) -> None:
         """Treat the content of all blocks as unknown."""
-        self._witness.forget_all()
+        self._known.forget_all()
         self._sequences.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Treat the content of these blocks as unknown."""
-        self._witness.forget(blocks)
+        self._known.forget(blocks)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise ``ValueError`` for inconsistent block tables: chunks would be stored with the KV of
@@ -111,7 +111,7 @@ class PagedSequences:
         """Load stored chunks of a sequence that will be computed from ``row.context_len`` on.
         Returns the number of its tokens that have KV afterwards."""
         keys, size = self._keys(row), self._config.chunk_size
-        if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
+        if not self._known.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
         if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
@@ -128,15 +128,15 @@ class PagedSequences:
         """The sequence now has KV of ``num_tokens``, before of ``row.context_len``."""
         if num_tokens > row.context_len:
             tokens = row.token_ids[:num_tokens]
-            self._witness.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
+            self._known.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
 
     def keep(self, row: Row) -> None:
         """Store the chunks that a forward pass from ``row.context_len`` on has completed."""
         keys, size = self._keys(row), self._config.chunk_size
         parents = _parents(keys)
-        if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
+        if not self._known.begin(parents, row.token_ids[: row.context_len], row.blocks):
             return
-        self._witness.learn(parents, row.token_ids, row.blocks, row.context_len)
+        self._known.learn(parents, row.token_ids, row.blocks, row.context_len)
         if self.completes_chunks(row) and not self._bypasses(row):
             first, end = row.context_len // size, len(row.token_ids) // size
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
@@ -227,7 +227,7 @@ Lineage = tuple[bytes, tuple[int, ...]]
 """Of a block: the parent of its chunk's key, and the chunk's tokens up to the block's last."""
 
 
-class BlockWitness:
+class BlockTokens:
     """Tracks which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in
     tokens. O(1) per block and step."""
 

@@ -21,7 +21,8 @@ from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.lookup.background_lookup import BackgroundLookup, Pending
+from lmcache_connector.kv_parts.hit import num_leading
+from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
     JobResult,
@@ -178,7 +179,7 @@ class Tiers:
         are_in_cpu = self._index.has_each(wanted)
         in_redis = self._ask_redis(wanted, are_in_cpu, context_tokens, num_tokens)
         held = [a or key in in_redis for a, key in zip(are_in_cpu, wanted, strict=True)]
-        end = held.index(False) if False in held else len(held)
+        end = num_leading(held)
         if end == 0:
             return None
         self._rank.engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
@@ -205,7 +206,7 @@ class Tiers:
             request_id=f"load {self._last_job}",
             runs=(_run_of(plan.keys, plan.first, blocks, skipped),),
             deadline_seconds=plan.deadline_seconds,
-            needs_redis=Tier.REDIS in plan.tiers,
+            may_fetch=Tier.REDIS in plan.tiers,
             after_job=max(stores),
         )
         self._policy.load_planned(job, plan.tiers)
@@ -314,8 +315,8 @@ class Tiers:
         if seconds == 0.0:
             return frozenset()
         pending = self._lookup.submit(missing)
-        answer = pending.wait(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
-        if isinstance(answer, Pending):
+        answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
+        if answer is None:
             pending.cancel()
             return frozenset()
         return answer

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.config.tiered import check_chunk_size
 from lmcache_connector.kv_layout.topology import PartLayout, ranks_alike
 from lmcache_connector.kv_parts.owners import Owners
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
@@ -44,6 +45,12 @@ class ModelDescription:
     @property
     def world_size(self) -> int:
         return len(self.parts[0].geometries)
+
+    @property
+    def geometries(self) -> tuple[PartGeometries, ...]:
+        """Of what each rank has of a chunk."""
+        ranks = zip(*(part.geometries for part in self.parts), strict=True)
+        return tuple(map(PartGeometries, ranks))
 
     @property
     def owners(self) -> Owners:

@@ -124,7 +124,7 @@ def build_worker(
             banner(
                 config,
                 fingerprint(model.configuration),
-                _geometries(model),
+                model.geometries[model.rank],
                 worker.self_test,
                 worker.redis_is_away,
             )
@@ -177,7 +177,7 @@ def _redis_tier_maker(
     from lmcache_connector.storage.redis.tier import RedisTier
 
     is_writer = Share(model.rank, model.owners).is_owner
-    return partial(RedisTier, tier_config, _geometries(model), is_writer)
+    return partial(RedisTier, tier_config, model.geometries[model.rank], is_writer)
 
 
 def _peer_tier_maker(
@@ -196,7 +196,7 @@ def _peer_tier_maker(
     topology = PeerTopology(
         tier_config, config.peer_addresses, greeting, share, time.monotonic, host
     )
-    return partial(PeerTier, tier_config, _geometries(model), topology)
+    return partial(PeerTier, tier_config, model.geometries[model.rank], topology)
 
 
 def _peer_server_maker(
@@ -209,14 +209,12 @@ def _peer_server_maker(
     assert transfer is not None
     engine_id = str(transfer.engine_id)
     first_rank = engine_index(vllm_config.parallel_config) * model.world_size
-    ranks = zip(*(part.geometries for part in model.parts), strict=True)
-    geometries = [PartGeometries(parts) for parts in ranks]
     leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
 
     def start(chunks: Chunks, transfers: Transfers) -> PeerServer:
         commands = Commands(
             chunks,
-            geometries,
+            model.geometries,
             model.rank,
             namespace=config.namespace,
             sealer=Sealer(config.hash_key_bytes),
@@ -263,11 +261,6 @@ def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
         return open_folder(config.host_folder)
     except HostFolderError as error:
         raise ConfigError(f"'host_folder': {error}") from error
-
-
-def _geometries(model: ModelDescription) -> PartGeometries:
-    """This rank's geometries."""
-    return PartGeometries(tuple(part.geometries[model.rank] for part in model.parts))
 
 
 def _prefix_bytes(model: ModelDescription) -> int:

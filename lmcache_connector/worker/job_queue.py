@@ -7,12 +7,12 @@ one:
   blocks, and a moment longer unless another job or instance waits for it;
 - the *audit lane* runs audits, which start like stores and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
-- *Redis lanes* run loads that may need Redis;
-- the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and starts
-  none while a load that may need Redis waits or runs.
+- *fetch lanes* run loads that may need Redis or a peer;
+- the *prefetch lane* fetches chunks into the CPU tier, one job after the other, and starts none
+  while a load that may fetch waits or runs.
 
-A load waits for the store that it depends on. If another job is fetching a load's chunk from Redis,
-the load waits for that job, and then finds the chunk in the CPU tier: each chunk is fetched once. A
+A load waits for the store that it depends on. If another job is fetching a load's chunk, the
+load waits for that job, and then finds the chunk in the CPU tier: each chunk is fetched once. A
 load into blocks that a forward pass still uses waits for that pass, but occupies no lane, and its
 deadline has not begun, as recompute would wait too. Of loads that can run, small ones overtake
 large ones that came a little earlier. A load whose deadline passes while it waits ends at once,
@@ -66,7 +66,7 @@ class JobQueue:
     def __init__(
         self,
         run: Callable[[QueuedJob], JobResult],
-        num_redis_lanes: int,
+        num_fetch_lanes: int,
         clock: Callable[[], float] = time.monotonic,
         store_delay_seconds: float = 0.0,
         on_executed: Callable[[Job], None] = lambda job: None,
@@ -84,20 +84,20 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
-        self._fetching: set[bytes] = set()  # by Redis lanes and the prefetch lane
+        self._fetching: set[bytes] = set()  # by the fetch lanes and the prefetch lane
         # Jobs that no lane has begun.
         self._stores, self._audits = WaitingStores(), WaitingStores()
         self._cpu_loads = WaitingLoads(self._open.keys(), self._fetching)
-        self._redis_loads = WaitingLoads(self._open.keys(), self._fetching)
+        self._fetching_loads = WaitingLoads(self._open.keys(), self._fetching)
         self._prefetches = WaitingLoads(self._open.keys(), self._fetching)
-        self._loads = (self._cpu_loads, self._redis_loads, self._prefetches)
+        self._loads = (self._cpu_loads, self._fetching_loads, self._prefetches)
         self._ended: list[QueuedJob] = []
         self._stopping = False
         lanes: list[tuple[str, _Waiting]]
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
-        lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
-        lanes += [("lmc-prefetch", self._prefetches)] if num_redis_lanes else []
+        lanes += [(f"lmc-load-fetch-{i}", self._fetching_loads) for i in range(num_fetch_lanes)]
+        lanes += [("lmc-prefetch", self._prefetches)] if num_fetch_lanes else []
         self._lanes = [start_thread(name, self._work, waiting) for name, waiting in lanes]
 
     # -- the engine's step thread --------------------------------------------------------------
@@ -114,7 +114,7 @@ class JobQueue:
             elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
             else:
-                (self._redis_loads if job.needs_redis else self._cpu_loads).add(queued)
+                (self._fetching_loads if job.may_fetch else self._cpu_loads).add(queued)
             self._open[job.job_id] = queued
             self.is_busy = True
             if isinstance(job, StoreJob):
@@ -217,7 +217,7 @@ class JobQueue:
             with self._lock:
                 if self._fetches(waiting):
                     self._fetching.difference_update(queued.job.keys)
-                    self._redis_loads.fetch_ended(queued.job.keys)
+                    self._fetching_loads.fetch_ended(queued.job.keys)
                 self._end(queued, result)
 
     def _next(self, waiting: _Waiting) -> QueuedJob | None:
@@ -227,7 +227,7 @@ class JobQueue:
         with self._lock:
             while True:
                 self._end_overdue()
-                must_wait = waiting is self._prefetches and (self._redis_loads or self._fetching)
+                must_wait = waiting is self._prefetches and (self._fetching_loads or self._fetching)
                 queued = None if must_wait else waiting.next(self._clock())
                 if queued is not None:
                     if self._fetches(waiting):
@@ -267,8 +267,8 @@ class JobQueue:
             self._store_came.notify_all()
 
     def _fetches(self, waiting: _Waiting) -> bool:
-        """Whether the lane of ``waiting`` fetches from Redis."""
-        return waiting is self._redis_loads or waiting is self._prefetches
+        """Whether the lane of ``waiting`` fetches chunks."""
+        return waiting is self._fetching_loads or waiting is self._prefetches
 
     def _end_overdue(self) -> None:
         """End waiting loads and prefetches whose deadline has passed."""

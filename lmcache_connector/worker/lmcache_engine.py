@@ -64,7 +64,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     ValueSizes,
 )
 from lmcache_connector.worker.lmcache_start import (
-    REDIS_BACKEND,
+    REMOTE_BACKEND,
     EngineSettings,
     make_metadata,
     start_engine,
@@ -87,7 +87,7 @@ _MAX_PLANS_AWAITED = 16  # per value
 
 
 class LMCacheEngineAdapter:
-    """One rank's CPU tier, with Redis below it.
+    """One rank's CPU tier, with the tiers below it.
 
     ``copier`` copies between the blocks of ``parts``, in model order, and LMCache's memory. A job
     whose KV has no fixed place may name other caches of the same geometries. Closing the engine
@@ -121,13 +121,13 @@ class LMCacheEngineAdapter:
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._shared.keep(self._cpu)
-        self._plugin = backends.get(REDIS_BACKEND)
+        self._plugin = backends.get(REMOTE_BACKEND)
         sources = [source for source in (redis_tier, peers) if source is not None]
         if sources and self._plugin is None:
             for source in sources:
                 source.close(0.0)
             self._engine.close()
-            raise ConfigError("LMCache did not start the Redis tier; its log says why")
+            raise ConfigError("LMCache did not start our storage plugin; its log says why")
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
@@ -218,12 +218,12 @@ class LMCacheEngineAdapter:
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        self._use(job)  # so that chunks from Redis evict others
+        self._use(job)  # so that fetched chunks evict others
         for transfer in transfers:
             keys = transfer.run.keys
-            num_bytes = self._bytes_missing(keys) if job.needs_redis else 0
+            num_bytes = self._bytes_missing(keys) if job.may_fetch else 0
             with self._expecting(job.claim.tenant, num_bytes):
-                self._retrieve(transfer, deadline, job.source, asks_all=job.needs_redis)
+                self._retrieve(transfer, deadline, job.source, asks_all=job.may_fetch)
             if num_bytes:  # else the next piece would evict another tenant's chunks
                 self._use(job)
             if transfer.num_chunks < len(keys):
@@ -235,7 +235,7 @@ class LMCacheEngineAdapter:
                         self._unread.append(first)
                     self._changed.report((first,))
                 break
-        if job.needs_redis:
+        if job.may_fetch:
             self._announce_ahead()
         return JobTransfer.of(transfers)
 
@@ -276,7 +276,7 @@ class LMCacheEngineAdapter:
         is_sound = gate.passes(cancelled)
         has_read()
         if is_sound:
-            self._retrieve(transfer, deadline, asks_all=job.needs_redis)
+            self._retrieve(transfer, deadline, asks_all=job.may_fetch)
             self._use(job)
         return transfer
 
@@ -288,8 +288,8 @@ class LMCacheEngineAdapter:
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
-        """Fetch the job's chunks that the CPU tier lacks from Redis. ``deadline`` is a reading of
-        ``time.monotonic``."""
+        """Fetch the job's chunks that the CPU tier lacks from Redis or peers. ``deadline`` is a
+        reading of ``time.monotonic``."""
         missing = [key for key in job.keys if self._is_missing(key)]
         if self._plugin is None or not missing:
             return JobTransfer.of(())

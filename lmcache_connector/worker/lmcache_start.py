@@ -46,9 +46,9 @@ def _is_extraordinary(record: logging.LogRecord) -> bool:
 for _name in _ORDINARY:
     logging.getLogger(_name).addFilter(_is_extraordinary)
 
-REDIS_BACKEND = "redis"
-"""Name of the Redis tier among LMCache's storage backends."""
-_PLUGIN_MODULE = "lmcache_connector.worker.lmcache_redis"
+REMOTE_BACKEND = "remote"
+"""Name of our plugin, Redis and peers, among LMCache's storage backends."""
+_PLUGIN_MODULE = "lmcache_connector.worker.lmcache_remote"
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -154,10 +154,10 @@ def _engine_config(
     }
     extra: dict[str, Any] = {}
     if redis_tier is not None or peers is not None:
-        values["storage_plugins"] = [REDIS_BACKEND]
+        values["storage_plugins"] = [REMOTE_BACKEND]
         extra |= {
-            f"storage_plugin.{REDIS_BACKEND}.module_path": _PLUGIN_MODULE,
-            f"storage_plugin.{REDIS_BACKEND}.class_name": "RedisStoragePlugin",
+            f"storage_plugin.{REMOTE_BACKEND}.module_path": _PLUGIN_MODULE,
+            f"storage_plugin.{REMOTE_BACKEND}.class_name": "RemoteStoragePlugin",
             "lmcache_connector.redis_tier": redis_tier,
             "lmcache_connector.peer_tier": peers,
         }

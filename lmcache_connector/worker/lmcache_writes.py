@@ -17,7 +17,7 @@ from lmcache_connector.worker.offers import Offers, Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
+    from lmcache_connector.worker.lmcache_remote import RemoteStoragePlugin
 
 # A chunk is offered to Redis again only while at most so many bytes wait for its node. When the
 # queue fills up, offered chunks are dropped first.
@@ -41,7 +41,7 @@ class RedisWrites:
 
     def __init__(
         self,
-        plugin: RedisStoragePlugin,
+        plugin: RemoteStoragePlugin,
         tier: RedisTier,
         cpu: LocalCPUBackend,
         database: PlannedTokenDatabase,

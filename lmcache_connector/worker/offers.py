@@ -13,9 +13,10 @@ Offers have a bounded rate and come after new writes. The store lane makes them 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from lmcache_connector.bounded import Latest
 
 _MAX_TRACKED = 1 << 16
 _MAX_FAILURES = 6
@@ -53,7 +54,7 @@ class Offers:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._states: OrderedDict[bytes, _State] = OrderedDict()
+        self._states: Latest[bytes, _State] = Latest(_MAX_TRACKED)
         self._due: list[tuple[float, bytes]] = []
 
     def want(self, key: bytes, now: float) -> None:
@@ -99,9 +100,6 @@ class Offers:
 
     def _put(self, key: bytes, state: _State) -> None:
         self._states[key] = state
-        self._states.move_to_end(key)
-        if len(self._states) > _MAX_TRACKED:
-            self._states.popitem(last=False)
         if state.is_due:
             heapq.heappush(self._due, (state.at, key))
             if len(self._due) > 2 * _MAX_TRACKED:

@@ -47,7 +47,7 @@ _FIRST_PROBE_SECONDS = 2.0
 # After a forward pass on CPU, stores wait so long, to leave the cores to the sampling of tokens.
 # Measured: new prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
-_NUM_REDIS_LANES = 2
+_NUM_FETCH_LANES = 2
 
 
 class RankTiers:
@@ -88,7 +88,7 @@ class RankTiers:
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
         self.jobs = JobQueue(
             self._run,
-            _NUM_REDIS_LANES if redis is not None or peers is not None else 0,
+            _NUM_FETCH_LANES if redis is not None or peers is not None else 0,
             clock,
             _STORE_DELAY_SECONDS if self.copier.shares_cores else 0.0,
             on_executed,
@@ -148,7 +148,7 @@ class RankTiers:
             )
             moved, differences = JobTransfer.of([audit]), audit.differences
         elif isinstance(job, PrefetchJob):
-            # A deadline of its own: the wait behind loads would make Redis look stalled.
+            # A deadline of its own: the wait behind loads would make a tier look stalled.
             moved = self.engine.fetch(job, cancelled, started + job.deadline_seconds)
         elif isinstance(job, StoreJob):
             moved = self.engine.store(job, queued.fence, cancelled, context.gate, context.parts)

@@ -5,7 +5,7 @@
     behind a forward pass -> ready -> begun
                               |  ^
                               v  |
-    behind a store, or behind a chunk that a lane is fetching from Redis
+    behind a store, or behind a chunk that a lane is fetching
 
 A load is examined when it is first in line, and when its blocker has ended; otherwise waiting costs
 nothing. When a chunk has arrived, one of the loads that wait for it is made ready. That load
@@ -161,7 +161,7 @@ class WaitingStores(deque[QueuedJob]):
 
 class WaitingLoads:
     """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of jobs that have not ended.
-    ``fetching``: chunks that lanes are fetching from Redis."""
+    ``fetching``: chunks that lanes are fetching."""
 
     def __init__(self, open_jobs: Collection[int], fetching: Collection[bytes]) -> None:
         self._open_jobs = open_jobs
@@ -259,7 +259,7 @@ class WaitingLoads:
             return None
         if job.after_job in self._open_jobs:
             return job.after_job
-        if not job.needs_redis:
+        if not job.may_fetch:
             return None
         return next(filter(self._fetching.__contains__, job.keys), None)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lmcache_connector.bounded import Latest, batches
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, may_be_value
@@ -26,7 +27,6 @@ from lmcache_connector.storage.redis.client.resp import (
 )
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
-from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from lmcache_connector.storage.redis.write_queue import PendingWrite
 
 _MAX_SPOILED = 4096
@@ -46,14 +46,12 @@ class SpoiledChunks:
     oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, None] = {}
+        self._keys: Latest[bytes, None] = Latest(_MAX_SPOILED)
         self._lock = threading.Lock()
 
     def add(self, key: bytes) -> None:
         with self._lock:
             self._keys[key] = None
-            if len(self._keys) > _MAX_SPOILED:
-                del self._keys[next(iter(self._keys))]
 
     def take(self, key: bytes) -> bool:
         """Whether ``key`` is spoiled; removes it."""
@@ -108,7 +106,8 @@ class Burst:
         for write in writes:
             missing += self._missing(write)
         unanswered: deque[list[_Value]] = deque()
-        for batch in self._batches(missing):
+        batch_bytes = self._plan.config.batch_bytes
+        for batch in batches(missing, lambda value: value.stripe.num_bytes, batch_bytes):
             self._wire.send(self._encode(batch), self._deadline)
             unanswered.append(batch)
             if len(unanswered) > 1:
@@ -120,8 +119,7 @@ class Burst:
         plan, config = self._plan, self._plan.config
         commands = []
         for write in writes:
-            tag = chunk_tag(config.namespace, write.key)
-            names = [tag + stripe_suffix(stripe) for stripe in plan.stripes_of(write.key)]
+            names = [plan.name(write.key, stripe) for stripe in plan.stripes_of(write.key)]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
                 lifetime = config.ttl_options[1]
@@ -149,17 +147,6 @@ class Burst:
         chunk.num_unanswered = len(values)
         return values
 
-    def _batches(self, values: Sequence[_Value]) -> Iterator[list[_Value]]:
-        batch, size = list[_Value](), 0
-        for value in values:
-            if batch and size + value.stripe.num_bytes > self._plan.config.batch_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(value)
-            size += value.stripe.num_bytes
-        if batch:
-            yield batch
-
     def _encode(self, batch: Sequence[_Value]) -> list[bytes | memoryview]:
         """The SETs of ``batch``. Uncompressed payloads are views of the chunks' buffers."""
         plan = self._plan
@@ -171,7 +158,7 @@ class Burst:
             if plan.config.codec == "blosc2" and (chunk := compress(stored, header.dtype)):
                 stored, header = chunk, replace(header, compressed_bytes=len(chunk))
             value.stored_bytes = len(stored)
-            name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
+            name = plan.name(write.key, stripe)
             head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)
             parts += [head + encode_header(header, stored, plan.sealer), stored, tail]
         # Its reply is an integer, unlike those to SET: this shows that replies are in step.

@@ -15,6 +15,7 @@ from lmcache_connector.storage.chunk_codec import (
 )
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
+from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 MIB = 1 << 20
 
@@ -99,6 +100,10 @@ class ValuePlan:
     def stripes_of(self, key: bytes) -> tuple[Stripe, ...]:
         """Stripes of ``key``, which must name a part of the model, in buffer order."""
         return self._stripes[self.geometries.index_of(key)]
+
+    def name(self, key: bytes, stripe: Stripe) -> bytes:
+        """The name of the value that holds ``stripe`` of ``key``."""
+        return chunk_tag(self.config.namespace, key) + stripe_suffix(stripe)
 
     def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
         return stripe_header(self.geometries.of(key), stripe, key, keyed=self.sealer.keyed)

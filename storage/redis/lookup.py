@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lmcache_connector.kv_parts.hit import num_leading
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import SLICE_SECONDS, Wire, WireError, WireFault, wait_readable
@@ -72,7 +73,7 @@ class RedisLookup:
     ) -> int:
         """The number of leading keys that are complete in Redis; see `exist`."""
         found = self.exist(keys, deadline, cancelled)
-        return found.index(False) if False in found else len(found)
+        return num_leading(found)
 
     def exist(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never

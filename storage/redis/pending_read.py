@@ -26,7 +26,6 @@ from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 _POLL_SECONDS = 0.05
 
@@ -205,17 +204,15 @@ class PendingRead:
         verb, options = (b"GETEX", config.ttl_options) if config.refresh_ttl else (b"GET", ())
         for chunk in chunks:
             key = self._keys[chunk]
-            tag = chunk_tag(config.namespace, key)
             buffer = self._buffers[chunk]
             places = self._nodes[chunk]
             for number, stripe in enumerate(plan.stripes_of(key)):
                 if node != (places if isinstance(places, str) else places[number]):
                     continue
-                name = tag + stripe_suffix(stripe)
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
                     chunk=chunk,
-                    command=command(verb, name, *options),
+                    command=command(verb, plan.name(key, stripe), *options),
                     line=line,
                     expected=plan.header(key, stripe),
                     head=memoryview(bytearray(len(line) + HEADER_BYTES)),

@@ -64,7 +64,7 @@ def probed(num_bytes: int, seconds: float, rank: int = 0) -> RankReport:
 
 
 def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
-    return jobs.load_job(job_id, f"r{job_id}", tuple(keys), ((),), needs_redis=True)
+    return jobs.load_job(job_id, f"r{job_id}", tuple(keys), ((),), may_fetch=True)
 
 
 def decide(policy: LoadPolicy, keys: list[bytes], num_cpu: int = 0, tier: Tier = Tier.REDIS) -> int:

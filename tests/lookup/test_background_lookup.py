@@ -10,10 +10,9 @@ import pytest
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     MISS,
-    PENDING,
     BackgroundLookup,
-    LookupAnswer,
     PendingLookup,
+    Places,
 )
 from lmcache_connector.plans import Tier
 from tests.support.clock import Clock
@@ -70,15 +69,15 @@ def remote(tier: GatedLookup, clock: Clock) -> Iterator[BackgroundLookup]:
     assert tier.closed
 
 
-def answer(pending: PendingLookup) -> LookupAnswer:
+def answer(pending: PendingLookup) -> Places | None:
     """Wait for an answer, in real seconds."""
-    return pending.wait(4.0)
+    return pending.answer(4.0)
 
 
 def test_a_pending_look_up_is_polled(remote: BackgroundLookup, tier: GatedLookup) -> None:
     pending = remote.submit(KEYS)
-    assert pending.wait(0.0) is PENDING
-    assert pending.wait(0.001) is PENDING
+    assert pending.answer(0.0) is None
+    assert pending.answer(0.001) is None
     tier.gate.set()
     assert answer(pending) == dict.fromkeys(KEYS[:3], Tier.REDIS)
     assert tier.asked == [(tuple(KEYS), 105.0)]
@@ -88,7 +87,7 @@ def test_a_late_answer_is_a_miss(remote: BackgroundLookup, tier: GatedLookup, cl
     pending = remote.submit(KEYS)
     assert tier.started.wait(30)
     clock.now += 5.0
-    assert pending.wait(10.0) == MISS, "and it does not wait for it either"
+    assert pending.answer(10.0) == MISS, "and it does not wait for it either"
 
 
 def test_ended_look_ups_are_not_sent(
@@ -102,7 +101,7 @@ def test_ended_look_ups_are_not_sent(
     last = remote.submit(KEYS[:2])
     tier.gate.set()
     assert answer(last) == dict.fromkeys(KEYS[:1], Tier.REDIS)
-    assert late.wait(0.0) == MISS
+    assert late.answer(0.0) == MISS
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
 

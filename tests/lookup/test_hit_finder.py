@@ -19,7 +19,6 @@ from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
-    LookupAnswer,
     Pending,
     PendingLookup,
     RequestLookup,
@@ -134,8 +133,8 @@ def pending(asked: RequestLookup) -> PendingLookup:
 
 def num_found(question: PendingLookup) -> int:
     """The number of chunks found, once the answer is there."""
-    answer = question.wait(4.0)
-    assert not isinstance(answer, Pending)
+    answer = question.answer(4.0)
+    assert answer is not None
     return len(answer)
 
 
@@ -196,7 +195,7 @@ def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
     no_turn = pending(second)
     scene.tier.gate.set()
     assert num_found(pending(first)) == 4
-    no_turn._settled.wait(10.0)
+    no_turn.wait(10.0)
     return second
 
 
@@ -272,9 +271,8 @@ class Unanswered:
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def wait(self, seconds: float) -> LookupAnswer:
+    def answer(self, seconds: float) -> None:
         self.waits.append(seconds)
-        return PENDING
 
 
 @pytest.mark.parametrize(

@@ -334,8 +334,8 @@ def test_all_ranks_are_asked_what_an_engine_holds() -> None:
         try:
             keys = [chunk_key(i) for i in range(12)]
             awaited = watch.ask(Address.parse(address), "", 60.0, keys)
-            assert awaited.settled.wait(10.0)
-            assert awaited.answer is not None
-            assert [awaited.answer.holds(key) for key in keys] == [True] * 8 + [False] * 4
+            assert awaited.wait(10.0)
+            assert awaited.value is not None
+            assert [awaited.value.holds(key) for key in keys] == [True] * 8 + [False] * 4
         finally:
             watch.close()

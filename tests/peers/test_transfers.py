@@ -242,9 +242,9 @@ def at(server: PeerServer) -> Address:
 
 
 def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
-    assert awaited.settled.wait(seconds)
-    assert awaited.answer is not None
-    return awaited.answer
+    assert awaited.wait(seconds)
+    assert awaited.value is not None
+    return awaited.value
 
 
 def test_a_waiting_reader_is_told(
@@ -283,7 +283,7 @@ def test_a_reader_does_not_wait_behind_another(
         watch.done(awaited)
     assert chunks.await_leased(lambda count: count == 0)
     assert time.monotonic() - started < 5.0
-    assert coming.answer is None
+    assert coming.value is None
 
 
 def test_unknown_ids(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
@@ -298,7 +298,7 @@ def test_chunks_of_a_peer(served: tuple[HeardTransfers, PeerServer], watch: Tran
     answer = answer_of(watch.ask(at(server), "", 60.0, [*others, *KEYS]))
     assert [answer.holds(key) for key in KEYS] == [i < NUM_HELD for i in range(len(KEYS))]
     assert not any(answer.holds(key) for key in others)
-    assert coming.answer is None
+    assert coming.value is None
 
 
 def test_unreachable(watch: TransferWatch) -> None:
@@ -324,8 +324,8 @@ def test_a_silent_source_delays_one_request_at_a_time(watch: TransferWatch) -> N
             first.settle(Offered(cause=Cause.DEADLINE))
             watch.done(first)
             assert answer_of(watch.ask(source, "", 60.0, KEYS), 0.0).cause is Cause.DEADLINE
-            assert watch.ask(source, "t", 60.0).answer is None
-            assert within(20.0, lambda: watch.ask(source, "", 60.0, KEYS).answer is None)
+            assert watch.ask(source, "t", 60.0).value is None
+            assert within(20.0, lambda: watch.ask(source, "", 60.0, KEYS).value is None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

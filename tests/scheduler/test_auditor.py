@@ -46,7 +46,7 @@ def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     serve(engine, theirs)
     assert audits(engine) == {"match": 2}
     job = audit_jobs(engine)[-1]
-    assert job.needs_redis
+    assert job.may_fetch
     assert engine.ranks[0].num_stored_chunks == before, "the audited chunk is not stored"
 
 

@@ -32,7 +32,6 @@ from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from lmcache_connector.scheduler.store_planner import ReuseTracker
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from tests.scheduler.test_tails import long_answered, wide
 from tests.support.doubles import lives
@@ -162,20 +161,6 @@ def test_a_load_waits_for_forward_passes_only_if_they_use_its_blocks() -> None:
 
 
 # -- stores ----------------------------------------------------------------------------------------
-
-
-def test_uses_are_counted() -> None:
-    tracker = ReuseTracker()
-    assert [tracker.count_use(b"a") for _ in range(3)] == [1, 2, 3]
-    assert tracker.count_use(b"b") == 1
-
-
-def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
-    tracker = ReuseTracker(capacity=2)
-    for key in (b"a", b"b", b"a", b"c"):  # b goes
-        tracker.count_use(key)
-    assert tracker.count_use(b"b") == 1  # and now a
-    assert tracker.count_use(b"c") == 2
 
 
 @pytest.mark.parametrize(("store_generated", "stored"), [(True, 2), (False, 1)])

@@ -187,7 +187,7 @@ def test_chunks_come_into_memory_before_their_request_is_scheduled(
     before = len(engine.plans)
     engine.run_until_idle()
     (load,) = [job for plan in engine.plans[before:] for job in plan.loads]
-    assert not load.needs_redis
+    assert not load.may_fetch
     assert sum(rank.num_prefetched_chunks for rank in engine.ranks) == 4 * world_size
     engine.check_whole()
     engine.check_answer(waiting)

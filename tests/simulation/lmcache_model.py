@@ -171,7 +171,7 @@ class EngineModel:
         self._connector = connector
         self.cpu = cpu
         self._plugin = plugin
-        backends = {"LocalCPUBackend": cpu} | ({"redis": plugin} if plugin is not None else {})
+        backends = {"LocalCPUBackend": cpu} | ({"remote": plugin} if plugin is not None else {})
         self.storage_manager = SimpleNamespace(storage_backends=backends)
         self.stats_monitor = SimpleNamespace(get_stats_and_clear=lambda: None)
 
@@ -239,13 +239,13 @@ def start_engine(
     peers: Any = None,
 ) -> EngineModel:
     """Stands in the place of `lmcache_start.start_engine`."""
-    from lmcache_connector.worker import lmcache_redis
+    from lmcache_connector.worker import lmcache_remote
 
     chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
     cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
     plugin = None
     if redis_tier is not None or peers is not None:
-        tiers = {lmcache_redis.TIER: redis_tier, lmcache_redis.PEERS: peers}
+        tiers = {lmcache_remote.TIER: redis_tier, lmcache_remote.PEERS: peers}
         config = SimpleNamespace(extra_config=tiers)
-        plugin = lmcache_redis.RedisStoragePlugin("cpu", config, metadata, cpu, None)
+        plugin = lmcache_remote.RemoteStoragePlugin("cpu", config, metadata, cpu, None)
     return EngineModel(database, connector, cpu, plugin)

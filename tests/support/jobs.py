@@ -30,10 +30,10 @@ def load_job(
     block_ids: BlockIds,
     *,
     deadline_seconds: float = 1.0,
-    needs_redis: bool = False,
+    may_fetch: bool = False,
     after_job: int = 0,
     skip_blocks: int = 0,
 ) -> LoadJob:
     """The first chunks of a request."""
     run = PartRun(0, keys, tuple(range(len(keys))), block_ids, skip_blocks)
-    return LoadJob(job_id, request_id, (run,), deadline_seconds, needs_redis, after_job)
+    return LoadJob(job_id, request_id, (run,), deadline_seconds, may_fetch, after_job)

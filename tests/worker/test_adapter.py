@@ -195,7 +195,7 @@ def load(job_id: int, chunks: range, first_block: int, deadline: float = LONG) -
     block_ids = tuple(range(first_block, first_block + 2 * len(chunks)))
     keys = tuple(KEYS[i] for i in chunks)
     return load_job(
-        job_id, f"r{job_id}", keys, (block_ids,), deadline_seconds=deadline, needs_redis=True
+        job_id, f"r{job_id}", keys, (block_ids,), deadline_seconds=deadline, may_fetch=True
     )
 
 

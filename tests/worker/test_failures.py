@@ -216,7 +216,7 @@ def test_a_plan_that_starts_over_cancels_what_is_open(
     """And one that brings an empty load for a request that waits reports its end at once."""
     check_hit(rank)
     kept, engine = forget(rank), rank.instance.worker._engine
-    load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, needs_redis=False, after_job=0)
+    load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, may_fetch=False, after_job=0)
 
     def slow(job: LoadJob, fence: Any, cancelled: threading.Event, deadline: float) -> Any:
         if job is load:

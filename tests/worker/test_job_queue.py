@@ -31,7 +31,7 @@ def store(job_id: int) -> StoreJob:
 
 def load(
     job_id: int,
-    needs_redis: bool = False,
+    may_fetch: bool = False,
     after_job: int = 0,
     deadline_seconds: float = LONG,
     keys: tuple[bytes, ...] = (),
@@ -42,7 +42,7 @@ def load(
         keys or (b"chunk %d" % job_id,),
         ((1,),),
         deadline_seconds=deadline_seconds,
-        needs_redis=needs_redis,
+        may_fetch=may_fetch,
         after_job=after_job,
     )
 
@@ -87,7 +87,7 @@ def runner() -> Runner:
 
 @pytest.fixture
 def jobs(runner: Runner) -> Iterator[JobQueue]:
-    jobs = JobQueue(runner, num_redis_lanes=1)
+    jobs = JobQueue(runner, num_fetch_lanes=1)
     yield jobs
     assert jobs.close(LONG)
 
@@ -110,7 +110,7 @@ def taken(jobs: JobQueue) -> dict[int, JobResult]:
     "wait",
     [
         lambda jobs: jobs.submit(load(3, after_job=1), None),
-        lambda jobs: jobs.submit(load(3, after_job=1, needs_redis=True), None),
+        lambda jobs: jobs.submit(load(3, after_job=1, may_fetch=True), None),
         lambda jobs: jobs.wait_for_result(LONG),
     ],
     ids=["a hit from memory", "a hit from Redis", "an idle step"],
@@ -118,7 +118,7 @@ def taken(jobs: JobQueue) -> dict[int, JobResult]:
 def test_a_delayed_store_begins_when_somebody_waits_for_it(
     runner: Runner, wait: Callable[[JobQueue], None]
 ) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=1, store_delay_seconds=LONG)
+    jobs = JobQueue(runner, num_fetch_lanes=1, store_delay_seconds=LONG)
     jobs.submit(store(1), None)
     jobs.submit(load(2), None)
     assert runner.started(2).wait(LONG)
@@ -130,7 +130,7 @@ def test_a_delayed_store_begins_when_somebody_waits_for_it(
 
 
 def test_a_queue_with_a_delayed_store_closes_at_once(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
+    jobs = JobQueue(runner, num_fetch_lanes=0, store_delay_seconds=LONG)
     jobs.submit(store(1), None)
     assert jobs.close(LONG / 2)
     assert taken(jobs)[1].outcome is Outcome.CANCELLED
@@ -153,13 +153,13 @@ def test_a_hit_from_memory_waits_for_the_store_it_relies_on_and_no_other(
 
 
 def test_chunks_are_fetched_once_however_many_want_them(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=3)
+    jobs = JobQueue(runner, num_fetch_lanes=3)
     gate = runner.gate(1)
-    jobs.submit(load(1, needs_redis=True, keys=(b"a", b"b", b"c")), None)
+    jobs.submit(load(1, may_fetch=True, keys=(b"a", b"b", b"c")), None)
     assert runner.started(1).wait(LONG)
-    jobs.submit(load(2, needs_redis=True, keys=(b"a", b"b")), None)
-    jobs.submit(load(3, needs_redis=True, keys=(b"c", b"d")), None)
-    jobs.submit(load(4, needs_redis=True, keys=(b"e",)), None)  # wants something else
+    jobs.submit(load(2, may_fetch=True, keys=(b"a", b"b")), None)
+    jobs.submit(load(3, may_fetch=True, keys=(b"c", b"d")), None)
+    jobs.submit(load(4, may_fetch=True, keys=(b"e",)), None)  # wants something else
     jobs.wait_for_result(LONG)
     assert list(taken(jobs)) == [4]
     assert runner.order == [1, 4]
@@ -172,10 +172,10 @@ def test_a_load_that_waits_is_over_at_its_deadline_though_all_lanes_are_busy(
     jobs: JobQueue, runner: Runner
 ) -> None:
     gate = runner.gate(1)
-    jobs.submit(load(1, needs_redis=True, keys=(b"a",)), None)
+    jobs.submit(load(1, may_fetch=True, keys=(b"a",)), None)
     assert runner.started(1).wait(LONG)
-    jobs.submit(load(2, needs_redis=True, keys=(b"a",), deadline_seconds=0.02), None)
-    jobs.submit(load(3, needs_redis=True, keys=(b"b",), deadline_seconds=0.01), None)
+    jobs.submit(load(2, may_fetch=True, keys=(b"a",), deadline_seconds=0.02), None)
+    jobs.submit(load(3, may_fetch=True, keys=(b"b",), deadline_seconds=0.01), None)
     results: dict[int, JobResult] = {}
     while len(results) < 2:
         jobs.wait_for_result(LONG)
@@ -194,7 +194,7 @@ def test_a_lane_outlives_whoever_is_told_of_ended_jobs(runner: Runner) -> None:
         if job.job_id == 1:
             raise RuntimeError("boom")
 
-    jobs = JobQueue(runner, num_redis_lanes=0, on_executed=told)
+    jobs = JobQueue(runner, num_fetch_lanes=0, on_executed=told)
     jobs.submit(store(1), None)
     jobs.submit(store(2), None)
     assert {result.outcome for result in wait_all(jobs).values()} == {Outcome.DONE}
@@ -210,7 +210,7 @@ def test_a_forward_pass_that_failed_ends_the_loads_behind_it(jobs: JobQueue) -> 
 
 
 def test_where_copies_must_not_outlast_a_step_stores_are_waited_for(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
+    jobs = JobQueue(runner, num_fetch_lanes=0, store_delay_seconds=LONG)
     jobs.submit(store(1), None)
     jobs.finish_stores(LONG)
     assert taken(jobs)[1].outcome is Outcome.DONE
@@ -227,7 +227,7 @@ def test_an_audit_holds_up_neither_stores_nor_a_step_once_it_has_copied(
     """It may wait for Redis then."""
     gate = runner.gate(1)
     audit = store_job(
-        1, "r1", (b"k",), ((1,),), job_type=AuditJob, needs_redis=True, deadline_seconds=LONG
+        1, "r1", (b"k",), ((1,),), job_type=AuditJob, may_fetch=True, deadline_seconds=LONG
     )
     jobs.submit(audit, None)
     assert runner.started(1).wait(LONG)
@@ -245,7 +245,7 @@ def test_an_audit_holds_up_neither_stores_nor_a_step_once_it_has_copied(
 
 
 def test_close_is_bounded_when_a_job_hangs(runner: Runner) -> None:
-    jobs = JobQueue(runner, num_redis_lanes=0)
+    jobs = JobQueue(runner, num_fetch_lanes=0)
     gate = runner.gate(1)
     jobs.submit(store(1), None)
     assert runner.started(1).wait(LONG)
@@ -291,7 +291,7 @@ def test_a_load_that_waits_for_a_forward_pass_holds_up_no_other(
 def test_the_wait_for_a_forward_pass_is_not_on_the_deadlines_time(runner: Runner) -> None:
     """Recompute would wait for it as well."""
     now, fence = 0.0, HeldFence()
-    jobs = JobQueue(runner, num_redis_lanes=0, clock=lambda: now)
+    jobs = JobQueue(runner, num_fetch_lanes=0, clock=lambda: now)
     seen: list[float] = []
     runner.act = lambda queued: seen.append(queued.deadline)
     jobs.submit(load(1, deadline_seconds=0.01), fence)
@@ -312,13 +312,13 @@ def prefetch(job_id: int, keys: tuple[bytes, ...], seconds: float = LONG) -> Pre
 
 def test_a_prefetch_gives_way_to_every_load_from_redis(jobs: JobQueue, runner: Runner) -> None:
     gates = {job_id: runner.gate(job_id) for job_id in (1, 2, 4)}
-    jobs.submit(load(1, needs_redis=True), None)
+    jobs.submit(load(1, may_fetch=True), None)
     assert runner.started(1).wait(LONG)
     for job_id in (2, 3):
         jobs.submit(prefetch(job_id, (b"a%d" % job_id,)), None)
     gates[1].set()
     assert runner.started(2).wait(LONG)
-    jobs.submit(load(4, needs_redis=True), None)  # wants something else: it runs beside it
+    jobs.submit(load(4, may_fetch=True), None)  # wants something else: it runs beside it
     assert runner.started(4).wait(LONG)
     gates[2].set()
     jobs.wait_for_result(LONG)

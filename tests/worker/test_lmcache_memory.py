@@ -54,11 +54,11 @@ def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
     with two(tmp_path / "host") as (first, second, tier):
         first.store(1, MINE)
         first.store(2, MINE)
-        assert within(5.0, lambda: second.load(2, MINE, needs_redis=True) == 4)
-        assert second.load(1, MINE, needs_redis=True) == 4
+        assert within(5.0, lambda: second.load(2, MINE, may_fetch=True) == 4)
+        assert second.load(1, MINE, may_fetch=True) == 4
         assert tier.num_mapped == 8
         assert second.engine.num_chunks == 8, "and kept"
-        assert second.load(3, MINE, needs_redis=True) == 0
+        assert second.load(3, MINE, may_fetch=True) == 0
 
 
 def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
@@ -76,7 +76,7 @@ def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
         for _ in range(2):
             first.store(1, MINE)
             for _ in range(2):
-                assert within(5.0, lambda: second.load(1, MINE, needs_redis=True) == 4)
+                assert within(5.0, lambda: second.load(1, MINE, may_fetch=True) == 4)
                 second.engine.forget_all()
             assert not any(tier.counts().misses.values())
             first.engine.forget_all()

@@ -16,7 +16,7 @@ from lmcache_connector.storage.redis.tier import RedisTierStats
 from lmcache_connector.worker.metrics import WorkerMetrics
 from tests.support.jobs import load_job, store_job
 
-LOAD = load_job(1, "r", (b"k",), ((0,),), needs_redis=True)
+LOAD = load_job(1, "r", (b"k",), ((0,),), may_fetch=True)
 STORE = store_job(2, "r", (b"k",), ((0,),))
 TIER = RedisTierStats(
     counts=TierCounts(

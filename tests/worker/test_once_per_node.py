@@ -219,10 +219,10 @@ def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
         assert (moved.num_chunks, moved.num_keys) == (2, 2)
         assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
         # The other two come from Redis, as their owner lacks them, and are not kept.
-        assert pair.ranks[0].load(1, MINE, needs_redis=True) == 4
+        assert pair.ranks[0].load(1, MINE, may_fetch=True) == 4
         assert [each.tier for each in pair.ranks[0].fetched if each.num_bytes] == [Tier.REDIS]
         assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
-        assert pair.ranks[1].load(1, MINE, needs_redis=True) == 4
+        assert pair.ranks[1].load(1, MINE, may_fetch=True) == 4
         assert pair.held() == [{key(1, 0), key(1, 2)}, {key(1, 1), key(1, 3)}]
         assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
 

@@ -44,7 +44,7 @@ class Lanes:
         job_id = self.last_id
         job = load_job(
             job_id, "r", names, ((0,) * len(names),), deadline_seconds=seconds,
-            needs_redis=True, after_job=after_job,
+            may_fetch=True, after_job=after_job,
         )  # fmt: skip
         self.now += 0.001
         self.open.add(job_id)
@@ -172,7 +172,7 @@ def _num_looks(num_waiting: int, *, share: bool) -> int:
     for job_id in range(1, num_waiting + 13):
         name = "shared" if share else job_id
         keys = tuple(CountedKey(f"{name} {i}".encode()) for i in range(20))
-        job = load_job(job_id, "r", keys, ((0,) * len(keys),), needs_redis=True)
+        job = load_job(job_id, "r", keys, ((0,) * len(keys),), may_fetch=True)
         loads.add(QueuedJob(job, None, 0.0, 0.0, 0.0))
         begin()
     before = CountedKey.looks

@@ -95,7 +95,7 @@ class Rank:
         claim: Claim,
         num_chunks: int = 4,
         *,
-        needs_redis: bool = False,
+        may_fetch: bool = False,
         source: PeerSource | None = None,
         is_cancelled: bool = False,
     ) -> int:
@@ -103,8 +103,8 @@ class Rank:
         self.num_jobs += 1
         self.cache.zero_()
         run = run_of(prompt, num_chunks)
-        needs_redis |= source is not None
-        job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim, source=source)
+        may_fetch |= source is not None
+        job = LoadJob(self.num_jobs, "r", (run,), 10.0, may_fetch, 0, claim=claim, source=source)
         until, cancelled = time.monotonic() + 10.0, threading.Event()
         if is_cancelled:
             cancelled.set()
@@ -168,7 +168,7 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     for prompt in (2, 3):
         rank.store(prompt, MINE)
     assert rank.redis.flush(30.0)
-    assert rank.load(1, CROWD, NUM_BLOCKS, needs_redis=True) == NUM_BLOCKS
+    assert rank.load(1, CROWD, NUM_BLOCKS, may_fetch=True) == NUM_BLOCKS
     assert [rank.load(prompt, MINE) for prompt in (2, 3)] == [4, 4]
     assert rank.load(1, CROWD, CAPACITY // 2) == CAPACITY // 2  # its end has made room
     rank.check()

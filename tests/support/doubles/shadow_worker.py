@@ -301,7 +301,7 @@ class ShadowRank:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _submit(self, job: LoadJob | StoreJob) -> None:
-        if isinstance(job, LoadJob) and job.needs_redis:
+        if isinstance(job, LoadJob) and job.may_fetch:
             self._fetch.append(job)
         else:
             if isinstance(job, LoadJob) and job.after_job >= job.job_id > 0:
@@ -328,7 +328,7 @@ class ShadowRank:
         if isinstance(job, StoreJob):
             self._stores.popleft()
         else:
-            (self._fetch if job.needs_redis else self._loads).remove(job)
+            (self._fetch if job.may_fetch else self._loads).remove(job)
         if isinstance(job, LoadJob):
             result = self._load(job)
             self.load_outcomes.append(result.outcome)
@@ -392,7 +392,7 @@ class ShadowRank:
 
     def _audit(self, job: AuditJob, computed: Cells) -> JobResult:
         (key,) = job.keys
-        stored = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+        stored = self.tier.get(key) or (self.remote.get(key) if job.may_fetch else None)
         if stored is None:
             return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0.0)
         self.num_audited_chunks += 1
@@ -415,7 +415,7 @@ class ShadowRank:
         for run in job.runs:
             cells: list[int] = []
             for i, key in enumerate(run.keys, done):
-                found = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+                found = self.tier.get(key) or (self.remote.get(key) if job.may_fetch else None)
                 if i >= fail_at or found is None:
                     self._write(run, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
                     self._events.append(CacheEvent(key, key in self.tier))

@@ -128,7 +128,7 @@ class SimulatedInstance:
                 keys,
                 ((),),
                 deadline_seconds=decision.deadline_seconds,
-                needs_redis=True,
+                may_fetch=True,
             ),
             tiers,
         )

@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lmcache_connector.lookup.background_lookup import (
-    PENDING,
-    BackgroundLookup,
-    LookupAnswer,
-)
+from lmcache_connector.lookup.background_lookup import BackgroundLookup, Places
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.scheduler import Scheduler
@@ -43,12 +39,16 @@ class SteppedAnswer:
         self._delay = delay
 
     @property
-    def answer(self) -> LookupAnswer:
-        return PENDING if self._delay > 0 else self._found
+    def is_done(self) -> bool:
+        return self._delay <= 0
 
-    def wait(self, seconds: float) -> LookupAnswer:
+    @property
+    def value(self) -> Places | None:
+        return self._found if self.is_done else None
+
+    def answer(self, seconds: float) -> Places | None:
         self._delay -= 1
-        return PENDING if self._delay >= 0 else self._found
+        return self._found if self._delay < 0 else None
 
     def cancel(self) -> None:
         """Nothing runs."""

@@ -53,7 +53,7 @@ class LoadContext:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """The arguments of `RedisStoragePlugin.store_context`."""
+    """The arguments of `RemoteStoragePlugin.store_context`."""
 
     first_chunk: int = 0
     on_done: Callable[[bytes, bool], None] | None = None
@@ -67,7 +67,7 @@ class _Contexts(threading.local):
     store = StoreContext()
 
 
-class RedisStoragePlugin(StoragePluginInterface):
+class RemoteStoragePlugin(StoragePluginInterface):
     """Loads only inside `load_context`, entered by the thread that drives the engine. Outside there
     is no deadline, so everything is a miss."""
 
