@@ -1,2 +1,1 @@
-"""Tests; their tree mirrors the product's. As packages they cannot be mixed up with other projects'
-``tests``."""
+"""Tests, in the product's tree. As packages they do not clash with other projects' ``tests``."""

@@ -1,5 +1,4 @@
-"""The functions that a hit and a store pass through: their number, and the picture of them in the
-architecture."""
+"""The functions that a hit and a store call: their number, and the architecture's picture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""For any sequence of requests: pins stay within bounds, all bytes are counted once, and a prefix
-is evicted from its end."""
+"""For any requests: pins stay within bounds, bytes count once, prefixes are evicted from the
+end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""KV of a changed model is its own: older chunks are no hits for it, and its chunks are none for
-others."""
+"""A changed model shares no KV with the model before: neither loads the other's chunks."""
 
 from __future__ import annotations
 
