@@ -219,9 +219,7 @@ def test_opaque_bytes_count_by_equality() -> None:
 
 
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_an_infinite_number_on_one_side_is_an_infinite_difference(
-    strange: float,
-) -> None:
+def test_an_infinite_number_on_one_side_is_an_infinite_difference(strange: float) -> None:
     one = chunk(1, "bfloat16")
     one[0, 0, 0, 0] = strange
     assert combine(compare("bfloat16", one, one)).largest == 0

@@ -88,7 +88,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_peers_use_sharing_settings() -> None:
+def test_sharing_settings_apply_to_peers() -> None:
     peers = {"peers": ["127.0.0.1:7450"], "redis_timeout_seconds": 1.0}
     assert list(settings_warnings(parse_config(peers), "kv_consumer")) == []
     serves = parse_config({"peer_listen": "127.0.0.1:7450"})

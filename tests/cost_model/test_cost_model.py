@@ -94,7 +94,7 @@ def test_the_deadline_is_a_multiple_of_a_quick_load() -> None:
 
 
 @pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
-def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
+def test_queued_bytes_count(queued_bytes: int, num_chunks: int) -> None:
     model = make_model()
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.0)
     asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})

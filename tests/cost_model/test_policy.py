@@ -202,9 +202,7 @@ def reader(clock: Clock) -> LoadPolicy:
     return make_policy(clock, ANSWERED)
 
 
-def test_a_read_only_redis_is_used_again_after_a_stall(
-    reader: LoadPolicy,
-) -> None:
+def test_a_read_only_redis_is_used_again_after_a_stall(reader: LoadPolicy) -> None:
     assert decide(reader, KEYS) == 32
     reader.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     reader.load_ended(1, [fetched(1, 0, 0.05, failed=True)])
@@ -312,7 +310,7 @@ def test_loads_that_expire_in_the_queue_get_more_time_or_none(
     assert decided(few).num_chunks == 1
 
 
-def test_one_long_forward_pass_ends_no_loading(policy: LoadPolicy, clock: Clock) -> None:
+def test_one_long_forward_pass_prevents_no_load(policy: LoadPolicy, clock: Clock) -> None:
     """A load waited 30 s for a pass that used its blocks; compute would have waited, too."""
     run_steps(policy, clock, 0.010)
     job = jobs.load_job(1, "r", tuple(KEYS), ((),), deadline_seconds=0.1)

@@ -141,7 +141,7 @@ def test_the_next_turn_of_a_conversation(
 
 
 @pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
-def test_it_is_loaded_from_valkey(one: VllmInstance, end: int, beyond: int) -> None:
+def test_chunks_load_from_valkey(one: VllmInstance, end: int, beyond: int) -> None:
     """`test_tiers` does the same with another process."""
     prompt = random_prompt(50 + beyond, end + beyond)
     cold = one.serve(prompt, 3)

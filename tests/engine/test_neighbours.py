@@ -153,7 +153,7 @@ def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
 
 
 @pytest.mark.soak  # two ranks
-def test_two_ranks_pause_and_sleep_while_they_store(
+def test_two_ranks_pause_and_sleep_during_stores(
     tiny_model: Path, valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # vLLM wants a NUMA node for each

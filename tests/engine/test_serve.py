@@ -237,6 +237,6 @@ def test_weights_reloaded_over_http_have_their_own_hits(
     assert hit_tokens() == HIT_TOKENS
 
 
-def test_it_pauses_and_sleeps_while_it_stores(api: ApiServer) -> None:
+def test_a_pause_and_sleep_during_stores(api: ApiServer) -> None:
     """The last test: vLLM resets all caches in it."""
     check_pauses(api)

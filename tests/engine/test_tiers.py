@@ -96,9 +96,7 @@ def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
     assert_loaded(writer.serve(prompt), cold, 1280)
 
 
-def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(
-    writer: VllmInstance,
-) -> None:
+def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(writer: VllmInstance) -> None:
     prompt = random_prompt(32, 700)
     writer.serve(prompt)
     writer.call(reset_everything)

@@ -199,9 +199,7 @@ def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
     return second
 
 
-def test_an_expired_look_up_is_repeated_for_a_fetch_ahead(
-    scene: Scene,
-) -> None:
+def test_an_expired_look_up_is_repeated_for_a_fetch_ahead(scene: Scene) -> None:
     """Many requests came at once."""
     second = asked_without_a_turn(scene, 6.0, 0.0)
     scene.clock.now -= 6.0  # right after the look-up was sent

@@ -51,9 +51,7 @@ counts = st.tuples(st.sampled_from(["cpu", "redis"]), st.integers(0, 1 << 20))
 
 
 @given(st.lists(st.one_of(counts, st.none()), max_size=30))
-def test_samples_taken_and_left_add_up_to_the_totals(
-    steps: list[tuple[str, int] | None],
-) -> None:
+def test_samples_taken_and_left_add_up_to_the_totals(steps: list[tuple[str, int] | None]) -> None:
     """``None``: take the new samples."""
     tally, taken = Tally(), Samples()
     for step in steps:
@@ -136,7 +134,7 @@ def test_prometheus_gets_each_engine_and_rank() -> None:
     assert value("load_seconds_bucket", engine="1", tier="cpu", le="0.001") == 0
 
 
-def test_vllm_sums_the_ranks_and_sends_it() -> None:
+def test_vllm_sums_the_ranks_and_sends_the_sum() -> None:
     """By vLLM's own aggregation and serialisation. One rank has no samples."""
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.metrics.stats import SchedulerStats

@@ -98,9 +98,7 @@ def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -
     assert fault_of(lambda: near.receive_line(soon())).fault is WireFault.OUT_OF_STEP
 
 
-def test_a_pause_gets_the_bytes_received_and_may_raise(
-    wire: tuple[Wire, socket.socket],
-) -> None:
+def test_a_pause_gets_the_bytes_received_and_may_raise(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"12345")
 

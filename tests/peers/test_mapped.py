@@ -158,7 +158,7 @@ def test_leases_of_a_silent_client_expire(path: Path, chunks: HeldChunks) -> Non
         assert chunks.await_leased(lambda count: count == 0, 10.0)
 
 
-def test_leases_do_not_pile_up(path: Path, chunks: HeldChunks) -> None:
+def test_a_lease_ends_the_last(path: Path, chunks: HeldChunks) -> None:
     with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
         name = b"lmc:{default:" + chunk_key(0).hex().encode() + b"}" + _suffixes()[0]
         for _ in range(3):  # each lease ends the last
@@ -300,9 +300,7 @@ def test_a_load_past_its_deadline_blames_no_owner(path: Path, chunks: HeldChunks
         assert not peers.is_silent(f"host {name_of('one').engine}")
 
 
-def test_a_trickling_reply_of_an_owner_ends_with_the_loads_deadline(
-    path: Path,
-) -> None:
+def test_a_trickling_reply_of_an_owner_ends_with_the_loads_deadline(path: Path) -> None:
     """Each byte comes soon; the reply never ends."""
     with HostFolder(path).listen(name_of("one")) as listener:
         thread = threading.Thread(target=_trickle, args=(listener,))

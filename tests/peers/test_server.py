@@ -61,7 +61,7 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
 
 @pytest.mark.parametrize("value_bytes", [4096, 1 << 22])
 @pytest.mark.parametrize("hash_key", [None, b"a secret of enough bytes"])
-def test_the_redis_tier_reads_from_it(
+def test_the_redis_tier_reads_a_peer(
     chunks: HeldChunks, hash_key: bytes | None, value_bytes: int
 ) -> None:
     settings = {"hash_key": hash_key, "max_value_bytes": value_bytes}

@@ -64,9 +64,7 @@ def send(
     transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
 
 
-def test_chunks_of_a_transfer_are_sealed_as_they_are_stored(
-    transfers: Transfers,
-) -> None:
+def test_chunks_of_a_transfer_are_sealed_as_they_are_stored(transfers: Transfers) -> None:
     """No other chunk is. The lock that the engine's step takes is not held."""
     sealed = list[bytes]()
 
@@ -368,7 +366,7 @@ def test_other_instances_learn_no_names(
     assert bool(transfers._names) == (engine_id == "one")
 
 
-def test_it_ends_beside_a_waiter(watch: TransferWatch, chunks: HeldChunks) -> None:
+def test_a_server_ends_during_a_poll(watch: TransferWatch, chunks: HeldChunks) -> None:
     transfers = HeardTransfers(chunks)
     with serving(chunks, transfers=transfers) as server:
         transfers.apply([TransferUpdate("t")])

@@ -29,7 +29,7 @@ def test_a_change_that_keeps_size_and_times_is_noticed(folder: Path) -> None:
         digests.digest(folder, before)
 
 
-def test_the_digest_is_of_the_weights_that_vllm_reads(folder: Path) -> None:
+def test_the_digest_is_of_the_files_that_vllm_reads(folder: Path) -> None:
     digests = AdapterDigests()
     binary = digests.digest(folder)
     (folder / "README.md").write_text("notes")

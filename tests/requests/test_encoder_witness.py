@@ -95,7 +95,7 @@ ASKS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("12")), max_si
 
 
 @given(asks=ASKS, keeps=st.booleans(), room=st.integers(1, 3))
-def test_it_vouches_for_what_the_worker_reads(
+def test_vouched_outputs_are_what_the_worker_reads(
     asks: list[tuple[str, str]], keeps: bool, room: int
 ) -> None:
     """``keeps``: the worker keeps outputs that exist. ``room``: outputs that fit the cache."""

@@ -150,7 +150,7 @@ class World:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_load_inside_a_step_finds_a_chunk_gone(depth: int, world_size: int) -> None:
+def test_loads_inside_steps_find_all_their_chunks(depth: int, world_size: int) -> None:
     num_loads = num_evicted = num_refused = num_unannounced = 0
     for seed in range(150):
         ranks = [Rank(number) for number in range(world_size)]

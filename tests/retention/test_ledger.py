@@ -323,7 +323,7 @@ def test_chunks_being_written_are_not_checked_at_each_eviction() -> None:
     assert tier.ledger.evict(1, may_go) == [b"slow0"], "and no other may go"
 
 
-def test_a_million_salts_leave_nothing_behind() -> None:
+def test_many_salts_leave_no_state() -> None:
     tier = Tier(capacity=10, tenant_share=0.1)
     for i in range(2000):
         tier.store([b"%d" % i], Claim(b"%d" % i, ttl_seconds=60 + i % 7, priority=i % 5))

@@ -90,9 +90,7 @@ def test_context_not_seen_computed_is_not_stored(engine: SteppedEngine) -> None:
     assert left.query_lens == (70 - CHUNK,), "the second chunk is not stored"
 
 
-def test_another_process_loads_only_its_own_models_kv_from_redis(
-    valkey: Server,
-) -> None:
+def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server) -> None:
     tokens, shared = tokens_of(13, 100), {"redis_url": valkey.url}
     with SteppedEngine(shared) as one:
         one.step(sequence(tokens, range(7)))

@@ -78,9 +78,7 @@ def _cast_and_back(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_scale, _swap, _cast, _cast_and_back])
-def test_any_change_of_a_model_changes_its_keys(
-    change: Callable[[LlamaForCausalLM], None],
-) -> None:
+def test_any_change_of_a_model_changes_its_keys(change: Callable[[LlamaForCausalLM], None]) -> None:
     model = tiny()
     before = key(model)
     change(model)

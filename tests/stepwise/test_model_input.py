@@ -31,7 +31,7 @@ def test_shorter_queries() -> None:
     assert [row.context_len for row in left.rows()] == [4, 3]
 
 
-def test_no_output_read() -> None:
+def test_unsampled_rows() -> None:
     rows = ModelInput(**BOTH, sampling_positions=((), (1, 2))).rows()
     assert [row.wanted_from for row in rows] == [5, 1]
 

@@ -346,7 +346,7 @@ def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"peer_hosts": ["10.0.0.2"]}, {"peer_hosts": ["10.0.0.0/8"]}]
 )
-def test_addresses_open_no_port_beyond_loopback(way: Way, settings: dict[str, Any]) -> None:
+def test_peer_hosts_do_not_replace_a_hash_key(way: Way, settings: dict[str, Any]) -> None:
     """Store finding 9: an address proves nothing. A secret does."""
     beyond = {"host": "10.1.2.3", "bind_host": "127.0.0.1", "hash_key": None}
     transfer = way("kv_both", free_ports(1), **beyond | settings)

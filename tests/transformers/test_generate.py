@@ -121,7 +121,7 @@ def test_another_process_without_vllm_restores_from_redis(
     assert found["kv"] == stored
 
 
-def test_without_redis_there_are_no_hits(llama: Any) -> None:
+def test_a_stopped_redis_costs_hits_only(llama: Any) -> None:
     ids = prompt(10, 700)
     with running_valkey() as server:
         shared = SMALL | {"redis_url": server.url, "load_deadline_seconds": 2.0}

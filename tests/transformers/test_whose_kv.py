@@ -193,9 +193,7 @@ def test_kv_after_an_edit_is_not_stored(in_place: bool) -> None:
         assert generate_right(model, tiers, whole) == 3
 
 
-def test_kv_edited_during_its_store_is_not_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kv_edited_during_its_store_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers, torch.no_grad():

@@ -239,9 +239,7 @@ def test_constant_reads_do_not_keep_a_circuit_open(valkey_path: str) -> None:
         assert all(get_all(tier, [first, other])[0])
 
 
-def test_connections_stay_in_use_while_a_server_refuses_new_ones(
-    valkey_path: str,
-) -> None:
+def test_connections_stay_in_use_while_a_server_refuses_new_ones(valkey_path: str) -> None:
     with running_server(valkey_path) as server, open_tier(server.url, num_connections=1) as tier:
         assert put_all(tier, [0]) == [True]
         assert get_all(tier, [0])[0] == [True]

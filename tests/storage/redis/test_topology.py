@@ -344,7 +344,7 @@ class TestTls:
         query = "&".join(f"{k}={v}" for k, v in (options | changes).items())
         return f"rediss://127.0.0.1:{server.port}?{query}"
 
-    def test_chunks_come_back_over_tls(self, server: Server, pem: Certificates) -> None:
+    def test_chunks_are_read_over_tls(self, server: Server, pem: Certificates) -> None:
         with open_tier(self.url(server, pem)) as tier:
             assert put_all(tier, range(10)) == [True] * 10
             assert holds(tier, range(10))
@@ -382,7 +382,7 @@ class TestAcl:
         with running_server(binary) as server:
             yield server
 
-    def test_who_may_not_read_writes_and_is_told_once(
+    def test_a_user_without_read_rights_still_writes(
         self, server: Server, caplog: pytest.LogCaptureFixture
     ) -> None:
         with server.client() as client:

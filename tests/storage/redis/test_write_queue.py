@@ -67,7 +67,7 @@ def test_writes_are_held_back_until_the_time_given() -> None:
     assert names(queue.take(100, 0.0)) == [1]
 
 
-def test_writes_are_held_for_a_second() -> None:
+def test_a_hold_ends_after_a_second() -> None:
     clock = Clock()
     queue = WriteQueue(100, clock)
     queue.hold(float("inf"))
@@ -163,9 +163,7 @@ def test_the_cost_of_an_offer_is_constant() -> None:
         max_size=60,
     )
 )
-def test_the_queue_keeps_its_bound_and_all_writes(
-    steps: list[tuple[int, int, bool, int]],
-) -> None:
+def test_the_queue_keeps_its_bound_and_all_writes(steps: list[tuple[int, int, bool, int]]) -> None:
     lanes = (NO_LANE, SLOW, QUICK)
     queue = WriteQueue(100)
     ended: list[PendingWrite] = []
