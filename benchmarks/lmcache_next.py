@@ -265,7 +265,7 @@ def _measure(chunk_bytes: int, num_chunks: int, rounds: int) -> dict[str, Any]:
 def _seconds(
     tier: Tier, keys: Sequence[bytes], cache: torch.Tensor, number: int
 ) -> dict[str, float]:
-    """Of a store and a load of a prompt. Wrong bytes end the benchmark."""
+    """Seconds of a store and a load of a prompt. Wrong bytes end the benchmark."""
     cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8))
     stored = cache.clone()
     begun = time.perf_counter()

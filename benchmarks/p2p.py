@@ -243,7 +243,7 @@ def _start(engines: Engines, way: str, *, has_hash_key: bool) -> _Pair:
 
 
 def _touch_cache(probe: EngineProbe) -> None:
-    """As on an engine that has served for a while: every block has its memory."""
+    """Touch every block, as in an engine that has served for a while."""
     probe.on_ranks(_touch_cache_on_rank)
 
 

@@ -82,7 +82,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def saved_share(trace: BlockTrace, policy: Policy) -> float:
-    """Of the prefill of all prompts."""
+    """The saved share of the prefill of all prompts."""
     return _saved(trace, [policy.serve(at, blocks) for at, blocks in trace.requests])
 
 

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(420))
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which machines with GPUs lack
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's; machines with GPUs lack it
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One file per worker, but all files with engines in one: two engines on two cores take more
     than twice as long. xdist's marks for that do nothing with pytest 9.2."""

@@ -109,7 +109,7 @@ def third_of_memory() -> Iterator[None]:
 
 @contextmanager
 def folder_of_a_reader(folder: Path) -> Iterator[None]:
-    """The checkout with the file that the page tells its reader to write. Files in ``.cache``, as
+    """The checkout with the file that the page has its reader write. Files in ``.cache``, such as
     the demo's model, stay for the next test."""
     (ROOT / ".cache").mkdir(exist_ok=True)
     # Up to date now: otherwise ``make demo`` would write the folder's name into each script.

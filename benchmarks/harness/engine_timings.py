@@ -79,7 +79,7 @@ def decode_beside_hits(
 def median_decode_step_seconds(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Of concurrent decodes. Unlike a mean it ignores steps with unusually much work."""
+    """The median step of concurrent decodes; steps with much more work do not count."""
     return statistics.median(_decode(probe, prompts, max_tokens)[1])
 
 

@@ -38,7 +38,7 @@ class RawMemory:
         self._map.close()
 
     def gbps(self) -> float:
-        """Of one copy."""
+        """The speed of one copy."""
         place = slice(start := next(self._places), start + self._num_bytes)
         started = time.perf_counter()
         np.copyto(self._target[place], self._source[place])

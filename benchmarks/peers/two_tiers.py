@@ -42,7 +42,7 @@ def replay(requests: Requests, paged_blocks: int, tier_blocks: int, *, late: boo
 
 
 class _Lru:
-    """Of blocks used together the last one is evicted first."""
+    """Least recently used; of blocks used together the last one is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()

@@ -63,7 +63,7 @@ class Proxy:
         async with aiohttp.ClientSession(timeout=timeout, connector=connections) as self._session:
             yield
 
-    # -- what clients and instances ask --------------------------------------------------------
+    # -- routes --------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
         try:

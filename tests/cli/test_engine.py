@@ -82,7 +82,7 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     (found,) = cli("stats", engine.url, "--json").document["engines"]
     assert found["queried_tokens"] == 2000
     assert found["hit_tokens"] == {"cpu": 1024, "peer": 0, "redis": 512}
-    assert found["hit_rate"] == 0.64  # of loaded tokens, not planned ones
+    assert found["hit_rate"] == 0.64  # loaded tokens count, not planned ones
     assert found["bypassed_requests"] == {"no_salt": 6}
     assert found["load"]["redis"]["bytes_per_second"] == 2 << 20
     assert 0.25 < found["load"]["redis"]["seconds_p50"] <= 0.5

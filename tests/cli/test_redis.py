@@ -83,7 +83,7 @@ def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None
     fill(valkey, 1)
     with valkey.client() as client:
         name = next(iter(client.scan_iter("lmc:*:0-*:0")))
-        # As if unused for an hour, which RESTORE can set.
+        # RESTORE can set the idle time: an hour.
         dump = client.dump(name)
         client.restore(name, 0, dump, replace=True, idletime=3600)
         first = cli("ls", "--redis-url", valkey.url, "--json").document["groups"][0]

@@ -195,7 +195,7 @@ def test_vllms_own_hits_may_end_inside_a_block(start: StartInstance, tmp_path: P
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-@pytest.mark.soak  # of vLLM alone
+@pytest.mark.soak  # starts engines of vLLM alone
 @pytest.mark.parametrize(
     ("name", "args", "prompt", "error", "where"),
     [

@@ -79,7 +79,7 @@ def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[V
 
 @pytest.mark.parametrize("num_tokens", [CHUNK_SIZE, CHUNK_SIZE + 1, 1200])
 def test_a_hit_from_memory_loses_no_step(instance: VllmInstance, num_tokens: int) -> None:
-    """Of a fully cached prompt, too, whose last token vLLM computes again."""
+    """The same holds for a fully cached prompt, whose last token vLLM computes again."""
     prompt = random_prompt(num_tokens, num_tokens)
     cold = instance.serve(prompt)
     short = instance.call(serve_in_steps, [1] * 9)
@@ -119,7 +119,7 @@ def test_hits_are_right_while_chunks_are_evicted(instance: VllmInstance) -> None
 
 
 def scale_weights(worker: Any, factor: float) -> None:
-    """By vLLM's own call, which no plan tells of before the next step."""
+    """Uses vLLM's own call. No plan tells of it before the next step."""
 
     def scale(model: torch.nn.Module) -> None:
         for parameter in model.parameters():

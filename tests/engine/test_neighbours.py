@@ -109,7 +109,7 @@ def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
 
 
 def generate(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
-    """As a user of the library does: no step follows."""
+    """Generate as a user of the library does: no step follows."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -118,7 +118,7 @@ def generate(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
 
 
 def reset_after_generate(probe: EngineProbe, prompt: list[int]) -> bool:
-    probe.serve([5, 6, 7], 1)  # what is computed is stored once the weights have their name
+    probe.serve([5, 6, 7], 1)  # chunks are stored once the weights have their name
     with endless_stores(probe) as begun:
         generate(probe, prompt)
         assert begun.wait(PATIENCE_SECONDS)
@@ -127,7 +127,7 @@ def reset_after_generate(probe: EngineProbe, prompt: list[int]) -> bool:
 
 def sleep_after_generate(probe: EngineProbe, prompt: list[int]) -> int:
     """The number of jobs that run when vLLM frees the memory."""
-    probe.serve([5, 6, 7], 1)  # what is computed is stored once the weights have their name
+    probe.serve([5, 6, 7], 1)  # chunks are stored once the weights have their name
     with endless_stores(probe) as begun:
         generate(probe, prompt)
         assert begun.wait(PATIENCE_SECONDS)
@@ -175,7 +175,7 @@ def check_hit(instance: VllmInstance) -> None:
 
 @pytest.mark.soak  # starts an engine
 def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -> None:
-    """As training frameworks start engines, one per GPU."""
+    """Training frameworks start engines so, one per GPU."""
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with VllmInstance(
@@ -201,7 +201,7 @@ def an_engine_before(model: str) -> None:
 
 
 def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> None:
-    """It starts as without the connector, and hits."""
+    """The second engine starts as without the connector, and hits."""
     with VllmInstance(
         tiny_model,
         kv_transfer(),

@@ -29,7 +29,7 @@ from tests.support.redis.values import value_names, wait_for_values
 
 @pytest.fixture(scope="module")
 def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    """It computes long prompts in several steps."""
+    """An engine that computes long prompts in several steps."""
     with start(kv_transfer(redis_url=valkey.url), max_num_batched_tokens=512) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
@@ -61,8 +61,8 @@ def test_a_prompt_is_loaded_from_the_cpu_tier(writer: VllmInstance, num_tokens: 
 
 
 def last_step_then_reset(probe: EngineProbe, prompt: list[int]) -> Served:
-    """As ``LLM.generate`` and ``LLM.reset_prefix_cache`` do: no step between the two, and the reset
-    comes before the store begins."""
+    """The order of ``LLM.generate`` and ``LLM.reset_prefix_cache``: no step between the two, and
+    the reset comes before the store begins."""
     request_id = probe.add(prompt, max_tokens=1)
     probe.finish([request_id], 0.0, drain=False)
     assert probe.engine.reset_prefix_cache()

@@ -47,7 +47,7 @@ def newer(tmp_path: Path) -> str:
 
 
 def namespaces(server: Server) -> set[str]:
-    """Of all chunks on the server."""
+    """The namespaces of all chunks on the server."""
     return {name[len("lmc:{") :].decode().split(":")[0] for name in value_names(server)}
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.redis.servers import Server, free_port
 
-NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
+NUM_WORDS = 3000  # as many tokens: 23 full chunks of 128
 FULL_CHUNKS_TOKENS = 2944
 SMALL = ("--cpu-gib", "1", "--words", str(NUM_WORDS))
 

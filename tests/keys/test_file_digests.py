@@ -114,7 +114,7 @@ def test_a_file_of_the_hub_is_named_by_its_digest(
 def test_a_blob_replaced_by_a_copy_that_keeps_its_times_is_read(
     tmp_path: Path, folder: Path, reads: list[Path]
 ) -> None:
-    """As ``cp -p`` and ``rsync --inplace -t`` do."""
+    """``cp -p`` and ``rsync --inplace -t`` keep them."""
     link = blob(tmp_path, sha256(b"data").hex(), b"data")
     link.write_bytes(b"trained on")
     while link.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # the clock ticks
@@ -194,7 +194,7 @@ def directory_digest(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> str:
 
 
 def test_an_index_counts(tmp_path: Path) -> None:
-    """It names the files that are read."""
+    """The index names the files that are read."""
     folder = tmp_path / "m"
     folder.mkdir()
     digests = set()

@@ -203,8 +203,8 @@ def test_keys_differ_by_lookahead() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("secret", [None, b"secret"])
 def test_a_tail_has_its_own_key(secret: bytes | None, lookahead: int) -> None:
-    """It depends on the prompt, the tail's end, every token and the lookahead, and is no chunk's
-    key."""
+    """The key depends on the prompt, the tail's end, every token and the lookahead, and is no
+    chunk's key."""
     hasher = PrefixHasher({"namespace": "a"}, CHUNK, secret, lookahead=lookahead)
     found = set[bytes]()
     prompts = [TOKENS[:length] for length in range(2, 12)]

@@ -45,7 +45,7 @@ def is_shared(event: KvEvent) -> bool:
 
 
 def test_chunks_of_old_weights_earn_no_credit(router: Router) -> None:
-    """They are no hits any more. New chunks are hits for instances with the same update."""
+    """Old chunks are no hits any more. New ones are hits for instances with the same update."""
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     router.take()

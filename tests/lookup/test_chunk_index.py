@@ -1,4 +1,4 @@
-"""The index of chunks, prompts that workers are told of, and chunks in use that Redis may want."""
+"""The index of chunks, prompts sent to workers, and chunks in use that Redis may want."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_chunk_that_a_rank_cannot_read_is_no_hit() -> None:
     index.apply(1, [CacheEvent(A, False)])
     assert A not in index
     assert len(index) == 0
-    index.apply(0, [CacheEvent(A, True)])  # its owner still has it, and says so at the next store
+    index.apply(0, [CacheEvent(A, True)])  # its owner has it, and reports it at the next store
     assert A in index
 
 
@@ -118,7 +118,7 @@ def test_the_first_store_of_another_rank() -> None:
     assert index.first_stored_elsewhere([A]) == 1
 
 
-# -- prompts that workers are told of --------------------------------------------------------------
+# -- prompts sent to workers -----------------------------------------------------------------------
 
 
 PROMPT = [bytes([i]) * 32 for i in range(1, 7)]

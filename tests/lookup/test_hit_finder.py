@@ -67,7 +67,7 @@ class SlowLookup(AnyLookup):
 
 
 class Told(KvEventLog):
-    """Records the chunks that Redis is said to lack."""
+    """Records chunks that are reported as missing in Redis."""
 
     def __init__(self) -> None:
         super().__init__(1)

@@ -132,7 +132,7 @@ def test_a_client_deferred_for_leases_is_served_after_others_end() -> None:
 
 
 def test_a_client_of_many_commands_takes_turns() -> None:
-    """It reads all that it is sent, so the server could go on serving it alone."""
+    """The client reads all replies, so the server could go on serving it alone."""
     chunks = GatedChunks(2)
     chunks.data = {chunk_key(i): chunk_data(i) for i in range(2)}
     with (
@@ -155,7 +155,7 @@ def test_a_client_of_many_commands_takes_turns() -> None:
 
 
 def test_trickling_clients_do_not_block_others_by_leases() -> None:
-    """They read slowly and hold all leases that the limit allows."""
+    """Such clients read slowly and hold all leases that the limit allows."""
     chunks, is_over = big_chunks(8), threading.Event()
     limits = Limits(stall_seconds=0.5, leased_bytes=16 << 20)
 

@@ -122,7 +122,7 @@ def test_foreign_files_of_the_folder_stay(path: Path) -> None:
 
 def test_a_dead_engines_socket_is_removed_by_others(path: Path) -> None:
     folder = HostFolder(path)
-    folder.listen(name_of("dead")).close()  # as a killed engine leaves it
+    folder.listen(name_of("dead")).close()  # a killed engine leaves its name
     assert (path / str(name_of("dead"))).exists()
     with looking(path) as lookup:
 

@@ -88,7 +88,7 @@ def _forbidden(*args: object) -> None:
 
 @pytest.mark.parametrize("hash_key", [None, HASH_KEY])
 def test_bytes_that_change_during_a_copy_miss(path: Path, hash_key: bytes | None) -> None:
-    """As for a reader that was stopped for longer than its leases."""
+    """A reader that was stopped for longer than its leases copies such bytes."""
     held = HeldChunks(range(2))
     shared = held.share()
     with owner(path, held, hash_key=hash_key), reader(path, hash_key=hash_key) as tier:
@@ -254,7 +254,7 @@ def liar(path: Path, place: bytes) -> Iterator[None]:
             asked = sock.recv(1 << 16)
             count = int(asked[1 : asked.index(b"\r\n")]) - 1
             sock.sendall(b"*%d\r\n" % count + b"$%d\r\n%b\r\n" % (len(place), place) * count)
-            with contextlib.suppress(OSError):  # it has left
+            with contextlib.suppress(OSError):  # the reader has left
                 sock.recv(1 << 16)
                 sock.sendall(b"+OK\r\n")
 
@@ -317,7 +317,7 @@ def _trickle(listener: socket.socket) -> None:
     held.share()
     assert held.memory is not None
     sock, _ = listener.accept()
-    with sock, contextlib.suppress(OSError):  # it has left
+    with sock, contextlib.suppress(OSError):  # the reader has left
         sock.recv(1 << 16)
         socket.send_fds(sock, [b"+OK\r\n"], [held.memory])
         while True:

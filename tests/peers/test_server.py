@@ -165,7 +165,7 @@ def test_no_secret_means_no_listing(chunks: HeldChunks) -> None:
             client.scan()
 
 
-# -- what a client may cost ----------------------------------------------------------------------
+# -- bounds of a client's cost -------------------------------------------------------------------
 
 
 def dial(server: PeerServer, buffer_bytes: int = 0) -> socket.socket:
@@ -307,7 +307,7 @@ def test_foreign_greetings_fail(line: object) -> None:
 
 
 def test_an_idle_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares the process of an engine's worker."""
+    """The server shares the process of an engine's worker."""
     turns, seconds = threading.Semaphore(0), list[float]()
     with (
         serving(HeldChunks([0])) as server,

@@ -120,7 +120,7 @@ class World:
         assert all(map(rank.has_memory_of, plan.loads)), "a load inside a step found a chunk gone"
         if plan.acked:
             rank.leaving.note_acked(plan.acked[rank.number])
-        for _ in range(self.chance.randrange(4)):  # what other threads do beside the forward pass
+        for _ in range(self.chance.randrange(4)):  # other threads, beside the forward pass
             key = self.chance.choice(KEYS)
             act = self.chance.randrange(7)
             if act < 3:

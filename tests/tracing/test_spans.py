@@ -104,7 +104,7 @@ def test_look_up_store_and_load_are_in_the_trace(
 
 
 def test_the_first_request_after_a_reset_is_in_the_trace(model: Path, traces: Traces) -> None:
-    """It comes before the weights have been read again."""
+    """The request comes before the weights have been read again."""
     engine = ShadowEngine(model, Shape(prefix_caching=False), 0)
     engine.adapter.spans = engine.adapter._dispatcher.spans = traces.spans
     assert engine.reset(new_weights=False)

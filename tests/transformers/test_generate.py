@@ -179,7 +179,7 @@ def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers) -> None:
     )
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:

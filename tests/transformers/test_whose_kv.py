@@ -57,7 +57,7 @@ def _train(model: Any, kind: type[torch.optim.Optimizer]) -> None:
 
 
 def _merge(model: Any) -> None:
-    """As peft merges an adapter."""
+    """Merge an adapter as peft does."""
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data += 0.05
 

@@ -87,7 +87,7 @@ def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:
         assert tier.take_write_times() == []
 
 
-# -- what the tier promises, for each server and each form of values -------------------------------
+# -- the tier's contract, for each server and each form of values ----------------------------------
 
 
 _UNUSED = count(100, 100)

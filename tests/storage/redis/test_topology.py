@@ -88,7 +88,7 @@ class TestCluster:
 
     def test_a_map_with_an_unowned_slot_is_read_again(self, cluster: Cluster) -> None:
         """All nodes of the map answer, so no failure makes it stale."""
-        home = cluster.masters[0]  # whose map is read
+        home = cluster.masters[0]  # its map is read
         chunk = next(i for i in range(1000) if cluster.owner(slot_of(i)) is home)
         key = chunk_tag("default", chunk_key(chunk))
         late = 0.0
