@@ -56,7 +56,7 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
     return chunk_tag("default", chunk_key(index)) + f":{layers}:{head}".encode()
 
 
-# -- who reads -----------------------------------------------------------------------------------
+# -- readers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value_bytes", [4096, 1 << 22])

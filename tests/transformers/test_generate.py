@@ -158,7 +158,7 @@ def test_writes_go_on_after_a_failed_pass(
         assert within(20.0, lambda: bool(client.keys("lmc:{failed:*")))
 
 
-# -- whose KV it is --------------------------------------------------------------------------------
+# -- failed passes ---------------------------------------------------------------------------------
 
 
 def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers) -> None:
