@@ -124,7 +124,7 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
 
 
 Drafts = tuple[int, int]
-"""How many, and how many of them were accepted."""
+"""Drafted tokens, and accepted ones."""
 
 
 def _serve_all_ways(

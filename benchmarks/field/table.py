@@ -17,7 +17,7 @@ MEASURES = {
     "requests_per_s": "more",
     "retained": "more",
 }
-"""What is compared, and which is better. ``retained``: contexts still there."""
+"""Measures, and which direction is better. ``retained``: contexts that are still hits."""
 TIE = 1.05
 _PAIRS = ((OURS, NONE), (MP, NONE), (OURS, MP))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from tests.support import ROOT
 
 ENVIRONMENTS = ROOT / ".cache" / "field"
-"""Where ``make field`` puts the environments of tools that are no dependency."""
+"""``make field`` puts environments of tools here that are no dependency."""
 
 
 @dataclass(frozen=True)

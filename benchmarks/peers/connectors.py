@@ -24,7 +24,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "vllm_offloading": {"kv_connector": "OffloadingConnector", **_OFFLOAD},
     "vllm_simple_offload": {"kv_connector": "SimpleCPUOffloadConnector", **_OFFLOAD},
 }
-"""``--kv-transfer-config`` of those that need no server, by their name in results."""
+"""``--kv-transfer-config`` of connectors without a server, by their names in results."""
 
 
 def let_numba_come_early() -> None:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from benchmarks.peers.places import num_places, places
 
 _PIECES = (1 << 20, 1 << 22, 1 << 24, 1 << 40)
-"""Bytes asked of one call, of which the best counts. The last is all of it."""
+"""Bytes per call; the fastest counts. The last is the whole transfer."""
 
 
 class RawSocket:

@@ -33,7 +33,7 @@ IMAGES = ROOT / "docs/images"
 _CLI = (str(Path(sys.executable).with_name("lmcache-connector")),)
 _LOOKS = 20
 _MINUTES = 4
-"""What the dashboard shows."""
+"""The dashboard's time range."""
 _DOCUMENTS, _DOCUMENT_TOKENS, _QUESTION_TOKENS = 40, 2048, 300  # more than vLLM caches
 
 

@@ -28,7 +28,7 @@ import zmq
 logger = logging.getLogger("pool_relay")
 
 MAX_BLOCKS = 1 << 20
-"""Blocks remembered, so that each is told of once: some 100 MB."""
+"""Blocks remembered, so that each is published once: some 100 MB."""
 MAX_TOPICS = 1024
 _MAX_MESSAGE_BYTES = 64 << 20
 _POLL_MILLISECONDS = 100

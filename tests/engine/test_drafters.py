@@ -31,7 +31,7 @@ LIMITS = PATIENT
 CHUNK = 128
 EVERY_TIME = ("eagle",)  # an engine takes 15 seconds to start
 SHARP = {"draft_model": 1.0}
-"""Of these drafters at least such a share is accepted: it is the model itself."""
+"""The least acceptance rate of these drafters: ``draft_model`` is the model itself."""
 
 
 def params(kinds: Iterable[str]) -> list[Any]:

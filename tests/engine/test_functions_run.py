@@ -13,8 +13,8 @@ from tests.support.engines.instance import VllmInstance
 from tests.support.engines.settings import kv_transfer
 
 MOST = {"hit": 200, "beside": 260, "store": 190}
-"""Distinct functions beside those of a request that is too short to be cached: a ratchet. Lower it
-with each function that goes."""
+"""Most distinct functions, without those of a request too short to be cached. Lower it with each
+function that is removed."""
 
 
 @pytest.fixture(scope="module")

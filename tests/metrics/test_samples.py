@@ -78,7 +78,7 @@ ENUMS: dict[str, Iterable[Enum]] = {
     "decisions": set(Reason) - {Reason.NO_HIT},
     "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
 }
-"""What a label may be; rates and increases need the series before the first event."""
+"""Values of labels; rates and increases need their series before the first event."""
 
 
 def test_names_follow_the_conventions() -> None:

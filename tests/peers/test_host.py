@@ -35,7 +35,7 @@ from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 from tests.support.waits import within
 
 FOUND_SECONDS = 20.0
-"""It takes two. A stop watch would measure this machine."""
+"""Two are enough; a busy machine may need more."""
 
 
 @pytest.fixture

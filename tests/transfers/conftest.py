@@ -38,7 +38,7 @@ def by_memory(role: str, port: int, **settings: Any) -> dict[str, Any]:
 
 WAYS: dict[str, Way] = {"peers": by_peers, "memory": by_memory}
 LACKS: dict[str, frozenset[str]] = {"peers": frozenset(), "memory": frozenset()}
-"""What a way cannot do, by the word that a case is marked ``needs`` with."""
+"""Features that a way lacks, by the word in a case's ``needs`` mark."""
 
 
 @pytest.fixture(scope="session", params=["peers", pytest.param("memory", marks=pytest.mark.soak)])

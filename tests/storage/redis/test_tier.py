@@ -91,7 +91,7 @@ def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:
 
 
 _UNUSED = count(100, 100)
-"""Numbers of chunks that no example has put."""
+"""Chunk numbers that no example has used."""
 
 
 @pytest.fixture(scope="module")
