@@ -71,7 +71,7 @@ def test_a_noisy_machine_widens_the_limit_but_never_beyond_the_prior() -> None:
     assert gauge.limit() <= 0.1
 
 
-def test_mismatches_are_no_sample() -> None:
+def test_only_own_matches_count() -> None:
     gauge = NoiseGauge(["bfloat16"])
     judge(gauge, uniform(0.5), is_own=True)
     judge(gauge, uniform(0.01))  # from another instance

@@ -100,7 +100,7 @@ def test_many_damaged_values_log_one_line(valkey: Server, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("spoil", [another_type, another_length, empty])
-def test_a_writer_replaces_a_foreign_value(valkey: Server, spoil: Spoil) -> None:
+def test_a_writer_replaces_impossible_values(valkey: Server, spoil: Spoil) -> None:
     with open_tier(valkey.url) as writer:
         assert all(put_all(writer, range(3)))
         spoil(valkey, a_name(valkey, 1))
