@@ -111,7 +111,7 @@ def test_all_but_the_last_token_is_transferred(writer: VllmInstance, length: int
     assert_handed_over(writer, length, length)
 
 
-def test_the_answer_to_a_tail_is_stored(writer: VllmInstance) -> None:
+def test_answers_to_a_tail_are_stored(writer: VllmInstance) -> None:
     length, answer = 2 * CHUNK_SIZE - 1, 2 * CHUNK_SIZE
     prompt = random_prompt(60, length)
     produced(writer, prompt)

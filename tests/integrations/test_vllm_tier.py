@@ -82,7 +82,7 @@ def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("setting", [{"namespace": "theirs"}, {"hash_key": "a secret of 16 bytes"}])
-def test_strangers_share_no_block(valkey: Server, model: Path, setting: dict[str, str]) -> None:
+def test_strangers_share_no_kv(valkey: Server, model: Path, setting: dict[str, str]) -> None:
     stranger = tier_settings(valkey.url, **setting)
     with (
         running_instance(model, tier_settings(valkey.url)) as one,
