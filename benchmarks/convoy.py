@@ -1,12 +1,12 @@
-"""Eight requests on one shared prefix that arrive together: does anyone wait in a convoy?
+"""Eight requests on one shared prefix that arrive together: is the last one delayed by the others?
 
-Two engines of one model run side by side, vLLM alone and with the connector on an empty Valkey; the
-second one also runs with its connector taken out for a moment, because two processes differ by a
-few per cent whatever they run. Each round all serve the same requests, in turns who goes first:
-once when nobody has seen the prefix, and again after vLLM's own prefix cache was emptied, when only
-the connector still has it. Times are from the arrival of all to the end of the last. Ratios are
-medians of the rounds' ratios to the same process without its connector (``..._vs_none``), and to
-the one that never had one (``..._vs_other_process``).
+Two engines of one model run side by side: vLLM alone, and with the connector on an empty Valkey.
+Two processes differ by a few per cent whatever they run, so the second engine also runs with its
+connector taken out for a moment. In each round all serve the same requests, in changing order: once
+when the prefix is new, and again after vLLM's own prefix cache was reset, when only the connector
+has it. Times are from the common arrival to the end of the last request. Ratios are medians of the
+rounds' ratios, to the same process without its connector (``..._vs_none``) and to vLLM alone
+(``..._vs_other_process``).
 """
 
 from __future__ import annotations

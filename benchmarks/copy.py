@@ -1,8 +1,8 @@
-"""How close the copy engine comes to the speed of the memory it moves.
+"""How close the copy engine comes to the speed of memory.
 
-The KV cache of a Llama-3-8B (32 layers, 8 KV heads of 128, bf16), blocks scattered at random,
-against one long copy of as many bytes in the same run, all memory touched before. Compare runs by
-``*_vs_memcpy``: absolute speeds drift with the machine's other work.
+It copies blocks at random places of a Llama-3-8B's KV cache (32 layers, 8 KV heads of 128, bf16),
+compared with one long copy of as many bytes in the same run. All memory is touched before. Compare
+runs by ``*_vs_memcpy``: absolute speeds change with the machine's other work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is copied: ``block_ids`` of ``paged`` from and to all blocks of ``chunks``."""
+    """``block_ids`` of ``paged`` are copied to and from all blocks of ``chunks``."""
 
     copier: Copier
     paged: PagedLayout
@@ -64,7 +64,7 @@ class Bench:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Speeds are in GB/s (10**9 bytes); the copies' bytes count once."""
+    """Speeds are in GB/s (10**9 bytes); the bytes of a copy count once."""
     is_rehearsal = args.device == REHEARSED
     device = torch.device("cpu" if is_rehearsal else args.device)
     copier = _copier(device, args.direct_min_bytes, is_rehearsal=is_rehearsal)
@@ -128,7 +128,7 @@ def _bench(copier: Copier, device: torch.device, args: argparse.Namespace) -> Be
 def _paged(
     device: torch.device, layout: str, num_layers: int, num_blocks: int, block_size: int
 ) -> PagedLayout:
-    """One tensor in the physical order ``layout``, its layers as vLLM registers them."""
+    """One tensor in the physical order ``layout``, whose layers are as vLLM registers them."""
     sizes = {"L": num_layers, "B": num_blocks, "H": NUM_KV_HEADS, "N": block_size, "C": 256}
     cache = torch.ones([sizes[axis] for axis in layout], dtype=torch.bfloat16, device=device)
     layers = cache.permute([layout.index(axis) for axis in "LBHNC"])
@@ -142,7 +142,7 @@ def _paged(
 def _limits(
     bench: Bench, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """One long copy of as many bytes, out of the cache's memory and into it."""
+    """One long copy of as many bytes, out of and into the cache's memory."""
     flat = torch.ones_like(bench.pool, device=device, pin_memory=False)
     if device.type == "cpu":
         memcpy = ctypes.CDLL(None).memcpy
@@ -158,7 +158,7 @@ def _limits(
 def _medians(
     works: dict[str, Callable[[], object]], repeats: int, progress: Progress
 ) -> dict[str, float]:
-    """Median seconds of each work, measured in turn so that drift hits all alike."""
+    """Median seconds of each work, measured in turn so that drift affects all alike."""
     watch = Stopwatch()
     for _ in progress.track(watch.rounds(repeats), total=repeats + 1, description="copying"):
         for name, work in works.items():

@@ -1,13 +1,13 @@
-"""How costs grow: with prompt length, cached chunks, concurrent requests and instances.
+"""How costs grow with prompt length, cached chunks, concurrent requests and instances.
 
-Each curve is measured on real parts, and on a real engine where an engine is what grows. The
-engine's model is a stub of two thin layers, so that prompts of 128,000 tokens and 256 requests fit
-a small machine; every hit is loaded (``compute_or_load: always``), so that it is the loading that
-is measured. ``exponent`` is the slope of a line through the logarithms of all points, 1 for linear
-and 0 for constant; ``tail_exponent`` that of the last three, where constant parts no longer hide
-it. ``bound`` is the exponent that a curve may have at most: 1 if it must touch what grows, else 0.
-A curve is ``within`` it when neither exponent is larger by more than ``SLACK``, which is what a
-machine's own caches make of a larger working set.
+Curves are measured on single parts, and on a real engine where the engine grows. The engine's model
+has two thin layers, so that prompts of 128,000 tokens and 256 requests fit a small machine. Every
+hit is loaded (``compute_or_load: always``), so that loading is measured. ``exponent`` is the slope
+of a line through the logarithms of all points: 1 for linear, 0 for constant; ``tail_exponent`` is
+that of the last three points, where constant parts no longer hide it. ``bound`` is the largest
+exponent allowed: 1 if the work must touch all that grows, otherwise 0. A curve is ``within`` it if
+neither exponent exceeds it by more than ``SLACK``, the effect of the machine's caches on a larger
+working set.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """All curves in small panels, both axes logarithmic, the exponents in the title."""
+    """All curves in small panels with logarithmic axes, the exponents in the titles."""
     curves = result["curves"]
     columns = 4
     rows = -(-len(curves) // columns)
@@ -146,7 +146,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
             axes.set(xscale="log", yscale="log", xlabel=curve["grows_with"], ylabel=curve["what"])
             exponents = f"{curve['exponent']:.2f}, {curve['tail_exponent']:.2f} at the end"
             axes.set_title(f"{curve['curve']}\n{exponents}", fontsize="small")
-            if max(curve["y"]) < 3 * min(curve["y"]):  # a flat line shall look flat
+            if max(curve["y"]) < 3 * min(curve["y"]):  # flat lines shall look flat
                 axes.set_ylim(min(curve["y"]) / 10, max(curve["y"]) * 10)
         all_axes[0].figure.tight_layout()
 
@@ -214,7 +214,7 @@ def _engine() -> Iterator[VllmInstance]:
 
 
 def _by_length(engine: VllmInstance, lengths: Sequence[int]) -> list[Curve]:
-    for _ in range(2):  # warm up, hits too
+    for _ in range(2):  # warm-up, hits included
         engine.call(ttft_and_cached, random_prompt(1, 2000))
         engine.call(come_to_rest)
     seconds: dict[str, list[tuple[float, float]]] = {}
@@ -223,7 +223,7 @@ def _by_length(engine: VllmInstance, lengths: Sequence[int]) -> list[Curve]:
         for way, taken in _ttfts(engine, length).items():
             seconds.setdefault(way, []).append((float(length), taken))
         lookups.append((float(length), engine.call(lookup_microseconds, length, 20)))
-    bounds = {"cold": 2}  # attention, vLLM's own affair
+    bounds = {"cold": 2}  # vLLM's attention
     return [
         Curve(f"TTFT, {way}", "prompt tokens", "seconds", bounds.get(way, 1), tuple(points))
         for way, points in seconds.items()
@@ -231,7 +231,7 @@ def _by_length(engine: VllmInstance, lengths: Sequence[int]) -> list[Curve]:
 
 
 def _ttfts(engine: VllmInstance, length: int) -> dict[str, float]:
-    """Median seconds by the way a prompt is served. Raises ``RuntimeError`` if a hit is none."""
+    """Median seconds of each way to serve a prompt. Raises ``RuntimeError`` if a hit is a miss."""
     prompt = random_prompt(length, length)
     cold, _ = engine.call(ttft_and_cached, prompt)
     seconds = {"cold": float(cold)}
@@ -251,7 +251,7 @@ def _ttfts(engine: VllmInstance, length: int) -> dict[str, float]:
 
 
 def _by_requests(engine: VllmInstance) -> list[Curve]:
-    """Requests at once: their hits, and what each costs in a decode step."""
+    """Concurrent requests: the time of their hits, and the cost of each in a decode step."""
     hits, steps = [], []
     for number in REQUESTS:
         prompts = [random_prompt(10_000 * number + i, 300) for i in range(number)]
@@ -272,7 +272,7 @@ def _by_requests(engine: VllmInstance) -> list[Curve]:
 
 
 def _by_index_size(engine: VllmInstance) -> list[Curve]:
-    """A look-up of one prompt, the index growing around it."""
+    """A look-up of one prompt in a growing index."""
 
     def microseconds(keys: int) -> float:
         engine.call(fill_index, keys)

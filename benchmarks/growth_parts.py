@@ -1,4 +1,4 @@
-"""The connector's parts alone, measured at one size each; :mod:`benchmarks.growth` varies it."""
+"""Single parts of the connector at one size each; :mod:`benchmarks.growth` varies the size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.engines.probe import EngineProbe
 from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, proxy_process
 
-# 64 KiB a chunk: what grows here is their number.
+# 64 KiB a chunk: only their number matters here.
 SMALL = ChunkGeometry(
     num_tokens=256,
     layer_start=0,
@@ -45,7 +45,7 @@ _SECONDS = 60.0
 
 
 def index_bytes(num_keys: int) -> float:
-    """Memory of an index with so many chunks, keys included."""
+    """Memory of an index of so many chunks, keys included."""
     tracemalloc.start()
     index = ChunkIndex(world_size=1)
     index.apply(0, _events(0, num_keys))
@@ -56,7 +56,7 @@ def index_bytes(num_keys: int) -> float:
 
 
 def event_microseconds(num_keys: int) -> float:
-    """Median time for one chunk to come and go in an index of so many others."""
+    """Median time to add and remove one chunk in an index of so many others."""
     index = ChunkIndex(world_size=1)
     index.apply(0, _events(0, num_keys))
     batch = 200
@@ -72,7 +72,7 @@ def event_microseconds(num_keys: int) -> float:
 
 
 def fill_index(probe: EngineProbe, num_keys: int) -> None:
-    """Make the scheduler of a running engine believe in so many chunks, at least."""
+    """Add entries to the index of a running engine until it has at least so many chunks."""
     adapter = probe.connector._scheduler
     missing = num_keys - len(adapter.index)
     if missing > 0:
@@ -89,7 +89,7 @@ def _events(first: int, number: int) -> Iterator[CacheEvent]:
 
 
 def lookup_round_trips(server: Server, num_chunks: int) -> float:
-    """How much longer a look-up takes on a slow link, measured in that link's round trips."""
+    """How many round trips a look-up takes on a slow link."""
     keys = _keys(num_chunks)
     _store(server.url, keys)
     link = SlowLink()
@@ -105,7 +105,7 @@ def lookup_round_trips(server: Server, num_chunks: int) -> float:
 
 
 def redis_bytes(server: Server, num_chunks: int) -> float:
-    """What Redis needs for so many chunks, names and headers included."""
+    """Redis' memory for so many chunks, names and headers included."""
     before = _used_memory(server)
     _store(server.url, _keys(num_chunks))
     used = _used_memory(server) - before
@@ -118,7 +118,7 @@ def _keys(number: int) -> list[bytes]:
 
 
 def _store(url: str, keys: list[bytes]) -> None:
-    """Returns when all is in Redis, whoever wrote it."""
+    """Returns once all chunks are in Redis, whichever instance wrote them."""
     chunks = [memoryview(bytearray(key * (SMALL.chunk_bytes // len(key)))) for key in keys]
     with open_tier(url, SMALL) as tier:
         put_all(tier, keys, chunks)
@@ -131,7 +131,7 @@ def _used_memory(server: Server) -> int:
 
 def _flush(server: Server) -> None:
     with server.client() as client:
-        client.execute_command("FLUSHALL", "SYNC")  # memory is looked at next
+        client.execute_command("FLUSHALL", "SYNC")  # memory is measured next
 
 
 # -- instances -----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _flush(server: Server) -> None:
 
 @dataclass(frozen=True)
 class Shared:
-    """What it took for instances to store, look up and read one prefix, all at once."""
+    """Costs of instances that store, look up and read one prefix at once."""
 
     redis_bytes: float
     sent_bytes: float
@@ -166,7 +166,7 @@ def instances_on_one_prefix(server: Server, number: int) -> Shared:
 
 @contextmanager
 def _instances(url: str, number: int) -> Iterator[list[Connection]]:
-    """Processes that obey the commands they are sent."""
+    """Processes that execute commands."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(number)]
     processes = [
@@ -183,7 +183,7 @@ def _instances(url: str, number: int) -> Iterator[list[Connection]]:
 
 
 def _instance(pipe: Connection, url: str) -> None:
-    """The other process: obeys one command after the other, and ends if one fails."""
+    """The other process: executes one command after the other, and ends if one fails."""
     keys = _keys(PREFIX_CHUNKS)
     targets = [memoryview(bytearray(SMALL.chunk_bytes)) for _ in keys]
     with open_tier(url, SMALL) as tier, open_lookup(url, SMALL) as lookup:
@@ -199,7 +199,7 @@ def _instance(pipe: Connection, url: str) -> None:
 
 
 def _all(instances: list[Connection], command: str) -> None:
-    """Have all obey at once; returns when the last is done."""
+    """Send a command to all at once; returns when the last one has ended."""
     for pipe in instances:
         pipe.send(command)
     for pipe in instances:

@@ -1,17 +1,17 @@
-"""Engines of one host that share their CPU tiers, without a Redis.
+"""Engines of one host that share their CPU tiers, without Redis.
 
-Two engines of one model find each other by themselves. One computes a prompt, the other loads it
-out of the first one's memory (``host``), and then once more out of its own (``cpu``), in turns;
-with a ``hash_key``, and without. ``decode_throughput_vs_empty``: of the second, beside the idle
-first, over a connector whose methods do nothing, in the same process.
+Two engines of one model find each other by themselves. One computes a prompt; the other loads it
+from the first one's memory (``host``), and then from its own (``cpu``), in turns; with and without
+a ``hash_key``. ``decode_throughput_vs_empty``: of the second engine beside the idle first one, over
+a connector that does nothing in the same process.
 
 ``tp2_memory_vs_tp1``: bytes of chunks in the CPU tiers after the same prompts, of an engine with
-two tensor-parallel ranks over one with one rank, for a model whose one KV head both ranks hold.
+two tensor-parallel ranks over one with one rank, for a model whose one KV head both ranks have.
 
-``lookups``: one look-up at so many peers over loopback, all of which are in another process:
-``lookup_us`` until every chunk has a place, ``asker_cpu_us`` of the asking thread,
-``answer_cpu_us`` of one peer for its answer, and ``answers_core_share_at_1000`` what it spends on
-those if it has 1,000 peers, each of which looks up once per second.
+``lookups``: one look-up at so many peers over loopback, all of them in another process:
+``lookup_us`` until every chunk is found, ``asker_cpu_us`` of the asking thread, ``answer_cpu_us``
+of one peer for its answer, and ``answers_core_share_at_1000``, a peer's time for answers if 1,000
+peers each look up once per second.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 @contextmanager
 def _pair(hash_key: str | None) -> Iterator[list[VllmInstance]]:
-    """One that computes, one that loads. Both answer while the other is measured: they sleep."""
+    """An engine that computes and one that loads. Each sleeps while the other is measured."""
     with Engines() as engines:
         extra: dict[str, Any] = {"hash_key": hash_key} if hash_key else {}
-        # An audited chunk is computed, and may be rounded in another way.
+        # An audited chunk is computed, and its rounding may differ.
         extra |= {"compute_or_load": "always", "audit_share": 0.0}
         folder = str(engines.folder / "host")
         transfer = tiered_transfer(cpu_gib=1, host_folder=folder, **extra)
@@ -118,7 +118,7 @@ def _hits(
 ) -> dict[str, Any]:
     cold, host, cpu = list[Served](), list[Served](), list[Served]()
     before = _mapped_chunks(reader)
-    for number in range(args.rounds + 1):  # the first is not measured
+    for number in range(args.rounds + 1):  # the first is unmeasured
         prompt = random_prompt(number, args.prompt_tokens)
         cold.append(owner.serve(prompt))
         reader.call(forget)
@@ -148,7 +148,7 @@ def _mapped_chunks(instance: VllmInstance) -> float:
 
 
 def _decode(args: argparse.Namespace, reader: VllmInstance) -> list[float]:
-    """Throughput of the connector over an empty one, round by round."""
+    """Throughput with the connector over that with an empty one, round by round."""
     engines, measured = {"reader": reader}, dict[Way, list[float]]()
     prompts = [random_prompt(50_000 + i, 64) for i in range(8)]
     for number in range(args.decode_rounds + 1):
@@ -182,7 +182,7 @@ def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _look_up(number: int) -> dict[str, Any]:
-    """Chunks that the last of so many peers has."""
+    """Look up chunks that only the last of so many peers has."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, number), daemon=True)
@@ -228,14 +228,14 @@ def _ask(lookup: PeerLookup, pipe: Connection, number: int) -> dict[str, Any]:
 
 
 def _cpu_seconds(pipe: Connection) -> float:
-    """Of the serving process so far."""
+    """CPU time of the serving process so far."""
     pipe.send("cpu")
     seconds: float = pipe.recv()
     return seconds
 
 
 def _serve(pipe: Connection, number: int) -> None:
-    """Peers in one process, of which the last has chunks."""
+    """Peers in one process, the last of which has chunks."""
     held: Sequence[HeldChunks] = [
         HeldChunks(range(_LOOKUP_CHUNKS if i == number - 1 else 0), _PARTS) for i in range(number)
     ]

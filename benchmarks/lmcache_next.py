@@ -1,14 +1,14 @@
-"""Which CPU tier to use once LMCache's in-process engine is gone: three, with the same copies.
+"""Which CPU tier may follow LMCache's in-process engine: three, with the same copies.
 
-``today`` is the product's engine. ``manager`` is LMCache's next storage manager in this process,
+``today`` is the product's engine, ``manager`` LMCache's next storage manager in this process,
 ``server`` a client of ``lmcache server``, whose memory is mapped here. All move the chunks of one
-prompt between a paged cache and their memory with this project's copier and under its keys, and
-compare the bytes. All memory is touched before: the system gives pages out one by one, and that
-took ten times as long as the copy. ``store_vs_today`` and ``load_vs_today`` are medians over the
-rounds, each of which does all three in turn.
+prompt between a paged cache and their memory with this project's copier and keys, and compare the
+bytes. All memory is touched before: the system hands out pages one by one, which took ten times as
+long as the copy. ``store_vs_today`` and ``load_vs_today`` are medians over the rounds, each of
+which runs all three in turn.
 
-The server names chunks by a chain of hashes over token ids that it is sent, so a key travels as
-eight ids, with those of all chunks before it.
+The server's names of chunks are a chain of hashes over token ids, so a key is sent as eight ids,
+after those of all chunks before it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Tier(Protocol):
-    """Moves the chunks ``keys`` from or to the blocks 0, 1, ... of a paged cache."""
+    """Moves the chunks ``keys`` from or to blocks 0, 1, ... of a paged cache."""
 
     def store(self, keys: Sequence[bytes]) -> None: ...
 
@@ -144,7 +144,7 @@ class Manager:
 
 
 class Server:
-    """A client of ``lmcache server`` at ``port``: two questions for a store, four for a load."""
+    """A client of ``lmcache server`` at ``port``: two requests for a store, four for a load."""
 
     _INSTANCE = 1
 
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return {
         "chunks": args.chunks,
         "rounds": args.rounds,
-        "kv_bytes_equal": True,  # or it would have ended
+        "kv_bytes_equal": True,  # otherwise it would have failed
         **{
             f"{tier}_{way}_vs_today": last[tier][f"{way}_vs_today"]
             for tier in ("manager", "server")
@@ -265,7 +265,7 @@ def _measure(chunk_bytes: int, num_chunks: int, rounds: int) -> dict[str, Any]:
 def _seconds(
     tier: Tier, keys: Sequence[bytes], cache: torch.Tensor, number: int
 ) -> dict[str, float]:
-    """Of a store and a load of a prompt. Other bytes than were stored end the benchmark."""
+    """Seconds of a store and a load of a prompt. Wrong bytes end the benchmark."""
     cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8))
     stored = cache.clone()
     begun = time.perf_counter()
@@ -294,7 +294,7 @@ def _run(keys: Sequence[bytes]) -> PartRun:
 
 
 def _copies(part: PagedPart) -> Callable[[Sequence[int], object, bool], None]:
-    """Copies all chunks of a prompt to or from these addresses in one call."""
+    """Copies of all chunks of a prompt to or from these addresses, in one call."""
     copier = make_copier(torch.device("cpu"))
 
     def copy(addresses: Sequence[int], owners: object, to_chunks: bool) -> None:

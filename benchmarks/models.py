@@ -1,14 +1,14 @@
-"""Models of the families people serve, whose layers follow several rules: hits, bytes and times.
+"""Models of popular families whose layers follow several rules: hits, bytes and times.
 
-Each family is a tiny model with random weights on an engine of its own, beside a Valkey. A prompt
-is served cold, from CPU memory, and from Valkey; vLLM's own prefix cache is emptied before each
-hit, and the CPU tier too before the last. ``hit_tokens`` is what the connector brought of
-``prompt_tokens``, the least of all hits. ``kv_bytes_equal``: after either hit every layer holds the
-bytes of the cold run, in all blocks before the hit's end that both runs still have.
-``bytes_per_token`` is what Valkey holds of the prompt, ``bytes_per_token_dense`` what every layer's
-KV at every token takes. Times are medians over ``--rounds`` prompts. Of models with a drafter that
-has KV of its own, ``acceptance_cold`` and ``acceptance_hit`` are the shares of its drafts that were
-accepted, in answers of 40 tokens.
+Each family is a tiny model with random weights on its own engine, with a Valkey. A prompt is served
+cold, from CPU memory, and from Valkey; vLLM's own prefix cache is reset before each hit, and the
+CPU tier emptied before the last. ``hit_tokens``: the tokens of ``prompt_tokens`` that the connector
+loaded, the least of all hits. ``kv_bytes_equal``: after either hit every layer has the bytes of the
+cold run, in all blocks before the hit's end that both runs still have. ``bytes_per_token``: the
+prompt's size in Valkey; ``bytes_per_token_dense``: the size of every layer's KV at every token.
+Times are medians over ``--rounds`` prompts. For models with a drafter that has KV,
+``acceptance_cold`` and ``acceptance_hit`` are the shares of accepted drafts in answers of 40
+tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.redis.servers import Server
 _DRAFTED = ("draft_model", "eagle")
 _FAMILIES = [name for name, one in FAMILIES.items() if not one.needs or find_spec(one.needs)]
 _ALL = (*_FAMILIES, *_DRAFTED)
-_ANSWER_TOKENS = 40  # of drafted ones
+_ANSWER_TOKENS = 40  # for models with drafters
 _WARM_UP_TOKENS = 2000
 _VALKEY_MIB = 1024
 
@@ -124,7 +124,7 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
 
 
 Drafts = tuple[int, int]
-"""How many, and how many of them were accepted."""
+"""Drafted tokens, and accepted ones."""
 
 
 def _serve_all_ways(
@@ -173,8 +173,8 @@ def _value_bytes(valkey: Server) -> int:
 
 
 def _groups_and_dense_bytes(probe: EngineProbe) -> tuple[int, int]:
-    """How many KV cache groups vLLM made, and the bytes of one token's KV in all layers that keep
-    any by the token."""
+    """The number of vLLM's KV cache groups, and the bytes of one token's KV in all layers that have
+    KV per token."""
     config = probe.scheduler.kv_cache_config
     dense = 0
     for group in config.kv_cache_groups:

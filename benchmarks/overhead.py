@@ -1,26 +1,26 @@
-"""What the connector costs when it brings nothing: misses, stores, decode steps, scheduler time.
+"""The connector's cost without hits: misses, stores, decode steps, scheduler time.
 
 Three real engines of one model run side by side: vLLM alone, one with a connector that stores
-nowhere and finds nothing (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked
-up), and one that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve fresh
-prompts in turn: there, and back in the opposite order.
+nothing and has no hits (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked up),
+and one that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve fresh
+prompts in turn, and then in the opposite order.
 
-Engines of the same configuration differ by more than what is to be measured: each process has a
-speed of its own, drawn at its start. So the engines with a connector also take turns with
-themselves: the connector is taken out of the running engine (the scheduler's, and the worker's that
-every layer asks for) and put back. Beside the one that stores, an idle engine on this host shares
-with it, as by default: it is asked at each look-up, and has nothing. ``..._vs_none`` is with the
-connector over without it, in the same process; ``..._vs_other_process`` is over the engine that
-never had one; ``..._vs_empty`` is over a connector whose methods do nothing, in the same process:
-what vLLM's own calls for any connector cost does not count there. All engines are started
-``--launches`` times. Each ratio is the median over all rounds; the quartiles are in ``ratios``.
+Engines of the same configuration differ by more than the cost in question: each process has its own
+speed, decided at its start. So each engine with a connector is also compared with itself: its
+connector is taken out of the running engine (the scheduler's, and the worker's that every layer
+calls) and put back. Beside the storing engine, an idle engine on this host shares with it, as by
+default: it answers each look-up, with no hits. ``..._vs_none`` is with the connector over without
+it, in the same process; ``..._vs_other_process`` is over vLLM alone; ``..._vs_empty`` is over a
+connector that does nothing, in the same process: vLLM's own calls for any connector do not count in
+it. All engines are started ``--launches`` times. Each ratio is the median over all rounds; the
+quartiles are in ``ratios``.
 
 ``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and stored bytes,
-not with what a step computes. ``decode_throughput_beside_hits`` is that of requests that decode
-while hits from memory come, over that while vLLM's own hits come, of the same prompts.
-``quiet_step_cost_us`` compares median steps: most plan nothing, and nothing is stored beside them.
-Both have a variant ``..._vs_empty``. ``audit_s`` is by how much an audit delays the hit that is
-audited, ``audits_us_per_hit`` what that is per hit with the default share.
+not with a step's compute. ``decode_throughput_beside_hits``: throughput of requests that decode
+beside hits from memory, over that beside vLLM's own hits of the same prompts.
+``quiet_step_cost_us`` compares median steps: most plan nothing, and no store runs beside them. Both
+have a variant ``..._vs_empty``. ``audit_s``: the delay of an audited hit by its audit;
+``audits_us_per_hit``: that delay per hit with the default share.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Contest:
-    """One measurement per way and round. ``measure(call, seed)`` gets it by
-    ``call(function, *args)``, which runs in the engine; ``rounds`` are per launch."""
+    """One measurement per way and round. ``measure(call, seed)`` makes it with ``call(function,
+    *args)``, which runs in the engine; ``rounds`` are per launch."""
 
     title: str
     ways: tuple[Way, ...]
@@ -95,8 +95,8 @@ class Contest:
     measured: dict[Way, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, engines: dict[str, VllmInstance], progress: Progress, launch: str) -> None:
-        """A round goes through all ways there and back, and takes the means of both: whoever
-        follows another process finds its memory cold. Who goes first changes."""
+        """Each round measures all ways in order and in reverse, and takes the means: the process
+        after another one finds its caches cold. The first one changes."""
         for number in progress.track(range(self.rounds), description=f"{launch}: {self.title}"):
             order = in_turn(self.ways, number)
             there = self._measure_all(engines, order, 2 * number + 1)
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     steps, lookups, audits, beside, store_jobs = [], [], [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
-            for engine in engines.values():  # compilation, first touches
+            for engine in engines.values():  # compilation, page faults
                 for seed in range(2):
                     engine.call(ttft_seconds, random_prompt(10_000 + seed, args.tokens))
             for contest in (ttfts, speeds, decode_steps):
@@ -185,7 +185,7 @@ def _contests(args: argparse.Namespace) -> tuple[Contest, Contest, Contest]:
 
 
 def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float]]:
-    """All rounds' ratios, by what was measured and which process ran without the connector."""
+    """The ratios of all rounds, by measure and by the process without the connector."""
     same, other, empty = _SUFFIXES
     return {
         ("miss_ttft", same): ttfts.ratios(_MISSING, _MISSING_OUT),
@@ -200,7 +200,7 @@ def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float
 
 
 def _beside_hits(args: argparse.Namespace, both: VllmInstance) -> list[float]:
-    """Throughput beside hits from memory over that beside vLLM's own, of each round."""
+    """Throughput beside hits from memory over that beside vLLM's own hits, per round."""
     hits = [random_prompt(70_000 + i, args.hit_tokens) for i in range(args.hits)]
     both.call(ttft_seconds, hits[0])  # the first hit of each kind is audited
     for hit in (*hits, *hits[:2]):
@@ -216,7 +216,7 @@ def _beside_hits(args: argparse.Namespace, both: VllmInstance) -> list[float]:
             num_loads = both.counts().total("load_jobs") - before
             assert num_loads >= args.hits if must_load else num_loads == 0
         ratios.append(seen[True] / seen[False])
-    return ratios[1:]  # in the first one, prompts were new
+    return ratios[1:]  # in the first round prompts were new
 
 
 @contextlib.contextmanager
@@ -255,14 +255,14 @@ def _decode(
     call: Callable[..., Any],
     seed: int,
 ) -> float:
-    """Long enough that chunks fill with generated tokens, and are stored."""
+    """Long enough that generated tokens fill chunks, which are stored."""
     prompts = [random_prompt(1000 * seed + i, 200) for i in range(num_requests)]
     measured: float = call(measure, prompts, num_tokens)
     return measured
 
 
 def _step_cost_us(speeds: Contest, reference: Way, num_requests: int) -> int:
-    """How much longer a decode step takes, with its part of all stores and writes."""
+    """The extra time of a decode step, with its share of all stores and writes."""
     pairs = zip(speeds.measured[_STORING], speeds.measured[reference], strict=True)
     us = (1e6 * num_requests * (1 / ours - 1 / theirs) for ours, theirs in pairs)
     return round(statistics.median(us))

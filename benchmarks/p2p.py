@@ -1,12 +1,12 @@
-"""Pairs of real engines, one hands over to the other: ours by mapped memory, as on one host by
-default, or by a socket; vLLM's own by NIXL.
+"""KV transfers between two real engines: ours by mapped memory or a socket, vLLM's by NIXL.
 
-The prefill engine computes a prompt once and keeps its KV; then the decode engine fetches it, and
-forgets it again, several times in a turn. So what is timed is the transfer alone. Pairs without a
-turn are stopped. Each engine has one thread that computes: two engines on two cores fight else.
+Mapped memory is the default on one host. The prefill engine computes a prompt once and keeps its
+KV. In its turn, the decode engine fetches the KV several times and drops it each time, so that only
+transfers are timed. Other pairs are stopped. Each engine computes with one thread: two engines on
+two cores would compete.
 
-The limits are one plain NIXL read, a plain socket, or a copy out of shared memory, of as many bytes
-between two processes, with nothing around it, measured after each turn.
+The limits are one plain NIXL read, a plain socket, or a copy from shared memory, of as many bytes
+between two processes and with no work around it, measured after each turn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for way in ways:
             pair = _start(engines, way, has_hash_key=args.hash_key)
             pairs.append(pair)
-            engines.callback(go_on, pair.pids)  # or they could not end
+            engines.callback(go_on, pair.pids)  # stopped engines cannot end
             stop(pair.pids)
             progress.advance(task)
         for num_tokens in lengths:
@@ -101,8 +101,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _turn(pair: _Pair, prompt: Sequence[int], raw: _Raw) -> list[_Round]:
-    """After one hand-over that is not measured: peers look after each other again, and buffers
-    are touched."""
+    """After one unmeasured transfer: peers find each other again, and buffers are touched."""
     with turn_of(pair.pids):
         pair.hand_over(prompt)
         rounds = [pair.hand_over(prompt) for _ in range(_HAND_OVERS)]
@@ -121,7 +120,7 @@ def _raw(stack: ExitStack, way: str, num_tokens: int) -> _Raw:
 
 @dataclass(frozen=True)
 class _Round:
-    """One prompt. ``gbps``: from the first to the last byte received."""
+    """One prompt. ``gbps``: from the first to the last received byte."""
 
     equal: bool
     hit_tokens: int
@@ -135,7 +134,7 @@ class _Round:
 def _fields(
     way: str, num_tokens: int, rounds: Sequence[_Round], recomputed: float
 ) -> dict[str, Any]:
-    """Medians, and sums of what must not happen. ``recomputed``: time to first token."""
+    """Medians, and counts of failures. ``recomputed``: time to first token."""
     transfer = statistics.median(r.gbps for r in rounds)
     raw = statistics.median(r.raw_gbps for r in rounds)
     ttft = statistics.median(r.ttft for r in rounds)
@@ -166,7 +165,7 @@ def _compare(runs: Sequence[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two engines that hand over one way, and numbers for the names of requests."""
+    """Two engines with one way to transfer KV, and a counter for request names."""
 
     way: str
     prefill: VllmInstance
@@ -178,7 +177,7 @@ class _Pair:
         return self.prefill.pid, self.decode.pid
 
     def compute(self, prompt: Sequence[int]) -> float:
-        """Time to first token of a prompt that nobody has; the prefill engine has it then."""
+        """Time to first token of a new prompt, whose KV the prefill engine then has."""
         seconds: float = self.prefill.serve(prompt).ttft_seconds
         return seconds
 
@@ -195,7 +194,7 @@ class _Pair:
         else:
             self.decode.call(forget)
         missed = hit.finish_reason != "length" or cold.params is None
-        missed |= (num_mapped > 0) != (self.way == "mapped")  # it went another way
+        missed |= (num_mapped > 0) != (self.way == "mapped")  # another way was used
         return _Round(
             equal=() != hit.served.block_digests == cold.served.block_digests,
             hit_tokens=len(prompt) if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
@@ -206,8 +205,8 @@ class _Pair:
         )
 
     def _received(self) -> tuple[float, ...]:
-        """Bytes, seconds and failures at the decode engine so far, and chunks out of mapped
-        memory."""
+        """The decode engine's received bytes, seconds and failures so far, and its chunks from
+        mapped memory."""
         if self.way == "vllm-nixl":
             return (*self.decode.call(nixl_transferred), 0.0)
         counts = self.decode.counts()
@@ -244,7 +243,7 @@ def _start(engines: Engines, way: str, *, has_hash_key: bool) -> _Pair:
 
 
 def _touch_cache(probe: EngineProbe) -> None:
-    """As on an engine that has served for a while: every block has its memory."""
+    """Touch every block, as in an engine that has served for a while."""
     probe.on_ranks(_touch_cache_on_rank)
 
 

@@ -1,15 +1,15 @@
-"""What the CPU tier saves of the prefill on block traces, by what it lets go when it is full.
+"""The CPU tier's savings of prefill on block traces, by eviction policy.
 
-No engine runs: traces say which blocks prompts are made of, and policies which of them are still
-there. ``ours`` is the policy that LMCache asks in the product; ``belady`` knows the future and is
-the limit. Sizes are shares of the working set, which is all distinct blocks of a trace.
+No engine runs: traces have the blocks of each prompt, and policies say which are cached. ``ours``
+is the policy that LMCache calls in the product; ``belady`` knows the future and is the limit. Sizes
+are shares of the working set, all distinct blocks of a trace.
 
-Saved is the share of all prefill, where a token after ``c`` others costs ``1 + c / 30,000``: on an
-8B model attention over 30,000 tokens takes about as long as everything else. ``gap_closed`` is
+Savings are shares of all prefill, in which a token after ``c`` others costs ``1 + c / 30,000``: on
+an 8B model attention over 30,000 tokens takes about as long as all other work. ``gap_closed`` is
 ``(saved - lru) / (belady - lru)``.
 
-``stores`` compares two times to store: as blocks are computed, and late, when the paged cache is
-about to lose them. The paged cache has a quarter of the tier's size.
+``stores`` compares two times of a store: when blocks are computed, and late, when the paged cache
+is about to evict them. The paged cache has a quarter of the tier's size.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of our policy, and how much of the gap the others would close."""
+    """Our policy's savings, and the share of the gap that the others would close."""
     small = [row for row in rows if row["size"] == "1/16"]
     names = [name for name in rows[0]["saved"] if name not in ("lru", "belady", "ours")]
     return {
@@ -82,12 +82,12 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def saved_share(trace: BlockTrace, policy: Policy) -> float:
-    """Of the prefill of all prompts."""
+    """The saved share of the prefill of all prompts."""
     return _saved(trace, [policy.serve(at, blocks) for at, blocks in trace.requests])
 
 
 def _saved(trace: BlockTrace, found: Sequence[int]) -> float:
-    """``found``: how many leading blocks of each prompt were there."""
+    """``found``: the number of each prompt's leading blocks that were cached."""
     saved = total = 0.0
     longest = max(len(blocks) for _, blocks in trace.requests)
     cost_of_first = [0.0]
@@ -128,7 +128,7 @@ def _row(trace: BlockTrace, divisor: int, contestants: Mapping[str, MakePolicy])
 
 
 def _stores(trace: BlockTrace, divisor: int) -> dict[str, Any]:
-    """Block counts are per block that is computed."""
+    """Block counts are per computed block."""
     capacity = max(4, trace.num_blocks // divisor)
     ways = {
         name: replay(trace.requests, capacity // _PAGED_DIVISOR, capacity, late=late)
@@ -147,7 +147,7 @@ def _mean_gap(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _gap(saved: Mapping[str, float], name: str) -> float:
-    """0 where there is none to close."""
+    """0 without a gap."""
     gap = saved["belady"] - saved["lru"]
     return (saved[name] - saved["lru"]) / gap if gap > 0 else 0.0
 

@@ -1,8 +1,8 @@
-"""How close the Redis tier comes to the socket, and how far ahead of LMCache's own connectors.
+"""The Redis tier's speed, compared with a plain socket and with LMCache's own connectors.
 
-Chunks of a Llama-3-8B (32 layers, 8 KV heads of 128, bf16, 256 tokens: 32 MiB), checksums on, all
-in one run against one server on this machine. Clients take turns, so that a ratio compares
-neighbours in time. Every byte read is compared with what was written.
+Chunks of a Llama-3-8B (32 layers, 8 KV heads of 128, bf16, 256 tokens: 32 MiB) with checksums, all
+in one run on one server on this machine. Clients take turns, so that a ratio compares neighbours in
+time. Every byte read is compared with the one written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every client moves: ``source`` is written, ``target`` is read into."""
+    """Every client writes ``source`` and reads into ``target``."""
 
     server: Server
     unix: bool
@@ -77,7 +77,7 @@ class Bench:
         return sum(map(len, self.source))
 
     def gbps(self, watch: Stopwatch) -> dict[str, float]:
-        """Median speeds of moving everything once, in GB/s."""
+        """Median speeds of moving all chunks once, in GB/s."""
         return {name: self.num_bytes / taken / 1e9 for name, taken in watch.medians().items()}
 
     def flush(self) -> None:
@@ -85,7 +85,7 @@ class Bench:
             client.flushall()
 
     def forget(self) -> None:
-        """Spoil what was read before, so that only a new read makes the bytes equal."""
+        """Overwrite the bytes read before, so that only a new read makes them equal."""
         for view in self.target:
             view[:: 1 << 16] = bytes(len(view[:: 1 << 16]))
 
@@ -143,7 +143,7 @@ def _bench(server: Server, unix: bool, mib: int) -> Bench:
 
 
 def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
-    """Raw client and tier, taking turns."""
+    """Plain client and tier, in turns."""
     watch = Stopwatch()
     with open_tier(bench.url, LLAMA_3_8B) as tier:
         raw = _RawSpeed(bench)
@@ -156,7 +156,7 @@ def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, floa
         }
         turn = progress.track(watch.rounds(rounds), rounds + 1, description="raw socket and tier")
         for i in turn:
-            # Who goes first changes, so that neither always finds the warmer caches.
+            # The order changes, so that neither always finds the warmer caches.
             for name in sorted(turns, reverse=bool(i % 2)):
                 write, read = turns[name]
                 bench.flush()
@@ -170,7 +170,7 @@ def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, floa
 
 
 class _RawSpeed:
-    """The plain client over the tier's own values, with the settings that suit it best."""
+    """The plain client on the tier's own values, with its best settings."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -180,7 +180,7 @@ class _RawSpeed:
             for chunk, key in enumerate(bench.keys)
             for stripe in stripes
         ]
-        # The tier's cuts, but payloads only: headers are the tier's own cost.
+        # The tier's cuts, without headers, which are the tier's own cost.
         self._sets, self._gets = (
             [
                 RawValue(b"raw:" + name, chunks[c][s.offset : s.offset + s.num_bytes])
@@ -208,7 +208,7 @@ class _RawSpeed:
 
 
 def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
-    """LMCache's ``redis://`` and ``resp://``; the latter knows no Unix sockets."""
+    """LMCache's ``redis://`` and ``resp://``; the latter has no Unix sockets."""
     watch = Stopwatch()
     port, mib = bench.server.port, bench.num_bytes >> 20
     urls = {"lmcache_redis": bench.url, "lmcache_resp": f"resp://127.0.0.1:{port}"}
@@ -227,7 +227,7 @@ def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, 
 
 
 def _exists_ms(bench: Bench, rounds: int) -> float:
-    """The look-up of a prompt of 128 chunks that are all there, in milliseconds."""
+    """A look-up of a prompt of 128 chunks, all hits, in milliseconds."""
     config = RedisTierConfig(url=bench.url)
     random = np.random.default_rng(2)
     keys = [random.bytes(32) for _ in range(128)]

@@ -1,9 +1,8 @@
-"""Real engines of different shapes through one Valkey: what one wrote, another reads.
+"""Real engines of different shapes through one Valkey: readers load the writers' chunks.
 
-Writers run first, each alone, and leave. Then readers start, with nothing but the server in common
-with them. Bytes are compared per KV head over all layers, in the order tokens have by their meaning
-(:mod:`tests.support.engines.kv_digests`): neither block sizes nor ranks nor our own idea of a
-layout matter.
+Writers run first, each alone, and end. Then readers start, and share only the server with them.
+Bytes are compared per KV head over all layers, tokens in their order
+(:mod:`tests.support.engines.kv_digests`), so block sizes, ranks and our layout do not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WARM_UP_TOKENS = 700
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is split up: over ranks, and into blocks of so many tokens."""
+    """An engine's ranks, and its block size in tokens."""
 
     tensor_parallel_size: int = 1
     block_size: int = 128
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _instance(engines: Engines, shape: Shape, redis_url: str) -> VllmInstance:
-    """Instances share nothing but a model and a server."""
+    """Instances share only a model and a server."""
     transfer = tiered_transfer(
         cpu_gib=1,
         redis_url=redis_url,
@@ -107,7 +106,7 @@ def _instance(engines: Engines, shape: Shape, redis_url: str) -> VllmInstance:
         shape.name,
         transfer,
         **asdict(shape),
-        limits={**PATIENT, "SHUTDOWN_SECONDS": 30.0},  # for the last writes of a writer
+        limits={**PATIENT, "SHUTDOWN_SECONDS": 30.0},  # for a writer's last writes
         kv_cache_memory_bytes=512 << 20,
         max_model_len=8192,
     )
@@ -120,7 +119,7 @@ def _result(
     hits: Sequence[Served],
     cold: Sequence[Served],
 ) -> dict[str, Any]:
-    """``hit_tokens`` is the least of all rounds. Times are medians, in seconds."""
+    """``hit_tokens``: the least of all rounds. Times are medians in seconds."""
     return {
         "writer": asdict(case.writer),
         "reader": asdict(case.reader),
@@ -134,7 +133,7 @@ def _result(
 
 
 def _same_bytes(hit: Served, written: Served) -> bool:
-    """Whether every KV head of every chunk that was a hit is what its writer computed."""
+    """Whether every KV head of every hit chunk equals the writer's computation."""
     return () != _loaded(hit, hit) == _loaded(hit, written)
 
 

@@ -1,19 +1,20 @@
-"""Hits from CPU memory on a simulated GPU: time to first token against recompute and an oracle.
+"""Hits from CPU memory on a simulated GPU: time to first token, compared with recompute and an
+oracle.
 
-Nothing here was measured on a GPU. The device is simulated: a forward pass lasts a step's time and
-30 us for each token of a prompt, copies take the bus' time, and the host runs ahead as vLLM's
-engine core does with asynchronous scheduling. vLLM's scheduler and both sides of the connector are
-real, and time is virtual, so the result is the same on any machine.
+No GPU was measured. The device is simulated: a forward pass takes a step's time and 30 us for each
+token of a prompt, copies take the bus' time, and the host runs ahead as vLLM's engine core does
+with asynchronous scheduling. vLLM's scheduler and both sides of the connector are real, and time is
+virtual, so the result is the same on any machine.
 
-``step_ms`` is how long the steps last in which ``neighbours`` requests decode all the time; with
-none the engine is idle until a request comes. The same requests come in the same phase of a step to
-an engine that decides for itself, one that loads nothing, and one that loads everything; the oracle
-takes the better of the two for each. ``steps_lost``: what the first token of a request that loads
-comes later by than that of a hit in vLLM's own prefix cache, in steps. Every row is of medians over
-the rounds. ``crowd`` requests with one prompt come together, and count by their mean.
+``step_ms``: the length of steps in which ``neighbours`` requests decode all the time; with none the
+engine is idle until a request comes. The same requests come in the same phase of a step to an
+engine that decides for itself, one that loads nothing, and one that loads everything; the oracle
+takes the better of the last two for each. ``steps_lost``: the delay in steps of a loading request's
+first token, compared with a hit in vLLM's own prefix cache. Rows are medians over the rounds.
+``crowd`` requests with one prompt come together, and count by their mean.
 
-``--device cuda`` is a stage of ``make gpu``: only the model is simulated then. A kernel lasts as
-long as its forward pass would, in real time, on a real stream; the KV, the copies and LMCache's
+``--device cuda`` is a stage of ``make gpu``, in which only the model is simulated. A kernel takes
+as long as its forward pass would, in real time on a real stream; the KV, the copies and LMCache's
 engine are real, and every pass compares the KV before its tokens, byte for byte.
 """
 
@@ -83,8 +84,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def simulate(options: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
-    """The measured requests. A process of its own: the product is loaded with simulated threads,
-    or measured without others. Raises ``RuntimeError`` if a promise was broken."""
+    """The measured requests. Runs in its own process: the product is loaded with simulated threads,
+    or measured alone. Raises ``RuntimeError`` if an invariant fails."""
     command = [sys.executable, "-m", "benchmarks.gpu_storms"]
     for name, values in options.items():
         command += [name, *map(str, values)]
@@ -144,8 +145,8 @@ def _row(
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """``steps_lost_p50``: of single hits whose copy takes less than a fifth of a step of up to
-    50 ms."""
+    """``steps_lost_p50``: of single hits whose copy takes less than a fifth of a step of up to 50
+    ms."""
     against_oracle = [row["vs_oracle"] for row in rows]
     lost = [row["steps_lost"] for row in rows if row["steps_lost"] is not None and _is_quick(row)]
     return {

@@ -1,21 +1,21 @@
 """Never slower than recompute: time to first token over a link of any speed, to a real Valkey.
 
-Prompts that another instance has stored are served by an instance behind a throttling proxy, with
-its connector and with it taken out for a moment, in turn: two processes differ by a few per cent
-whatever they run. vLLM's prefix cache and the CPU tier are emptied before each, so that everything
-loaded comes over the link. ``ttft_vs_recompute`` is the median over the rounds of a setting, once
-the instance has measured the link. ``first_ttft_vs_recompute`` is the first request after the link
-changed, which the instance cannot know yet.
+An instance behind a throttling proxy serves prompts that another instance has stored, with its
+connector and with it taken out for a moment, in turn: two processes differ by a few per cent
+whatever they run. vLLM's prefix cache and the CPU tier are emptied before each, so that all loads
+use the link. ``ttft_vs_recompute``: the median over a setting's rounds, once the instance has
+measured the link. ``first_ttft_vs_recompute``: the first request after a change of the link, which
+the instance cannot know yet.
 
-``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it shows the scatter of one
-first: where pairs scatter by 10 %, fifteen rounds bring it to some 5 %.
+``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it mostly shows their scatter:
+if pairs scatter by 10 %, fifteen rounds bring it to some 5 %.
 
-With ``--codecs none blosc2`` every setting is measured for values of both kinds, each written by an
-instance of its own and read by the same one. ``ttft_vs_first_codec`` is the median over the rounds
-of one kind's time against that of the first one, a moment before. How far values shrink depends on
-the model: ``--model`` takes a folder with a trained one.
+With ``--codecs none blosc2`` every setting is measured for values of both kinds, each written by
+its own instance and read by the same one. ``ttft_vs_first_codec``: the median over the rounds of
+one kind's time over that of the first kind, a moment before. Compression depends on the model:
+``--model`` takes a folder with a trained one.
 
-The proxy is one Python process on the same machine: above a few hundred MB/s it is what limits.
+The proxy is one Python process on the same machine: above a few hundred MB/s it is the limit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CHUNK_TOKENS = 128  # the default
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of link. Without a bandwidth it has fallen silent."""
+    """One kind of link; silent without a bandwidth."""
 
     mb_per_s: float | None
     latency_ms: float
@@ -85,7 +85,7 @@ class Measured:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Time to first token over the link's speed, one line per round trip."""
+    """Time to first token over the link's speed, a line per round trip."""
     rows = [row for row in result["settings"] if row.get("codec", "none") == "none"]
     with panels(target, 1, 1, (7, 3.8), dpi=110) as (axes,):
         recompute = statistics.median(1000 * row["recompute_s"] for row in rows)
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """``errors``: requests that got no token."""
+    """``errors``: requests without a token."""
     settings = [Setting(speed, ms) for ms in args.latency_ms for speed in args.mb_per_s[::-1]]
     settings.append(Setting(None, 0.0))
     prompts = {
@@ -150,8 +150,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def _engine(
     prompts: Mapping[str, Sequence[Sequence[int]]], model: Path | None
 ) -> Iterator[tuple[SlowLink, VllmInstance, dict[str, float]]]:
-    """The link, vLLM with a connector behind it, and what a token takes in Redis by codec. Valkey
-    has all prompts."""
+    """The link, vLLM with a connector behind it, and a token's bytes in Redis by codec. Valkey has
+    all prompts."""
     num_tokens = len(next(iter(prompts.values()))[0])
     batch = {
         "max_num_batched_tokens": max(8192, num_tokens),
@@ -174,7 +174,7 @@ def _engine(
                 stored[codec] = _bytes_of(valkey, keys) / (len(keys) * _CHUNK_TOKENS)
         far = tiered_transfer(cpu_gib=1.0, redis_url=f"redis://127.0.0.1:{port}")
         engine = engines.start("behind the link", far, **batch)
-        for seed in range(2):  # compilation, first touches
+        for seed in range(2):  # compilation, page faults
             engine.call(ttft_seconds, random_prompt(10_000 + seed, num_tokens))
         yield link, engine, stored
 
@@ -212,7 +212,7 @@ def _measure(
 
 @dataclass
 class Seen:
-    """Of values of one kind: seconds to the first token, and tokens that were loaded."""
+    """For values of one kind: seconds to the first token, and loaded tokens."""
 
     loading: list[float] = field(default_factory=list)
     recomputing: list[float] = field(default_factory=list)
@@ -234,7 +234,7 @@ class Seen:
 
 
 def _bytes_of(server: Server, keys: Sequence[bytes]) -> int:
-    """What these chunks take in Redis."""
+    """The chunks' size in Redis."""
     tags = {key.hex().encode() for key in keys}
     names = [name for name in value_names(server) if name.split(b":")[2].rstrip(b"}") in tags]
     with server.client() as client:

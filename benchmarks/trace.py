@@ -1,18 +1,18 @@
-"""Realistic load against a served API: with the connector, without, and with LMCache's own.
+"""Realistic load on a served API: with the connector, without, and with LMCache's own.
 
-Servers of one model live side by side: vLLM alone, with this connector (a small CPU tier and a
+Servers of one model run side by side: vLLM alone, with this connector (a small CPU tier and a
 Valkey), and with ``LMCacheMPConnector`` and its server, which gets as much memory as our tiers use
-together. The traces of :mod:`benchmarks.harness.workloads` are replayed by vLLM's own client
-against one after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged
-cache is far smaller than what a trace works on. Arrival rates are multiples of what vLLM alone can
-do cold, measured first: below that, and above.
+together. vLLM's own client replays the traces of :mod:`benchmarks.harness.workloads` on one server
+after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged cache is far
+smaller than a trace's working set. Arrival rates are multiples of vLLM's own cold capacity,
+measured first: below it, and above.
 
-A replay is ``won`` or tied where nothing measured is worse than vLLM alone's by more than ``TIE``.
-Each is run ``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are
-of all its requests together.
+A replay is ``won`` or tied if no measure is worse than vLLM alone's by more than ``TIE``. Each runs
+``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are of all its
+requests together.
 
-``--prefetch`` compares ours with and without prefetch instead: two servers with a Redis that
-another instance has filled with every second request of the trace, so that hits come from there
+``--prefetch`` compares this connector with and without prefetch instead: two servers with a Redis
+that another instance has filled with every second request of the trace, so that those are hits
 while the other requests are computed. ``..._vs_no_prefetch_...`` are ratios of one run.
 """
 
@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """One trace on one system. Latencies are in ms; ``from_...`` are parts of all prompt tokens.
+    """One trace on one system. Latencies are in ms; ``from_...`` are shares of all prompt tokens.
 
-    ``declined``: the part that ours had and left to compute; ``dropped_writes``: its chunks that
-    did not get to Redis. ``prefetched_mib`` came from Redis for requests that waited.
+    ``declined``: the share of hits that were computed anyway; ``dropped_writes``: chunks that were
+    not written to Redis. ``prefetched_mib``: fetched from Redis for waiting requests.
     """
 
     workload: str
@@ -95,7 +95,7 @@ class Replay:
     prefetched_mib: float = 0.0
 
     def over(self, other: Replay, measure: str) -> float:
-        """How many times as long, or as slow, as another: below 1 is better for every measure."""
+        """Ratio to another replay: below 1 is better for every measure."""
         mine, theirs = getattr(self, measure), getattr(other, measure)
         return float(theirs / mine if measure == "requests_per_s" else mine / theirs)
 
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def headline(replays: Sequence[Replay], other: str, suffix: str) -> dict[str, Any]:
-    """Ours over the other system: the worst and best of each measure, and what was not won."""
+    """Ours over the other system: the worst and best of each measure, and the replays not won."""
     found = {(one.workload, one.load, one.system): one for one in replays}
     pairs = [
         (one, found[one.workload, one.load, other])
@@ -189,7 +189,7 @@ def _workload_fields(name: str, cold_per_second: float) -> dict[str, Any]:
 
 
 class _Contest:
-    """All servers. ``unavailable`` is told why a peer is not among them."""
+    """All servers. ``unavailable`` gets the reason of a missing one."""
 
     def __init__(self, engines: Engines, progress: Progress, unavailable: dict[str, str]) -> None:
         self._engines = engines
@@ -225,7 +225,7 @@ class _Contest:
             self._replay(self._servers[name], self._fresh("prefixes")[:4], _AT_ONCE)
 
     def _excuse(self, name: str, what: str, error: Exception) -> None:
-        """A peer may be missing. vLLM alone and this connector may not."""
+        """Other connectors may be missing; vLLM alone and this connector may not."""
         if name in (_NONE, _OURS):
             raise error
         self._unavailable[what] = reason(error)
@@ -235,7 +235,7 @@ class _Contest:
         self._servers[name] = self._engines.serve(name, transfer, *options)
 
     def cold_capacity(self, workload: str) -> float:
-        """Requests a second of vLLM alone when it can reuse nothing."""
+        """Requests a second of vLLM alone without any hit."""
         fresh = [asks[0] for asks in (self._fresh(workload) for _ in range(6))]
         result = self._replay(self._servers[_NONE], fresh, _AT_ONCE)
         return float(result["request_throughput"])
@@ -243,7 +243,7 @@ class _Contest:
     def replay_on_all(
         self, workload: str, load: float, per_second: float, rounds: int
     ) -> list[Replay]:
-        """The same traces on every server, in turn; who goes first changes."""
+        """The same traces on every server, in changing order."""
         before = {name: cached_tokens(server) for name, server in self._servers.items()}
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in before}
         for _ in range(rounds):
@@ -280,7 +280,7 @@ class _Contest:
 
 
 class _PrefetchContest(_Contest):
-    """Ours with and without prefetch, beside vLLM alone, and one more that fills Redis."""
+    """This connector with and without prefetch, vLLM alone, and an instance that fills Redis."""
 
     def start(self, redis_url: str, *, peers: bool) -> None:
         settings: dict[str, Any] = {"cpu_gib": CPU_TIER_GIB, "redis_url": redis_url}

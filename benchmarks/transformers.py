@@ -1,10 +1,9 @@
-"""``generate`` of Hugging Face transformers: cold, from the CPU tier, and from Redis elsewhere.
+"""``generate`` of transformers: cold, from the CPU tier, and from Redis by another process.
 
-Each round has a prompt of its own, which ``generate`` computes with the tiers, and then finds in
-the CPU tier; the last round's is also found in Valkey, by another process. ``cold_s``,
-``cpu_hit_s`` and ``redis_hit_s`` are times to the first token. ``generate_overhead`` compares
-``--max-tokens`` tokens that nobody has stored to plain ``generate``, round by round and in turns
-who goes first.
+Each round has its own prompt, which ``generate`` computes with the tiers and then loads from the
+CPU tier; another process loads the last round's from Valkey. ``cold_s``, ``cpu_hit_s`` and
+``redis_hit_s`` are times to the first token. ``generate_overhead`` compares ``--max-tokens`` tokens
+without hits with plain ``generate``, round by round in changing order.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _measure(
         prompt, kv_tokens = contest.last_prompt, contest.num_hit_tokens
         digest = kv_digest(contest.last_cold, kv_tokens)
     finally:
-        contest.tiers.close()  # and its last writes go out
+        contest.tiers.close()  # its last writes go out
     options = {"new_tokens": 1, "kv_tokens": kv_tokens, "warm_up": args.tokens}
     elsewhere = [
         generate_elsewhere(folder, config, prompt, **options, threads=os.cpu_count() or 1)
@@ -79,7 +78,7 @@ def _measure(
 
 
 class _Contest:
-    """One model, plain and with the tiers. Round -1 warms up and is forgotten."""
+    """One model, plain and with the tiers. Round -1 warms up, unmeasured."""
 
     def __init__(self, folder: Path, config: dict[str, Any], args: argparse.Namespace) -> None:
         import torch
@@ -105,7 +104,7 @@ class _Contest:
             self.seconds.clear()
 
     def _overhead(self, number: int) -> dict[str, float]:
-        """``args.max_tokens`` tokens, found nowhere, and by plain ``generate``."""
+        """``args.max_tokens`` tokens without hits, and by plain ``generate``."""
         prompt, taken = random_prompt(1000 + number, self.args.tokens), {}
         for name in ("plain", "missing") if number % 2 else ("missing", "plain"):
             cache = self.tiers.new_cache() if name == "missing" else self._plain_cache()
@@ -116,7 +115,7 @@ class _Contest:
         return taken
 
     def _hit(self, number: int) -> dict[str, float]:
-        """The first token, cold and from the CPU tier, and whether what came back is right."""
+        """The first token, cold and from the CPU tier, and whether the loaded KV is right."""
         import torch
 
         prompt, taken, outputs = random_prompt(number + 1, self.args.tokens), {}, {}

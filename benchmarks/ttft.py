@@ -1,17 +1,17 @@
-"""Time to first token, cold and from every tier, side by side with other connectors.
+"""Time to first token, cold and from every tier, compared with other connectors.
 
-Engines of one model live side by side and serve prompts of the same lengths in turn: vLLM alone
+Engines of one model run side by side and serve prompts of the same lengths in turn: vLLM alone
 (cold, and as a hit of its own prefix cache, here ``gpu_hit``), this connector (cold, from CPU
 memory, and from a Valkey that another process has filled), and the connectors of
-:mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). Who goes first changes
-from round to round. Before each hit vLLM's own prefix cache is emptied, and before each Redis hit
-the CPU tier too; what a hit right after such a reset costs, ``weights`` measures.
-``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our engine with its
-connector taken out for a moment: two processes differ by a few per cent whatever they run, so what
-the connector costs a cold prompt is measured in one, and against vLLM alone beside it.
+:mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). The order changes from
+round to round. vLLM's own prefix cache is reset before each hit, and the CPU tier emptied before
+each Redis hit; ``weights`` measures the cost of a hit right after a reset. ``cached_tokens`` proves
+a hit. ``vllm_cold_same_process`` is our engine with its connector taken out for a moment: two
+processes differ by a few per cent whatever they run, so the connector's cost of a cold prompt is
+measured in one process, and also against vLLM alone.
 
-Ratios are medians of the rounds' ratios. What a peer cannot do here is reported under
-``unavailable``.
+Ratios are medians of the rounds' ratios. Connectors that cannot run here are listed under
+``unavailable``, with the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.support.prompts import random_prompt
 TOKENS = (1000, 4000, 16000)
 HITS_PER_ROUND = 3
 _NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
-_SLOW = "lmcache_v1"  # each of its requests waits seconds for a timeout: one round, one hit
+_SLOW = "lmcache_v1"  # each request waits for a time-out: one round, one hit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Case:
-    """All times of one model and prompt length. ``seconds[way][round]``: median of that round."""
+    """All times of one model and prompt length. ``seconds[way][round]``: that round's median."""
 
     model: str
     tokens: int
@@ -77,7 +77,7 @@ class Case:
         self.cached[way] = min(fewest, self.cached.get(way, fewest))
 
     def ratios(self, way: str, reference: str) -> list[float]:
-        """Ratios of the rounds in which both were measured."""
+        """Ratios of the rounds that have both."""
         return pairwise(self.seconds.get(way, ()), self.seconds.get(reference, ()))
 
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def headline(cases: Sequence[Case]) -> dict[str, Any]:
-    """One ratio per promise: the median over all rounds, and the worst case's own median."""
+    """One ratio per promise: the median over all rounds, and the worst case's median."""
     promises = {
         "ours_cold_vs_none": ("ours_cold", "vllm_cold_same_process", max),
         "ours_cold_vs_other_process": ("ours_cold", "vllm_cold", max),
@@ -123,7 +123,7 @@ _LINES = {
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Time to first token over prompt length, one line per way, one panel per model."""
+    """Time to first token over prompt length, a line per way, a panel per model."""
     models = list(dict.fromkeys(case["model"] for case in result["cases"]))
     with panels(target, 1, len(models), (6.5 * len(models), 3.8), dpi=110) as all_axes:
         for axes, model in zip(all_axes, models, strict=True):
@@ -167,7 +167,7 @@ def _case_fields(case: Case) -> list[dict[str, Any]]:
 
 @dataclass
 class _Contest:
-    """All that serve one model. ``unavailable`` is told why a peer does not take part."""
+    """All engines of one model. ``unavailable`` gets the reason of a missing one."""
 
     model: str
     args: argparse.Namespace
@@ -204,7 +204,7 @@ class _Contest:
     # -- engines ---------------------------------------------------------------------------------
 
     def _fill(self, transfer: dict[str, Any]) -> None:
-        """Another process stores the prompts that shall be found in Redis, and leaves."""
+        """Another process stores the prompts of Redis hits, and ends."""
         self._describe("another process fills Redis")
         with self.engines.instance("writer", transfer, **self._sizes()) as writer:
             for tokens, rounds in self.rounds.items():
@@ -242,14 +242,14 @@ class _Contest:
         }
 
     def _give_up(self, name: str, error: InstanceError) -> None:
-        """Leave a peer out from here on. vLLM alone and this connector may not fail."""
+        """Leave a connector out from here on. vLLM alone and this connector may not fail."""
         if name in (_NONE, _OURS):
             raise error
         self.running.pop(name, None)
         self.unavailable[name] = reason(error)
 
     def _warm_up(self) -> None:
-        """Compilation, first touches, and what the connector learns of speeds."""
+        """Compilation, page faults, and the connector's measurements of speeds."""
         for name in list(self.running):
             self._describe(f"{name} warms up")
             with self._peer(name) as engine:
@@ -314,7 +314,7 @@ def _measure_peer(case: Case, name: str, engine: VllmInstance, prompt: list[int]
 
 
 def _again(engine: VllmInstance, prompt: list[int]) -> tuple[float, int]:
-    """Serve it without vLLM's own prefix cache, after all writing is done."""
+    """Serve it again after all writes, without vLLM's own prefix cache."""
     engine.call(come_to_rest)
     served: tuple[float, int] = engine.call(ttft_and_cached, prompt)
     return served

@@ -1,12 +1,11 @@
-"""What it costs to name weights by what is in memory: at the start of an engine, and at each reset.
+"""The cost of naming weights by their bytes in memory, at an engine's start and at each reset.
 
-A model of plain layers, ``--gib`` in all, is digested as a worker does it on a CPU: on one thread,
-without the interpreter lock. ``digest_s_per_gib`` stands beside a ``memcpy`` and a ``sha256`` of
-the same bytes in the same rounds, and beside ``file``: of a file of as many bytes that lies in the
-page cache, as weights are named at a first start. Then an engine serves one prompt again and again:
-``hit_after_reset_vs_hit`` is its time to first token right after a reset, when the weights are read
-first, to that of a hit whose weights have their name. The form for GPUs
-(`vllm_compat/tensor_sums.py`) has not been measured.
+A model of plain layers, ``--gib`` in all, is digested as by a worker on a CPU: on one thread,
+without the interpreter lock. ``digest_s_per_gib`` is compared with a ``memcpy`` and a ``sha256`` of
+the same bytes in the same rounds, and with ``file``: a file of as many bytes in the page cache, as
+at a first start. Then an engine serves one prompt repeatedly: ``hit_after_reset_vs_hit`` is its
+time to first token right after a reset, which reads the weights first, over that of other hits. The
+form for GPUs (`vllm_compat/tensor_sums.py`) has not been measured.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def _digests(args: argparse.Namespace, progress: Progress) -> dict[str, float]:
 
 
 def _hits(probe: EngineProbe, num_tokens: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of hits: of a request whose prefix vLLM has forgotten, and that of
-    the first one after a reset."""
+    """Seconds to the first token of a hit outside of vLLM's cache, and of the first hit after a
+    reset."""
     tokens, short = random_prompt(1, num_tokens), random_prompt(2, 8)
     probe.serve(tokens, 1)
     hits: list[float] = []
@@ -91,7 +90,7 @@ def _hits(probe: EngineProbe, num_tokens: int, rounds: int) -> tuple[list[float]
         for seconds, is_named in ((after_resets, False), (hits, True)):
             probe.reset_prefix_cache()
             if is_named:
-                probe.serve(short, 1)  # the weights have their name with it
+                probe.serve(short, 1)  # the weights are read meanwhile
             served = probe.serve(tokens, 1)
             assert served.external_hit_tokens > 0
             seconds.append(served.ttft_seconds)

@@ -1,1 +1,1 @@
-"""Programs to read, run and copy from. Run them from the root: ``python -m examples.demo``."""
+"""Programs to read, run and copy. Run them from the root: ``python -m examples.demo``."""

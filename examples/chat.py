@@ -3,11 +3,11 @@
     python examples/chat.py http://localhost:8000
     python examples/chat.py http://localhost:8000 --users 4 --documents 1 --turns 5
 
-Every turn sends the whole conversation again, as chat programs do. What vLLM's own prefix cache or
-the connector kept of it need not be computed: the document, and the earlier turns, answers
-included. vLLM's cache serves those who spoke last; where it is too small for all users, the others'
-turns come from the connector. For each turn this prints the time to the first token and where the
-prompt came from. One user speaks at a time, so that the metrics in between are of that turn.
+Every turn sends the whole conversation again, as chat programs do. The document and the earlier
+turns, answers included, need not be computed as far as vLLM's own prefix cache or the connector has
+their KV. vLLM's cache has the latest users' turns; if it is too small for all, the others come from
+the connector. For each turn this prints the time to the first token and the sources of the prompt.
+One user speaks at a time, so that metrics in between belong to that turn.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def converse(args: argparse.Namespace) -> None:
 
 
 def forget(url: str) -> None:
-    """Empty vLLM's own prefix cache, once the connector has copied the last blocks out of it."""
+    """Reset vLLM's own prefix cache, once the connector has copied the last blocks."""
     for _ in range(100):
         if json.loads(post(f"{url}/reset_prefix_cache"))["success"]:
             return
@@ -121,12 +121,12 @@ def forget(url: str) -> None:
 
 
 def some_words(words: random.Random, count: int) -> str:
-    """Words that the tests' tiny model knows; to another they are as good as any."""
+    """Words of the tests' tiny model; other models can read them, too."""
     return " ".join(f"w{words.randrange(2, 1000)}" for _ in range(count))
 
 
 def tokens_by_source(url: str) -> dict[str, int]:
-    """Prompt tokens that were found, so far, and those that the connector has loaded of them."""
+    """Cached prompt tokens so far, and those of them that the connector has loaded."""
     text = get(f"{url}/metrics")
     found = re.findall(
         r"^vllm:(?:prompt_tokens_cached_by_source|lmcache_hit_tokens)_total"
@@ -175,7 +175,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--users", type=int, default=3, help="conversations (3)")
     parser.add_argument("--documents", type=int, help="that users share (one for each)")
     parser.add_argument("--turns", type=int, default=3, help="questions of each (3)")
-    # The demo's model reads 8192 tokens, and such a word is four of its tokens.
+    # The demo's model has a context of 8192 tokens, and each such word has four.
     parser.add_argument("--words", type=int, default=1500, help="of a document (1500)")
     parser.add_argument("--question-words", type=int, default=40, help="of a question (40)")
     parser.add_argument("--seed", type=int, default=0, help="of documents and questions (0)")

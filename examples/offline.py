@@ -3,8 +3,8 @@
     python examples/offline.py MODEL
     python examples/offline.py MODEL --redis-url redis://localhost:6379   # run it twice
 
-Between the two requests vLLM's own prefix cache is emptied, so the second one's cached tokens come
-from the connector. With a Redis, a second run of this program finds the first run's work.
+Between the two requests vLLM's own prefix cache is reset, so the second one's cached tokens come
+from the connector. With a Redis, a second run of this program loads the first run's chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def forget(llm: LLM) -> None:
-    """Empty vLLM's own prefix cache, once the connector has copied the last blocks out of it."""
+    """Reset vLLM's own prefix cache, once the connector has copied the last blocks."""
     for _ in range(100):
         if llm.reset_prefix_cache():
             return

@@ -1,10 +1,10 @@
-"""A server with the connector: one long request sent twice, and what the metrics say of it.
+"""A server with the connector: one long request sent twice, and its metrics.
 
     python examples/serve.py MODEL
     python examples/serve.py MODEL --redis-url redis://localhost:6379 --keep
 
-vLLM's own prefix cache is off here, so that what the second request need not compute can only have
-come from the connector. Leave it on in production: the connector takes over where it ends.
+vLLM's own prefix cache is off here, so that all cached tokens of the second request come from the
+connector. Leave it on in production: the connector continues where its hits end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def serve_command(args: argparse.Namespace, vllm_args: Sequence[str]) -> list[str]:
-    """The line one would type."""
+    """The command line that one would type."""
     command = [str(Path(sys.executable).with_name("lmcache-connector")), "serve", args.model]
     command += ["--cpu-gib", str(args.cpu_gib)]
     if args.redis_url:
@@ -55,7 +55,7 @@ def serve_command(args: argparse.Namespace, vllm_args: Sequence[str]) -> list[st
 
 @contextmanager
 def running(command: Sequence[str], url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The server, from when it answers. Its log goes to standard error."""
+    """The server, once it answers. Its log goes to standard error."""
     with subprocess.Popen(command, stdout=sys.stderr) as server:
         try:
             wait_until_healthy(server, url)
@@ -69,7 +69,7 @@ def running(command: Sequence[str], url: str) -> Iterator[subprocess.Popen[bytes
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
-    """Exits with a message when the server ends or takes too long."""
+    """Exits with a message if the server ends or takes too long."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -77,7 +77,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
         try:
             get(f"{url}/health")
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)  # between two looks
+            time.sleep(0.5)  # between two tries
         else:
             return
     sys.exit(f"the server did not answer on {url} within {_START_SECONDS:.0f} s")
@@ -96,7 +96,7 @@ def complete(url: str, model: str, prompt: str) -> tuple[float, int]:
 
 
 def hit_tokens(url: str) -> int:
-    """Prompt tokens that the connector has loaded so far, from vLLM's own metrics."""
+    """Prompt tokens that the connector has loaded so far, by vLLM's own metrics."""
     found = re.findall(
         r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", get(f"{url}/metrics"), re.MULTILINE
     )

@@ -1,6 +1,6 @@
-"""A tiny Llama with random weights and a tokenizer, written to disk: nothing is downloaded.
+"""A tiny Llama with random weights and a tokenizer, written to disk without a download.
 
-The same shape gives the same weights, byte for byte, so two processes that build it share chunks.
+A shape always has the same weights, byte for byte, so processes that build it share chunks.
 
     python -m examples.tiny_model /tmp/tiny-llama --hidden-size 1024
 """
@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endf
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model. The defaults start quickly and serve tests that only need some KV."""
+    """Sizes of the model. The defaults start quickly and suit tests that only need some KV."""
 
     num_layers: int = 4
     hidden_size: int = 256
@@ -33,11 +33,11 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, bytes."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES_PER_ELEMENT
 
 
-# As small as vLLM describes a model; it is never run.
+# The smallest model that vLLM describes; it is never run.
 TINY = ModelShape(
     num_layers=2,
     hidden_size=64,
@@ -49,8 +49,8 @@ TINY = ModelShape(
     max_position=1024,
 )
 
-# Prefill takes long enough for a hit to show, and 6,000 tokens of KV are 48 MB, as in single layers
-# of a real model. Sized for two cores.
+# Prefill takes long enough for a hit to show, and 6,000 tokens of KV have 48 MB, as in single
+# layers of a real model. Sized for two cores.
 DEMO_SHAPE = ModelShape(
     num_layers=8,
     hidden_size=512,
@@ -62,9 +62,9 @@ DEMO_SHAPE = ModelShape(
 
 
 def build_tiny_model(folder: Path, shape: ModelShape = ModelShape()) -> Path:
-    """Write configuration, bfloat16 weights and tokenizer to ``folder``, unless they are there.
+    """Write configuration, bfloat16 weights and tokenizer to ``folder``, unless they exist.
 
-    Returns ``folder``. A folder that was left half written is written again.
+    Returns ``folder``. A half-written folder is written again.
     """
     done = folder / "shape.txt"
     if done.is_file() and done.read_text() == repr(shape):
@@ -81,7 +81,7 @@ def _save_model(folder: Path, shape: ModelShape) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of writing one small file
+    disable_progress_bar()  # for one small file
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

@@ -3,8 +3,8 @@
     python examples/transformers_generate.py MODEL
     python examples/transformers_generate.py MODEL --redis-url redis://localhost:6379
 
-Each question is the document and a few words more. The second one finds the document's KV in the
-CPU tier. With a Redis, another process is started that asks a third one: it finds it there. vLLM is
+Each prompt is the document and a short question. The second one loads the document's KV from the
+CPU tier. With a Redis, another process asks a third question and loads the KV from there. vLLM is
 not needed.
 """
 

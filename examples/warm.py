@@ -1,9 +1,9 @@
-"""Bring prompts from a file into the cache of a running engine, ahead of those who will ask.
+"""Load prompts from a file into the cache of a running engine, before users send them.
 
     python examples/warm.py prompts.txt http://localhost:8000
     python examples/warm.py prompts.jsonl http://localhost:8000 --api-key "$KEY"
 
-The engine is asked each prompt for one token: it loads what its tiers have, computes and stores the
+Each prompt is sent for one token: the engine loads what its tiers have, and computes and stores the
 rest. A file has a text per line; a ``*.jsonl`` file a JSON object with ``prompt`` or ``messages``
 per line, as the engine's API takes them, with ``cache_salt`` or ``kv_transfer_params`` if wanted.
 """
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# These say how long an answer is, or what comes with it: one token, and nothing, is wanted here.
+# Dropped: they set the answer's length or extras; here it is one token.
 _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
 _OF_THE_ANSWER = ("max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs", "echo")
 
@@ -32,7 +32,7 @@ def main() -> None:
     loaded_before, num_tokens, failed = loaded_tokens(args.url), 0, 0
 
     def ask(line: dict[str, Any]) -> int | str:
-        """Prompt tokens, or what went wrong."""
+        """Prompt tokens, or the error."""
         asked = {name: value for name, value in line.items() if name not in _OF_THE_ANSWER}
         endpoint = "chat/completions" if "messages" in line else "completions"
         body = json.dumps({"model": model, "temperature": 0, **asked, **_FIXED}).encode()
@@ -62,7 +62,7 @@ def prompts(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def loaded_tokens(url: str) -> int:
-    """By vLLM's own metrics; what others ask meanwhile counts too."""
+    """By vLLM's own metrics, which count other clients' requests too."""
     text = get(f"{url}/metrics")
     found = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
     return int(sum(map(float, found)))

@@ -1,1 +1,1 @@
-"""Tests; they mirror the tree. Being packages keeps other projects' ``tests`` out of the way."""
+"""Tests, in the product's tree. As packages they do not clash with other projects' ``tests``."""

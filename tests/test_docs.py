@@ -1,4 +1,4 @@
-"""The documentation builds, and what it names exists: links, paths, commands, settings, formats."""
+"""The documentation builds, and its links, paths, commands, settings and formats exist."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Each page has one title, and needs nothing from elsewhere to be shown."""
+    """Each page has one title, and loads nothing from other sites."""
     done = build(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     for page in DOCS.glob("*.md"):
@@ -70,7 +70,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """Links inside the repository whose file or heading is not there."""
+    """Links inside the repository whose file or heading does not exist."""
     targets = re.findall(r"\]\(([^)\s]+)\)", without_code(text))
     return [target for target in targets if "://" not in target and not resolves(page, target)]
 
@@ -94,13 +94,13 @@ def without_code(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=by_name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 
 
 def missing_paths(text: str, folder: Path = ROOT) -> list[str]:
-    """Paths and modules of the repository that the text of a page in ``folder`` names in vain."""
-    tops = (ROOT, PACKAGE, folder)  # the architecture names rooms as they lie in the package
+    """Paths and modules in the text of a page in ``folder`` that the repository does not have."""
+    tops = (ROOT, PACKAGE, folder)  # the architecture names packages by their place in the product
     paths = [name for name in named_paths(text) if not any((top / name).exists() for top in tops)]
     files = [name for name in named_files(text) if name not in FILE_NAMES]
     modules = [name for name in named_modules(text) if not is_module(name)]
@@ -129,14 +129,14 @@ def is_module(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_path_that_is_named_exists(page: Path) -> None:
+def test_every_named_path_exists(page: Path) -> None:
     assert missing_paths(page.read_text(), page.parent) == []
 
 
 # -- commands and settings -------------------------------------------------------------------------
 
 
-def test_every_command_and_setting_that_is_named_exists() -> None:
+def test_every_named_command_and_setting_exists() -> None:
     from lmcache_connector.cli.app import app
     from lmcache_connector.config.limits import GONE
     from lmcache_connector.config.tiered import ConnectorConfig
@@ -153,7 +153,7 @@ def test_every_command_and_setting_that_is_named_exists() -> None:
     assert settings <= known | {"redis_chunks_total", "redis_server"}
 
 
-def test_every_make_target_is_listed_and_every_listed_one_exists() -> None:
+def test_the_listed_make_targets_are_the_existing_ones() -> None:
     targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     rows = table_after((ROOT / "CONTRIBUTING.md").read_text(), "## Commands")
     assert {row[0].strip("`").split()[1] for row in rows} == targets - {"help"}
@@ -183,7 +183,7 @@ def test_the_dtype_codes_are_those_of_the_codec() -> None:
 
 
 def paths_of_tree(text: str) -> Iterator[str]:
-    """Paths of a tree drawn with two spaces per level, one path and its meaning per line."""
+    """Paths of a drawn tree: two spaces per level, a path and its meaning per line."""
     above: list[str] = []
     for line in text.splitlines():
         name = line.split()[0]

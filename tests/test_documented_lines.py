@@ -1,5 +1,5 @@
-"""Every command line of the README and the documentation that needs no GPU, cluster or account
-runs as it is printed, in order, on a machine a third of whose memory is taken."""
+"""The command lines of the README and the documentation that need no GPU, cluster or account run as
+printed, in order, while other programs hold a third of the memory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ LOOK_SECONDS = 15.0
 
 
 def printed_lines(page: Path) -> Iterator[str]:
-    """Command lines of a page: in fences for shells, after the prompt of a console, or indented
-    between paragraphs."""
+    """Command lines of a page: in shell fences, after a console's prompt, or indented between
+    paragraphs."""
     for found in re.finditer(
         r"^```(\w*)\n(.*?)^```|(?<=\n\n)(?: {4}[^\n]+\n)+",
         page.read_text(),
@@ -69,7 +69,7 @@ def printed_lines(page: Path) -> Iterator[str]:
 
 
 def lines_to_run(*pages: Path) -> list[str]:
-    """Each once, in the order of the pages."""
+    """Each line once, in the order of the pages."""
     lines = (line for page in pages for line in printed_lines(page) if not is_excluded(line))
     return list(dict.fromkeys(lines))
 
@@ -78,7 +78,7 @@ def is_excluded(line: str) -> bool:
     return any(f"{line} ".startswith(f"{start.rstrip()} ") for start in EXCLUDED)
 
 
-def test_each_exclusion_is_of_a_line_that_is_printed() -> None:
+def test_each_excluded_line_is_printed() -> None:
     lines = [line for page in (README, *PAGES) for line in printed_lines(page)]
     for start in EXCLUDED:
         assert any(f"{line} ".startswith(start) for line in lines), start
@@ -93,7 +93,7 @@ def total_memory() -> int:
 
 @contextmanager
 def third_of_memory() -> Iterator[None]:
-    """Held by other programs: what they do not hold already, one more holds, page by page."""
+    """Have a process hold as much memory as other programs lack to a third, page by page."""
     taken = max((available_memory() or 0) - total_memory() * 2 // 3, 0)
     hold = f"held = bytearray(b'x') * {taken}; print('held', flush=True); input()"
     with subprocess.Popen(
@@ -109,10 +109,10 @@ def third_of_memory() -> Iterator[None]:
 
 @contextmanager
 def folder_of_a_reader(folder: Path) -> Iterator[None]:
-    """The checkout, with the file that the page tells its reader to write. What a line puts into
-    ``.cache``, as the demo does its model, is there for the lines of the next test."""
+    """The checkout with the file that the page has its reader write. Files in ``.cache``, such as
+    the demo's model, stay for the next test."""
     (ROOT / ".cache").mkdir(exist_ok=True)
-    # Brought up to date here, or ``make demo`` would do so with the folder's name in each script.
+    # Up to date now: otherwise ``make demo`` would write the folder's name into each script.
     subprocess.run(("make", "venv"), cwd=ROOT, check=True)
     for path in ROOT.iterdir():
         (folder / path.name).symlink_to(path)
@@ -132,7 +132,7 @@ def is_listening(port: int) -> bool:
 
 
 def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitStack) -> str:
-    """What it printed. A server goes on until ``stack`` ends, and printed nothing."""
+    """Its output. A server runs until ``stack`` ends, and has none."""
     port = re.search(r"--port (\d+)", line)
     if "valkey-server" in line or "lmcache-connector serve" in line:
         log = folder / f"log-{port[1] if port else 8000}"
@@ -157,7 +157,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitSt
             printed, _ = looking.communicate(timeout=LOOK_SECONDS if watches else LINE_SECONDS)
         except subprocess.TimeoutExpired:
             assert watches, f"{line}: no end within {LINE_SECONDS} s"
-            looking.send_signal(signal.SIGINT)  # as the page says: until Ctrl-C
+            looking.send_signal(signal.SIGINT)  # the page says: until Ctrl-C
             printed, _ = looking.communicate(timeout=LINE_SECONDS)
     assert looking.returncode == (130 if watches else 0), f"{line}\n{printed}"
     return printed
@@ -165,7 +165,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitSt
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Run]:
-    """Runs lines in order, and returns what they printed; their servers end with the last line."""
+    """Runs lines in order and returns their outputs; servers end with the last line."""
     busy = [port for port in (6379, 8000, 8001) if is_listening(port)]
     if busy:
         pytest.skip(f"needs a machine on which nothing listens at {busy}")
@@ -204,12 +204,12 @@ def test_the_readme_shows_hits(reader: Run) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(3600)
 def test_every_other_line_runs(reader: Run) -> None:
-    """The README's are run before: its demo makes the model."""
+    """After the README's lines, whose demo makes the model."""
     printed = reader([line for line in lines_to_run(*PAGES) if line != "make demo"])
     first, second = (TURN.findall(text) for line, text in printed.items() if "chat.py" in line)
     assert_later_turns_are_loaded(first)
     assert len(second) == len(first)
-    # From the first server, or from Redis if that is as quick.
+    # From the first server, or from Redis if it is as quick.
     prompts, *loaded, computed = (
         sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4, 5, 6)
     )

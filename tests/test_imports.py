@@ -1,6 +1,6 @@
-"""The dependencies between packages, read from the source: which may import which.
+"""Which package may import which, and how many lines each may have.
 
-A package is a folder, or a file at the product's root. Imports run downwards only.
+A package is a folder, or a file in the product's root. Imports go to lower layers only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.support import ROOT
 
 OWN = "lmcache_connector"
 
-# Outermost first, each package with the lines that it may have. A package imports from the layers
-# below its own and from itself, never from others of its layer. Imports for type checkers count.
+# Outermost layer first; each package with its largest number of lines. A package imports from
+# itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1280},
@@ -52,7 +52,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     },
 )
 MAX_LAYERS = 8
-# What a package imports of those below, where it is less than everything.
+# Packages that may import fewer of the packages below.
 ONLY = {
     "storage": {"keys", "kv_parts"},
     "storage/redis": {"storage/redis/client", "storage", "kv_parts", "keys", "net", "bounded"},
@@ -99,16 +99,16 @@ ONLY = {
     },
 }
 
-# Module, or package: the files that may import it when they run. Imports of other people's modules
-# for type checkers only are free, but for those of vLLM. A file not named here is pure.
+# By module or package: the files that may import it at run time. Type-only imports are free, except
+# of vLLM. Files not named here import none of these.
 ALLOWED = {
     "vllm": (
-        f"{OWN}/__init__.py",  # the entry point: runs in engines without our connectors too
+        f"{OWN}/__init__.py",  # the entry point, also in engines without our connectors
         f"{OWN}/vllm_compat/*.py",
         f"{OWN}/integrations/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
     ),
     "lmcache": (f"{OWN}/worker/lmcache_*.py",),
-    "redis": ("storage/redis/client/*.py",),  # within bounds, and where there is a Redis
+    "redis": ("storage/redis/client/*.py",),  # bounded, and only with a Redis
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),
     "prometheus_client": (f"{OWN}/cli/*.py",),
@@ -124,7 +124,7 @@ ALLOWED = {
         f"{OWN}/vllm_compat/tensor_*.py",  # digests of weights
         f"{OWN}/worker/*.py",
     ),
-    "opentelemetry": (f"{OWN}/tracing/*.py",),  # inside functions: only where vLLM has it
+    "opentelemetry": (f"{OWN}/tracing/*.py",),  # inside functions: it comes with vLLM, if at all
     "blosc2": ("storage/compression.py",),  # its import takes a second
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
@@ -132,16 +132,16 @@ ALLOWED = {
     f"{OWN}.copy_kv_blocks.cuda_gather": (f"{OWN}/copy_kv_blocks/cuda.py",),
     f"{OWN}.vllm_compat.tensor_sums": (f"{OWN}/vllm_compat/tensor_digest.py",),
 }
-# What the command line starts in a process of its own.
+# Modules that the command line starts in their own process.
 PROGRAMS = {"vllm.entrypoints.openai.api_server"}
-# Imported before vLLM's CPU worker is initialised, the first two break its start. Triton is not on
-# every machine, so the modules that need it come late too.
+# If imported before vLLM's CPU worker starts, the first two break its start. Triton is not on every
+# machine, so the modules that need it are imported late, too.
 LATE = (
     *("numba", "llvmlite"),
     *(f"{OWN}.copy_kv_blocks.cuda", f"{OWN}.vllm_compat.tensor_sums"),
 )
 LAYER = {package: number for number, layer in enumerate(LAYERS) for package in layer}
-# No Python objects cross a border, and an instance's modules never load a test's.
+# Pickled objects are loaded nowhere, and the product imports no tests.
 FORBIDDEN = {
     "pickle",
     "cloudpickle",
@@ -156,8 +156,8 @@ FORBIDDEN = {
 
 @dataclass(frozen=True)
 class Import:
-    """``module`` as written, relative ones resolved. ``late``: inside a function. ``is_for_types``:
-    never run."""
+    """``module`` is absolute. ``late``: inside a function. ``is_for_types``: under
+    ``TYPE_CHECKING``."""
 
     file: str
     line: int
@@ -170,7 +170,7 @@ class Import:
         return self.module.split(".")[0]
 
     def is_of(self, name: str) -> bool:
-        """Whether it is that module or package, or something in it."""
+        """Whether it imports ``name`` or something in it."""
         return f"{self.module}.".startswith(f"{name}.")
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class Import:
 
 
 def source_files() -> list[str]:
-    """Of the product, relative to the root."""
+    """Paths of the product's files, relative to the root."""
     files = [
         path.relative_to(ROOT).as_posix()
         for folder in (OWN, "storage")
@@ -212,7 +212,7 @@ def _from_imports(node: ast.ImportFrom, file: str, late: bool) -> Iterator[Impor
     if node.level:
         package = _module_of(file).split(".")[: -node.level]
         base = ".".join([*package, *filter(None, [base])])
-    # `from package import name` may load the module package.name: the rules see that.
+    # `from package import name` may load package.name: the rules see it.
     yield from (Import(file, node.lineno, f"{base}.{alias.name}", late) for alias in node.names)
 
 
@@ -227,7 +227,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def wrong_arrows(file: str, source: str) -> list[str]:
-    """What is wrong with the imports of ``file``, one line each."""
+    """The forbidden imports of ``file``, one line each."""
     return [f"{found}: {why}" for found in imports_of(file, source) if (why := _objection(found))]
 
 
@@ -259,7 +259,7 @@ def _wrong_layer(found: Import) -> str | None:
 
 
 def package_of(path: str) -> str | None:
-    """Of a file or module, named by its path; the product's root has none."""
+    """The package of a file or module, by its path; ``None`` for the product's root."""
     inside = path.removeprefix(f"{OWN}/")
     fitting = [package for package in LAYER if f"{inside}/".startswith(f"{package}/")]
     return max(fitting, key=len, default=None)
@@ -277,7 +277,7 @@ def test_vllm_is_named_in_one_package() -> None:
 
 
 def vllm_names(source: str) -> list[str]:
-    """Modules of vLLM's that are named, in whatever kind of import or in a text."""
+    """Modules of vLLM that the source names, in imports or strings."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -289,9 +289,9 @@ def vllm_names(source: str) -> list[str]:
     return [name for name in found if name.split(".")[0] == "vllm" and name not in PROGRAMS]
 
 
-def test_without_a_redis_nothing_of_its_client_is_imported() -> None:
-    """blosc2 brings threads for each core and changes the environment of the process. redis-py
-    takes half a second, unless somebody else has it already: vLLM, say."""
+def test_without_redis_its_client_is_not_imported() -> None:
+    """blosc2 starts a thread per core and changes the environment of the process. redis-py takes
+    half a second, unless vLLM has imported it."""
     used = ("connector", "scheduler.build", "worker.build", "worker.adapter", "stepwise.tiers")
     names = ", ".join(f"{OWN}.{name}" for name in used)
     brings = {"blosc2", "numexpr", f"{OWN}.storage.redis.client.dial"}
@@ -308,7 +308,7 @@ def test_every_file_has_a_package() -> None:
 
 
 def test_layers_are_few_and_packages_within_their_budgets() -> None:
-    """Whoever needs more lines says so in the table, where everybody sees the sum."""
+    """A larger budget is a change of the table, which shows the sum."""
     assert len(LAYERS) <= MAX_LAYERS
     lines: Counter[str] = Counter()
     for file in source_files():
@@ -334,5 +334,5 @@ def test_layers_are_few_and_packages_within_their_budgets() -> None:
         (f"{OWN}/scheduler/build.py", f"if TYPE_CHECKING:\n    from {OWN}.worker import adapter"),
     ],
 )
-def test_a_wrong_arrow_is_found(file: str, source: str) -> None:
+def test_bad_imports_are_found(file: str, source: str) -> None:
     assert len(wrong_arrows(file, source)) == 1

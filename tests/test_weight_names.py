@@ -1,4 +1,4 @@
-"""The name of an engine's weights, by any history of what its ranks have in memory."""
+"""The name of an engine's weights, for any history of its ranks' memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Files(WeightFiles):
 
 @dataclass
 class Engine:
-    """Ranks that answer, one after the other."""
+    """An engine whose ranks answer in turn."""
 
     files: Files = field(default_factory=Files)
     kept: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Engine:
         self.version = 0
 
     def answer(self, weights: str, first: str | None = "one") -> str:
-        """All ranks have these weights. Returns their name."""
+        """All ranks report ``weights``. Returns their name."""
         question = self.names.take_question()
         assert not self.names.name
         for rank in range(self.world_size):
@@ -71,7 +71,7 @@ def test_files_name_the_weights_at_start() -> None:
     assert Engine().answer("one") == "sha256:files"
 
 
-def test_equal_bytes_keep_their_name_and_others_are_named_by_themselves() -> None:
+def test_equal_bytes_keep_their_name_and_other_bytes_get_their_own() -> None:
     engine, twin = Engine(), Engine()
     for each in (engine, twin):
         each.answer("one")
@@ -82,21 +82,21 @@ def test_equal_bytes_keep_their_name_and_others_are_named_by_themselves() -> Non
     assert engine.reset("one") == "sha256:files"
 
 
-def test_weights_that_were_changed_before_they_were_read_are_not_those_of_the_files() -> None:
+def test_weights_changed_before_their_first_read_are_not_named_by_files() -> None:
     assert Engine().answer("two", first=None).startswith("memory:")
     engine = Engine()
     assert engine.answer("two", first="one").startswith("memory:")
     assert engine.reset("one") == "sha256:files"
 
 
-def test_files_that_changed_name_nothing() -> None:
+def test_changed_files_name_nothing() -> None:
     engine = Engine(files=Files(changed=Path("/model")))
     assert engine.answer("one").startswith("memory:")
     assert not engine.kept
 
 
-def test_files_that_changed_name_bytes_that_they_gave_before() -> None:
-    """Folders of models are busy: a second start need not wait for a quiet moment."""
+def test_changed_files_name_bytes_of_an_earlier_start() -> None:
+    """In a busy folder, a second start need not wait for a quiet moment."""
     kept: dict[str, str] = {}
     Engine(kept=kept).answer("one")
     changed = Files(changed=Path("/model"))
@@ -104,7 +104,7 @@ def test_files_that_changed_name_bytes_that_they_gave_before() -> None:
     assert Engine(files=changed, kept=kept).answer("two", first="two").startswith("memory:")
 
 
-def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
+def test_memory_that_differs_from_its_files_has_its_own_name() -> None:
     kept: dict[str, str] = {}
     assert Engine(kept=kept).answer("one") == "sha256:files"
     other = Engine(kept=kept)
@@ -112,8 +112,8 @@ def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
     assert Engine(kept=kept).answer("one") == "sha256:files"
 
 
-def test_memory_of_another_form_says_nothing_of_files() -> None:
-    """With LoRA the weights of the same files have other names in memory."""
+def test_forms_of_memory_are_kept_apart() -> None:
+    """With LoRA, weights of the same files have other names in memory."""
     kept: dict[str, str] = {}
     for form in ("plain", "with adapters"):
         for _ in range(2):
@@ -121,7 +121,7 @@ def test_memory_of_another_form_says_nothing_of_files() -> None:
     assert Engine(kept=kept).answer("two", first="two").startswith("memory:")
 
 
-def test_nothing_names_weights_that_nobody_sees_after_a_reset() -> None:
+def test_unreadable_weights_get_a_new_name_after_each_reset() -> None:
     engine = Engine(is_visible=False)
     assert engine.answer("unseen 1", first="unseen 1") == "sha256:files"
     assert not engine.kept
@@ -130,7 +130,7 @@ def test_nothing_names_weights_that_nobody_sees_after_a_reset() -> None:
     assert "sha256:files" not in names
 
 
-def test_a_label_names_weights_that_have_changed_since_the_last_external_reset() -> None:
+def test_a_new_label_names_weights_changed_since_the_last_external_reset() -> None:
     engine = Engine(label="of an earlier run")
     assert engine.answer("one") == "sha256:files"
     engine.label = "step 1"
@@ -162,7 +162,7 @@ def test_engines_of_other_sizes_share_by_label_alone() -> None:
     assert len(names) == 1
 
 
-def test_a_call_that_may_change_weights_raises_a_doubt_until_all_are_read() -> None:
+def test_a_call_that_may_change_weights_ends_their_name_until_read() -> None:
     engine = Engine()
     engine.answer("one")
     assert engine.names.learn(0, WeightsInMemory(2, 0, None, None))
@@ -173,7 +173,7 @@ def test_a_call_that_may_change_weights_raises_a_doubt_until_all_are_read() -> N
     assert not engine.names.name, "read by the time it is told"
 
 
-def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
+def test_a_request_waits_one_second_however_often_weights_change() -> None:
     engine = Engine()
     engine.answer("one")
     waited = 0
@@ -189,8 +189,8 @@ def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2))))
-def test_two_engines_share_only_what_both_have(history: list[tuple[int, bool, int]]) -> None:
-    """One name never stands for two contents, whatever labels say: those differ in the label."""
+def test_one_name_never_has_two_contents(history: list[tuple[int, bool, int]]) -> None:
+    """Each label belongs to one content here."""
     engine, contents = Engine(), {"sha256:files": "0"}
     engine.answer("0", first="0")
     for weights, is_external, label in history:

@@ -1,4 +1,4 @@
-"""What the field's own tools measure: no connector, this one, and LMCache's own."""
+"""Other people's tools, run on vLLM with no connector, this one, and LMCache's own."""
 
 from benchmarks.field.benchmark import add_arguments, run
 

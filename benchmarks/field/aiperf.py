@@ -1,9 +1,9 @@
-"""``aiperf``: conversations of a published block trace, replayed as fast as they are answered.
+"""``aiperf``: conversations of a published block trace, each turn sent once the last is answered.
 
-A small machine cannot compute contexts as long as real ones: blocks are made shorter, and requests
-that are still too long are left out. A minute's worth of requests seldom repeats anything: taken
-are the conversations of several turns that begin first, the first turns of each, in the trace's
-order. The trace's pauses are not kept.
+A small machine cannot compute contexts of real length: blocks are made shorter, and requests that
+are still too long are left out. A short part of a trace seldom repeats a prefix: the conversations
+of several turns that begin first are taken, the first turns of each, in the trace's order. The
+trace's pauses are left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.harness.block_traces import BlockTrace, read_trace
 NAME = "aiperf"
 _RESULT = "profile_export_aiperf.json"
 _TOKENIZER, _REVISION = "field/tokenizer", "0" * 40
-_NUM_CONVERSATIONS = 8  # or more, where they have fewer turns
-_ROOT_BLOCKS = 3  # prompts that share these are of one conversation
-_MARGIN_TOKENS = 64  # a prompt of text may have more tokens than the numbers it was made of
-_CONTEXTS_PER_REQUEST = 4  # as many requests for each context of the load
+_NUM_CONVERSATIONS = 8  # more if they have fewer turns
+_ROOT_BLOCKS = 3  # prompts that share these blocks are one conversation
+_MARGIN_TOKENS = 64  # a prompt may have more tokens as text than planned
+_CONTEXTS_PER_REQUEST = 4  # requests per context of the load
 
 
 class AiPerf:
-    """``trace``: one that :func:`~benchmarks.harness.block_traces.read_trace` reads."""
+    """``trace``: as :func:`~benchmarks.harness.block_traces.read_trace` reads it."""
 
     def __init__(self, trace: Path) -> None:
         self.name = f"{NAME}-{trace.name.partition('.')[0]}"
@@ -83,8 +83,8 @@ class AiPerf:
 
 
 def conversations(trace: BlockTrace, num_requests: int, max_blocks: int) -> list[list[int]]:
-    """Prompts of up to ``max_blocks``, each the numbers of its blocks, in the trace's order. Raises
-    ``ValueError`` if no conversation has two of them."""
+    """Prompts of at most ``max_blocks``, each as the numbers of its blocks, in the trace's order.
+    Raises ``ValueError`` if no conversation has two of them."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, (_, blocks) in enumerate(trace.requests):
         if _ROOT_BLOCKS < len(blocks) <= max_blocks:
@@ -99,8 +99,8 @@ def conversations(trace: BlockTrace, num_requests: int, max_blocks: int) -> list
 
 
 def _hub(tokenizer: Path, hub: Path) -> Path:
-    """A cache of downloads that holds ``tokenizer``: processes of aiperf that make prompts find no
-    folder, only what a hub would have."""
+    """A hub's download cache with ``tokenizer``: aiperf's processes that make prompts accept no
+    folder."""
     entry = hub / ("models--" + _TOKENIZER.replace("/", "--"))
     (entry / "refs").mkdir(parents=True)
     (entry / "refs" / "main").write_text(_REVISION)
@@ -110,7 +110,7 @@ def _hub(tokenizer: Path, hub: Path) -> Path:
 
 
 def _lines(asked: list[list[int]], block_tokens: int, output_tokens: int) -> str:
-    """In Mooncake's format. Without timestamps, so that requests follow answers."""
+    """In Mooncake's format, without timestamps: each turn follows the last answer."""
     lines = [
         {
             "input_length": len(blocks) * block_tokens,

@@ -1,14 +1,13 @@
-"""Tools of others against vLLM alone, this connector and ``LMCacheMPConnector``.
+"""Other people's tools on vLLM alone, this connector and ``LMCacheMPConnector``.
 
 The tools: ``vllm bench serve`` with repeated prefixes and without any, ``lmcache bench engine``
 with long documents and with chats, ``cache-pressure``, and ``aiperf`` with conversations of a block
-trace. The last two have environments of their own, which ``make field`` sets up. Models:
+trace. The last two have their own environments, which ``make field`` sets up. Models:
 SmolLM2-135M-Instruct (``trained``), and a random one with its tokenizer (``tiny``). Both connectors
-get the same memory and nothing else: no Redis. vLLM's paged cache is far smaller than what a tool
-works on.
+get the same memory and no Redis. vLLM's paged cache is far smaller than a tool's working set.
 
 ``table`` has the medians of the rounds, and cost ratios: below 1 is better for every measure.
-``runs`` has each tool's own figures; all that the tools wrote is left in ``--outputs``.
+``runs`` has each tool's own figures; all output of the tools stays in ``--outputs``.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from tests.support.prompts import random_prompt
 
 CONNECTORS = (NONE, OURS, MP)
 CONNECTOR_GIB = 3.0
-_KV_CACHE_BYTES = 1 << 30  # more than the blocks of any load
+_KV_CACHE_BYTES = 1 << 30  # more than any load's blocks
 _WARM_UPS, _WARM_UP_TOKENS, _WARM_UP_SEED = 3, 700, 10**6
 SAMPLE = ROOT / "benchmarks" / "traces" / "sample.jsonl"
 
 
 def tools(traces: Sequence[Path] = (SAMPLE,)) -> dict[str, tuple[Tool, ...]]:
-    """All of them, by name; ``aiperf`` once for each trace."""
+    """All tools by name; ``aiperf`` once per trace."""
     alone: tuple[Tool, ...] = (
         VllmBench(),
         VllmBench(shares_prefixes=False),
@@ -112,7 +111,7 @@ def _served(cell: Cell, scratch: Path) -> Iterator[ApiServer]:
     load = cell.model.load
     arguments = (
         *("--max-model-len", str(load.max_model_len)),
-        # Not a share of the machine's memory, which vLLM's start else finds taken by others.
+        # An absolute size: vLLM's default is a share of the machine's memory, which others use.
         *("--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)),
         *("--num-gpu-blocks-override", str(load.paged_tokens // BLOCK_SIZE)),
         *("--override-generation-config", json.dumps({"temperature": 0})),
@@ -130,7 +129,7 @@ def _served(cell: Cell, scratch: Path) -> Iterator[ApiServer]:
 
 @contextmanager
 def _transfer(connector: str, log: Path) -> Iterator[dict[str, Any] | None]:
-    """``--kv-transfer-config``, and the server that it needs."""
+    """``--kv-transfer-config``, and its server."""
     if connector == MP:
         with lmcache_server(log, CONNECTOR_GIB) as transfer:
             yield transfer

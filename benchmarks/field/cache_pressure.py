@@ -1,4 +1,5 @@
-"""``cache-pressure``: how many contexts are still there after more than the paged cache holds."""
+"""``cache-pressure``: contexts that are still hits after more of them than the paged cache
+holds."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _RESULT = "result.json"
 
 
 class CachePressure:
-    """Sends contexts one by one, then again from the newest on, and stops at the first whose first
-    token comes later than half way between a miss and a hit that it measured before."""
+    """Sends contexts one by one, then again from the newest on, and stops at the first miss: a
+    first token later than half way between a hit's and a miss's, both measured before."""
 
     name = _NAME
 
@@ -37,7 +38,7 @@ class CachePressure:
         result = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
         cold, hit = result["cold_ttft"], result["hit_ttft"]
         if cold is None or hit is None or hit >= cold:
-            raise ValueError("it could not tell a hit from a miss")  # and takes all for hits
+            raise ValueError("it could not tell a hit from a miss")  # it would take all for hits
         again = [row for row in result["verify"] if row["hit"]]
         found = {"hit_ttft_mean_ms": _mean_ms(again)} if again else {}
         rows = result["hydrate"] + result["verify"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from benchmarks.field.tool import Load, Target, installed, options
 
 _RESULT = "bench_summary.json"
-_HISTORY_PARTS = 4  # a chat's system prompt is one of these parts of its context
+_HISTORY_PARTS = 4  # the system prompt is a quarter of a chat's context
 _CHAT_SECONDS = 25
-_CHATS_PER_SECOND = 4.0  # more than two cores can answer: a chat waits for its answer all the same
+_CHATS_PER_SECOND = 4.0  # more than two cores answer: each chat waits for its answer anyway
 
 
 class _LmcacheBench:
@@ -60,7 +60,7 @@ class _LmcacheBench:
 
 
 class LongDocQa(_LmcacheBench):
-    """Each document is sent once, not measured; then two questions about each, in any order."""
+    """Each document is sent once, unmeasured; then two questions about each, in any order."""
 
     name = "lmcache-long-doc-qa"
     _workload = "long-doc-qa"
@@ -75,7 +75,7 @@ class LongDocQa(_LmcacheBench):
 
 
 class MultiRoundChat(_LmcacheBench):
-    """Chats with a history, in turn; each is sent once, not measured, before they begin."""
+    """Chats with a history, in turn; each is sent once, unmeasured, before its first round."""
 
     name = "lmcache-multi-round-chat"
     _workload = "multi-round-chat"

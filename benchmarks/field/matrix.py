@@ -1,8 +1,8 @@
-"""Every tool against every model and connector, one server at a time.
+"""Every tool on every model and connector, one server at a time.
 
-A server is started for a model and a connector, all tools measure it one after the other, and it
-ends: the next one has the machine to itself and finds nothing in any cache. Which connector goes
-first changes. A run that fails, or a server that does not start, is a row with its reason.
+A server is started for a model and a connector; all tools measure it in turn; then it ends. The
+next server has the machine to itself, and empty caches. The order of connectors changes. A failed
+run, or a server that does not start, is a row with its reason.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """What one tool measured on one server. ``from_gpu`` and ``from_connector``: the parts of all
-    prompt tokens that vLLM counted as found there. ``failure``: in a few words, why there are no
-    figures."""
+    """One tool's measurement of one server. ``from_gpu`` and ``from_connector``: shares of all
+    prompt tokens that vLLM counted as hits there. ``failure``: why there are no figures."""
 
     tool: str
     cell: Cell
@@ -62,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds of one run of a tool; and of all runs, after which no other begins."""
+    """Seconds for one run of a tool, and for all runs, after which no run begins."""
 
     run_seconds: float
     all_seconds: float
@@ -70,7 +69,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Matrix:
-    """``serve`` starts a cell's server and ends it. What tools write is left in ``outputs``."""
+    """``serve`` starts a cell's server and ends it. Output of the tools stays in ``outputs``."""
 
     tools: Sequence[Tool]
     models: Sequence[Model]
@@ -81,14 +80,14 @@ class Matrix:
     clock: Callable[[], float] = time.monotonic
 
     def cells(self, rounds: int) -> Iterator[Cell]:
-        """All servers, in the order in which they take turns."""
+        """All servers, in their order."""
         for number in range(rounds):
             for place, model in enumerate(self.models):
                 for connector in in_turn(self.connectors, number + place):
                     yield Cell(model, connector, number)
 
     def run(self, rounds: int, progress: Progress) -> list[Run]:
-        """Each tool once for each of the :meth:`cells`."""
+        """Each tool once on each of the :meth:`cells`."""
         cells = list(self.cells(rounds))
         until = self.clock() + self.bounds.all_seconds
         task = progress.add_task("", total=len(cells) * len(self.tools))

@@ -1,4 +1,4 @@
-"""The two models that tools of others are pointed at, and how much each is asked."""
+"""The two models for other people's tools, and the load of each."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def model_folder(name: str, scratch: Path) -> Path:
     """The trained model, or a random one of the tests' shape in ``scratch``.
 
-    Other people's tools ask in words, which the tests' tokenizer takes for one and the same token:
-    the random model has the trained one's tokenizer. Raises ``SystemExit`` without that.
+    The tests' tokenizer maps all English words to one token, so the random model has the trained
+    one's tokenizer. Raises ``SystemExit`` without it.
     """
     if not TRAINED_MODEL.is_dir():
         raise SystemExit(f"there is no trained model in {TRAINED_MODEL}: make field unpacks it")

@@ -1,4 +1,4 @@
-"""One run of a tool, within a bound; it ends in figures, or in a reason why not."""
+"""One run of a tool within a time limit: its figures, or the reason for their absence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PLAIN = {"NO_COLOR": "1"}
 
 
 class RunFailed(Exception):
-    """There are no figures; the message says why."""
+    """The run has no figures, for the reason in the message."""
 
 
 def run_tool(tool: Tool, target: Target, seconds: float) -> dict[str, float]:
-    """Its figures. What it wrote and said is left in ``target.folder``, which is emptied before.
+    """The tool's figures. Its output stays in ``target.folder``, which is emptied before.
 
     Raises :class:`RunFailed`.
     """

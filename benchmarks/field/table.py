@@ -1,4 +1,4 @@
-"""The figures of all runs side by side, and what they are to those of vLLM without a connector."""
+"""The figures of all runs side by side, and as ratios to vLLM without a connector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEASURES = {
     "requests_per_s": "more",
     "retained": "more",
 }
-"""What is compared, and which is better. ``retained``: contexts still there."""
+"""Measures, and which direction is better. ``retained``: contexts that are still hits."""
 TIE = 1.05
 _PAIRS = ((OURS, NONE), (MP, NONE), (OURS, MP))
 
@@ -44,7 +44,7 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst and best ratios of ours, and every one that is worse than a tie."""
+    """The worst and best ratios of this connector, and every ratio worse than a tie."""
     fields: dict[str, Any] = {}
     for other in (NONE, MP):
         name = f"{OURS}_vs_{other}"
@@ -64,7 +64,7 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """All runs with the tools' own figures, and those that failed with their reason."""
+    """All runs with the tools' own figures, and failed runs with their reason."""
     return [
         {
             "tool": run.tool,
@@ -105,7 +105,7 @@ def _median(
 
 
 def _cost(measure: str, mine: float | None, theirs: float | None) -> float | None:
-    """``None`` where one is missing, or where nothing can be divided by."""
+    """``None`` if a figure is missing or zero."""
     if mine is None or theirs is None:
         return None
     over, under = (mine, theirs) if MEASURES[measure] == "less" else (theirs, mine)

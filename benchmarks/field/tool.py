@@ -1,4 +1,4 @@
-"""What the matrix knows of a tool: a command line for a server, and how to read what it wrote."""
+"""A tool's interface to the matrix: a command line for a server, and a reader of its output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Protocol
 from tests.support import ROOT
 
 ENVIRONMENTS = ROOT / ".cache" / "field"
-"""Where ``make field`` puts the environments of tools that are no dependency."""
+"""``make field`` puts environments of tools here that are no dependency."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked. ``num_contexts`` of ``context_tokens`` are a few times what the paged
-    cache of ``paged_tokens`` holds. Traces are made ``trace_scale`` times shorter."""
+    """``num_contexts`` of ``context_tokens`` are a few times the paged cache of ``paged_tokens``.
+    Traces are made ``trace_scale`` times shorter."""
 
     paged_tokens: int
     max_model_len: int
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Target:
-    """A server, as a tool needs to know it. ``folder`` is for what the tool writes."""
+    """A tool's view of a server. ``folder`` is for the tool's output."""
 
     address: str
     model_name: str
@@ -46,24 +46,24 @@ class Target:
 
 
 class Tool(Protocol):
-    """``figures`` are the tool's own, under the names of :data:`benchmarks.field.table.MEASURES`
-    where they mean the same, and under the tool's own names otherwise."""
+    """``figures`` have the names of :data:`benchmarks.field.table.MEASURES` where they mean the
+    same, and the tool's own names otherwise."""
 
     name: str
 
     def version(self) -> str | None:
-        """``None``: it is not installed."""
+        """``None`` if it is not installed."""
 
     def command(self, target: Target) -> list[str]:
-        """Raises ``ValueError`` if the tool has nothing to ask under such a load."""
+        """Raises ``ValueError`` if the tool cannot make such a load."""
 
     def figures(self, folder: Path) -> dict[str, float]:
-        """Read what the command wrote. Raises ``OSError``, ``ValueError``, ``KeyError`` or
-        ``TypeError`` if that is no result."""
+        """Read the command's output. Raises ``OSError``, ``ValueError``, ``KeyError`` or
+        ``TypeError`` if it is no result."""
 
 
 def options(given: Mapping[str, object]) -> list[str]:
-    """``--name value`` for each. ``True`` stands for an option without a value."""
+    """``--name value`` for each; ``--name`` alone for ``True``."""
     words = []
     for name, value in given.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -71,7 +71,7 @@ def options(given: Mapping[str, object]) -> list[str]:
 
 
 def installed(package: str, places: Iterable[Path] = ()) -> str | None:
-    """The version of a package here, or in ``places`` to import from; ``None`` without one."""
+    """The version of a package in this environment or in ``places``; ``None`` without one."""
     paths = [str(place) for place in places]
     found = metadata.distributions(path=paths, name=package) if paths else None
     try:
@@ -81,7 +81,7 @@ def installed(package: str, places: Iterable[Path] = ()) -> str | None:
 
 
 def packages_of(environment: str) -> list[Path]:
-    """Where a tool's own environment keeps its packages; a place that is not there without one."""
+    """The package folder of a tool's own environment; a path that does not exist without one."""
     folder = ENVIRONMENTS / environment
     return sorted(folder.glob("lib/python*/site-packages")) or [folder]
 

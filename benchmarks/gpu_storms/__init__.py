@@ -1,1 +1,1 @@
-"""An engine on a simulated GPU, or on a real one without a model: the storms of `simulated_gpu`."""
+"""An engine on a simulated GPU, or on a real GPU without a model, for `simulated_gpu`."""

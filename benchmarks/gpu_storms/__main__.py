@@ -1,16 +1,15 @@
-"""Hits on a GPU, against recompute and against whoever knows everything.
+"""Hits on a GPU, compared with recompute and with an oracle.
 
-The same requests come, in the same phase of a step, to four engines: one that decides for itself,
-one that loads nothing, one that loads everything, and one that finds all in vLLM's own prefix
-cache. The better of the second and the third for each request is what an oracle would have chosen.
+The same requests come, in the same phase of a step, to four engines: one decides for itself, one
+loads nothing, one loads everything, and one has all in vLLM's own prefix cache. The oracle's choice
+for each request is the better of the second and the third.
 
     python -m benchmarks.gpu_storms --step-ms 50 --bus-gb-per-s 25
     python -m benchmarks.gpu_storms --step-ms 50 --device cuda
 
-prints one JSON object per measured request. The device is simulated, and time with it (see
-`device`), or it is a GPU, with LMCache's own engine and the copies of a GPU in real time (see
-`cuda_device`). ``rehearsed`` goes the GPU's way without one, with a smaller model:
-TRITON_INTERPRET=1 must be set.
+prints one JSON object per measured request. The device is simulated, with virtual time (see
+`device`), or it is a GPU, with LMCache's own engine and copies in real time (see `cuda_device`).
+``rehearsed`` runs the GPU's code without one, with a smaller model: TRITON_INTERPRET=1 must be set.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _shape(setting: Setting, rule: str, **more: Any) -> GpuShape:
 
 
 class SimulatedWorlds:
-    """From here on, the product runs in simulated time. ``trace`` gets all that happens."""
+    """Switches the product to simulated time. ``trace`` gets all events."""
 
     def __init__(self, folder: Path, *, trace: bool) -> None:
         from tests.simulation import loading
@@ -70,7 +69,7 @@ class SimulatedWorlds:
     def run(
         self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
     ) -> Sequence[Sample]:
-        """In a world of its own. Raises ``RuntimeError`` if a promise was broken in it."""
+        """A storm in a new world. Raises ``RuntimeError`` if an invariant of the world fails."""
         from benchmarks.gpu_storms.device import Device, install
         from benchmarks.gpu_storms.engine import GpuEngine
         from benchmarks.gpu_storms.storm import Storm
@@ -100,7 +99,7 @@ class SimulatedWorlds:
 
 
 class RealWorlds:
-    """On a GPU, or rehearsed without one. One device serves all of them."""
+    """On a GPU, or rehearsed without one. All storms share one device."""
 
     def __init__(self, folder: Path, *, is_rehearsal: bool) -> None:
         import torch
@@ -116,7 +115,7 @@ class RealWorlds:
             model = replace(MODEL, num_layers=2, num_kv_heads=2, num_heads=2, head_dim=64)
             cpu_gib = 0.25
             _rehearse_copies()
-        # Nobody's attention reads this KV, least of all that of a CPU.
+        # No attention reads this KV, the CPU's least of all.
         vars(parts)["find_packing"] = lambda *_: Packing("simulated", ())
         self._sizes: dict[str, Any] = {"model": model, "cpu_gib": cpu_gib}
         self._model = build_tiny_model(folder, model)
@@ -129,7 +128,7 @@ class RealWorlds:
     def run(
         self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
     ) -> Sequence[Sample]:
-        """With an engine of its own. Raises ``RuntimeError`` if a pass found wrong KV."""
+        """A storm on a new engine. Raises ``RuntimeError`` if a pass found wrong KV."""
         from benchmarks.gpu_storms.engine import GpuEngine
         from benchmarks.gpu_storms.storm import Storm
 
@@ -149,7 +148,7 @@ def _rehearse_copies() -> None:
 
 
 def _end_at_once(died: threading.ExceptHookArgs) -> None:
-    """Nothing comes of a storm without one of its threads."""
+    """End the process when a thread fails: the storm could not end."""
     traceback.print_exception(died.exc_type, died.exc_value, died.exc_traceback)
     sys.stderr.flush()
     os._exit(1)
@@ -173,7 +172,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_storms", *sys.argv[1:]])
     _run(arguments)
     sys.stdout.flush()
-    os._exit(0)  # what vLLM and torch have loaded takes seconds to unload
+    os._exit(0)  # unloading vLLM and torch takes seconds
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -193,8 +192,7 @@ def _worlds(arguments: argparse.Namespace, folder: Path) -> SimulatedWorlds | Re
 
 
 def _settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Steps of other lengths look alike to an idle engine: it is measured once. The bus of a device
-    is what it is."""
+    """For an idle engine all step times are alike: one measurement. A real device has one bus."""
     from benchmarks.gpu_storms.storm import Setting
 
     found = []

@@ -1,11 +1,11 @@
-"""A GPU under a storm: its compute stream, its memory, real time. Copies are `CudaCopier`'s.
+"""A real GPU for storms: its compute stream, its memory, real time. Copies are `CudaCopier`'s.
 
 A forward pass is a kernel that keeps a multiprocessor busy for so long. In its middle the stream
-compares the KV before the pass' tokens with what it must be, every byte of it, and at its end it
-writes the KV of its own. So a store that does not wait for its pass takes what was there before,
-and a load that comes too early, too late or from elsewhere is found out by the pass that needs it.
+compares every byte of KV before the pass' tokens with its pattern, and at its end it writes the
+pass' own KV. So a store that does not wait for its pass copies old bytes, and a load at the wrong
+time or place is found by the pass that needs it.
 
-``HostDevice`` goes the same way without a GPU, and does everything at once.
+``HostDevice`` does the same at once, without a GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BLOCKS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class CudaPass:
-    """``ended``: an event behind it. ``ends_at``: when the host takes it to end, should it know no
-    better."""
+    """``ended``: an event behind it. ``ends_at``: its predicted end on the host, for want of a
+    better one."""
 
     ended: Any
     ends_at: float
@@ -38,14 +38,14 @@ class CudaPass:
 
 
 class HostPass(CudaPass):
-    """Its work was done when it was launched."""
+    """Has ended when it is launched."""
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.ends_at - time.monotonic()))
 
 
 class CudaDevice:
-    """``kv_caches`` of ``shape`` on one device. Passes are launched by one thread, on its current
+    """``kv_caches`` of ``shape`` on one device. One thread launches passes, on its current
     stream."""
 
     def __init__(self, shape: GpuShape, device: torch.device) -> None:
@@ -76,11 +76,11 @@ class CudaDevice:
         return self._ending()
 
     def busy_seconds(self) -> float:
-        """As far as the host knows."""
+        """The host's estimate."""
         return max(0.0, self._free_at - time.monotonic())
 
     def reset(self) -> None:
-        """Forget what is in memory."""
+        """Clear the memory."""
         for layer in self._layers:
             layer.zero_()
 
@@ -102,7 +102,7 @@ class CudaDevice:
     def _pieces(
         self, blocks: Sequence[int], digests: Sequence[int]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Layer, blocks and their digests, a bounded number of blocks at a time."""
+        """Layer, blocks and their digests, for a bounded number of blocks at a time."""
         if not blocks:
             return
         where, what = self._upload(blocks), self._upload(digests)
@@ -112,11 +112,11 @@ class CudaDevice:
                 yield layer, where[piece], what[piece]
 
     def _pattern(self, layer: int, digests: torch.Tensor) -> torch.Tensor:
-        """int64 ``[blocks, words]``: no two words of a block are the same, nor two layers."""
+        """int64 ``[blocks, words]``: all words of a block differ, and all layers."""
         return digests[:, None] * (2 * layer + 1) + self._places
 
     def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """The host does not wait for it: that would be for the passes before."""
+        """Does not wait: that would include the passes before."""
         pinned = torch.tensor(numbers, dtype=torch.int64).pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
@@ -129,7 +129,7 @@ class CudaDevice:
         return CudaPass(ended, self._free_at)
 
     def _measure(self) -> float:
-        """Of the clock that `_sleep` counts, once the GPU has woken up: cycles per second."""
+        """Cycles per second of the clock that `_sleep` counts, once the GPU has woken up."""
         torch.cuda._sleep(_TRIAL_CYCLES)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -141,7 +141,7 @@ class CudaDevice:
 
 
 class HostDevice(CudaDevice):
-    """Stands for a GPU where there is none."""
+    """Replaces a GPU."""
 
     def __init__(self, shape: GpuShape) -> None:
         super().__init__(shape, torch.device("cpu"))
@@ -150,7 +150,7 @@ class HostDevice(CudaDevice):
         return torch.tensor(numbers, dtype=torch.int64)
 
     def _spin(self, seconds: float) -> None:
-        """Nothing: see :class:`HostPass`."""
+        """Does nothing: see :class:`HostPass`."""
 
     def _ending(self) -> CudaPass:
         return HostPass(HostEvent(), self._free_at)

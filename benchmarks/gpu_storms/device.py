@@ -1,11 +1,11 @@
-"""A simulated GPU: one compute stream, a bus with two directions, and what its memory holds.
+"""A simulated GPU: one compute stream, a bus with two directions, and the contents of its memory.
 
-Forward passes queue on the compute stream and run one after the other; the host goes on meanwhile.
-A fence is a place in that stream. Copies run beside it at the speed of the bus, one at a time in
-each direction, and whoever asked for one waits for it, as `CudaCopier` has it.
+Forward passes run on the compute stream one after the other, while the host goes on. A fence is a
+place in that stream. Copies run beside it at the speed of the bus, one at a time in each direction,
+and their callers wait for them, as with `CudaCopier`.
 
-Memory is not there: a block holds one value, the digest of all tokens up to its end. A copy into
-blocks that a pass under way still uses is a broken promise, and so is a pass over wrong KV.
+Memory has no bytes: a block has one value, the digest of all tokens up to its end. A copy into
+blocks that a pass under way still uses is an error, and so is a pass over wrong KV.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lmcache_connector.worker.self_test import SelfTestResult
 from tests.simulation import lmcache_model, stdlib
 from tests.simulation.kernel import Kernel, SimulationFailure
 
-_MAP_NORESERVE = 0x4000  # of Linux; Python has it since 3.13
+_MAP_NORESERVE = 0x4000  # Linux; in Python since 3.13
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DeviceFence:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPass:
-    """On the compute stream, until ``ends_at``."""
+    """Occupies the compute stream until ``ends_at``."""
 
     device: Device
     ends_at: float
@@ -60,8 +60,8 @@ class SimulatedPass:
 
 @dataclass
 class Device:
-    """The compute stream and the blocks of one GPU. Its ``kv_caches`` are address space that is
-    never touched."""
+    """The compute stream and the blocks of one GPU. Its ``kv_caches`` are address space, never
+    touched."""
 
     kernel: Kernel
     speed: DeviceSpeed
@@ -82,7 +82,7 @@ class Device:
         return launched
 
     def queue(self, seconds: float, work: Callable[[], None]) -> None:
-        """Behind all passes launched so far, and before the next one: ``work`` is done by then."""
+        """Behind all passes launched so far, before the next one: ``work`` has ended by then."""
         self._free_at = max(self._free_at, self.kernel.now) + seconds
         self.kernel.at(self._free_at, work)
 
@@ -93,11 +93,11 @@ class Device:
         return DeviceFence(self.kernel, max(self._free_at, self.kernel.now))
 
     def late(self) -> float:
-        """Seconds until the host learns of something."""
+        """Seconds until the host learns of an event."""
         return self.kernel.chance.random() * self.speed.late_seconds
 
     def check_unused(self, blocks: Sequence[int]) -> None:
-        """No pass under way may use what is about to be overwritten."""
+        """No pass under way may use blocks that are about to be overwritten."""
         while self._passes and self._passes[0].ends_at <= self.kernel.now:
             self._passes.popleft()
         for one in self._passes:
@@ -114,8 +114,8 @@ class Device:
 
 
 def install(device: Device, shape: GpuShape) -> None:
-    """In the place of what `tests.simulation.setup` has put there: memory has no bytes, and copies
-    take the bus' time."""
+    """Replaces doubles of `tests.simulation.setup`: memory without bytes, and copies that take the
+    bus' time."""
     device.kv_caches = _address_space(shape)
     vars(lmcache_model)["Pool"] = AddressPool
     worker, speed = vars(rank_tiers), device.speed
@@ -140,13 +140,13 @@ def _address_space(shape: GpuShape) -> dict[str, torch.Tensor]:
 
 
 class DeviceCopier:
-    """Between the blocks of a device and LMCache's chunks: `CudaCopier`, as far as others see."""
+    """Copies between a device's blocks and LMCache's chunks, with `CudaCopier`'s interface."""
 
     shares_cores = False
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._host: dict[int, int] = {}  # by a block's place in host memory
+        self._host: dict[int, int] = {}  # by the block's place in host memory
         self._locks = {"h2d": stdlib.Lock(), "d2h": stdlib.Lock()}
 
     def fence(self) -> DeviceFence:
@@ -173,7 +173,7 @@ class DeviceCopier:
         return QueuedCopy(num_bytes, before, self.fence())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Frees nothing."""
 
     def _bring(self, copies: Sequence[Any]) -> None:
         for copy in copies:
@@ -182,7 +182,7 @@ class DeviceCopier:
                 self._device.blocks[block] = self._host[place]
 
     def _move(self, copy: Any, direction: str) -> None:
-        """Called when a copy begins and when it ends: its blocks must be its own all the time."""
+        """Called when a copy begins and when it ends: its blocks must be unused all the time."""
         device = self._device.blocks
         if direction == "h2d":
             self._device.check_unused(copy.dst_block_ids)
@@ -196,7 +196,7 @@ class DeviceCopier:
 
 
 def _places(chunks: Any, block_ids: Sequence[int]) -> list[int]:
-    """Where in host memory these blocks of chunks stand."""
+    """The host memory addresses of these blocks of chunks."""
     chunk, block = np.divmod(np.asarray(block_ids, np.int64), chunks.blocks_per_chunk)
     return [int(place) for place in chunks.addresses[chunk] + block]
 
@@ -209,8 +209,7 @@ def _num_bytes(copy: Any) -> int:
 
 
 class AddressPool:
-    """Chunks of LMCache's memory that have an address and no bytes: stands in the place of
-    `lmcache_model.Pool`."""
+    """LMCache's chunks as addresses without bytes, in the place of `lmcache_model.Pool`."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
         self.num_chunks = num_chunks
@@ -234,7 +233,7 @@ class AddressPool:
 
 @dataclass
 class AddressChunk:
-    """One chunk of an :class:`AddressPool`, and how many refer to it."""
+    """One chunk of an :class:`AddressPool`, with its reference count."""
 
     data_ptr: int
     num_bytes: int

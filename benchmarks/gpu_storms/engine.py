@@ -1,11 +1,11 @@
-"""One vLLM engine on a GPU, without its model: vLLM's real scheduler, our real connector on both
-sides, and forward passes as in `passes`.
+"""One vLLM engine on a GPU, without its model: vLLM's real scheduler, both real sides of the
+connector, and forward passes as in `passes`.
 
-The loop is that of vLLM's engine core. With asynchronous scheduling a step is planned, and queued
-on the device, while the one before it runs: what the connector reports with a step is what had
-ended when that step was queued, and the scheduler hears of it when the step has run.
+The loop is that of vLLM's engine core. With asynchronous scheduling a step is planned and queued on
+the device while the one before it runs: the connector's report of a step covers events up to the
+step's queueing, and the scheduler gets it when the step has run.
 
-Threads and time are those of the standard library, or of the simulation, where it loads this (see
+Threads and time are the standard library's, or the simulation's if it loads this module (see
 `tests.simulation.loading`).
 """
 
@@ -43,7 +43,7 @@ from tests.support.vllm_configs import engine_config, make_scheduler
 
 _SCHEDULE_SECONDS = 300e-6
 _SUBMIT_SECONDS = 1500e-6
-_IDLE_SECONDS = 1e-3  # the engine core's nap after a step without a forward pass
+_IDLE_SECONDS = 1e-3  # the engine core's sleep after a step without a forward pass
 _STOP_SECONDS = 30.0
 
 
@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A step on the device; its output is there when its pass, if it has one, has ended."""
+    """A step on the device; its output exists once its pass, if any, has ended."""
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
@@ -75,7 +75,7 @@ class _Queued:
 
 
 class GpuEngine:
-    """Runs on a thread of its own. ``model``: the folder of ``shape.model``."""
+    """Runs on its own thread. ``model``: the folder of ``shape.model``."""
 
     def __init__(self, model: Path, shape: GpuShape, device: Device) -> None:
         self.shape = shape
@@ -109,7 +109,7 @@ class GpuEngine:
         return asked
 
     def stop(self) -> None:
-        """Leave requests where they are, and let go of all memory and threads."""
+        """Abandon requests, and free all memory and threads."""
         self._is_stopping = True
         self._changed.set()
         self._thread.join(_STOP_SECONDS)
@@ -141,7 +141,8 @@ class GpuEngine:
             asked.ended.set()
 
     def _step(self) -> bool:
-        """`step_with_batch_queue`, and with a depth of one `step`. Whether a pass was queued."""
+        """`step_with_batch_queue`; `step` with a depth of one. Returns whether a pass was
+        queued."""
         executed: bool = False
         if self._scheduler.has_requests():
             time.sleep(_SCHEDULE_SECONDS)
@@ -172,8 +173,7 @@ class GpuEngine:
     # -- the worker --------------------------------------------------------------------------------
 
     def _submit(self, scheduled: SchedulerOutput) -> _Queued:
-        """What the model runner does: it queues the forward pass, and calls the connector around
-        that."""
+        """As the model runner: queue the forward pass, with the connector's calls around it."""
         connector, metadata = self._worker, scheduled.kv_connector_metadata
         if metadata.plan is not None:
             self.num_loads += len(metadata.plan.loads)

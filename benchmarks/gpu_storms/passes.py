@@ -1,8 +1,8 @@
-"""What a storm's engine asks of its device, be it simulated or real.
+"""The interface of a storm's engine to its device, simulated or real.
 
-No model is computed. A forward pass lasts as long as one of a large model, finds out in its middle
-whether the KV before its tokens is right, and writes its own at its end: a block holds what the
-digest of all tokens up to its end says.
+No model is computed. A forward pass lasts as long as one of a large model, checks the KV before its
+tokens in its middle, and writes its own KV at its end: a block holds the digest of all tokens up to
+its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 32768
-# 128 KiB of KV per token, as an 8B model has; four wide layers take less Python than 32.
+# 128 KiB of KV per token, as in an 8B model; four wide layers need less Python than 32.
 MODEL = ModelShape(
     num_layers=4,
     hidden_size=64,
@@ -33,9 +33,9 @@ MODEL = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """``step_seconds`` is a forward pass that computes next to nothing; each token of a prompt adds
-    ``token_seconds``, and ``pair_seconds`` for each token before it. Of a simulated device also its
-    bus. ``late_seconds``: the host learns that much later, at most, that something has ended."""
+    """``step_seconds``: a forward pass of hardly any tokens. ``token_seconds``: added for each
+    token of a prompt; ``pair_seconds``: for each token before it. A simulated device also has a
+    bus. ``late_seconds``: the host's largest delay until it learns of an end."""
 
     step_seconds: float = 0.010
     token_seconds: float = 30e-6
@@ -45,7 +45,7 @@ class DeviceSpeed:
     late_seconds: float = 200e-6
 
     def pass_seconds(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Of a pass that computes tokens ``[start, end)`` of each of these requests."""
+        """The time of a pass that computes tokens ``[start, end)`` of each of these requests."""
         seconds = self.step_seconds
         for start, end in spans:
             if end - start > 1:
@@ -75,14 +75,14 @@ class GpuShape:
 
     @property
     def cache_size(self) -> tuple[int, int, int, int]:
-        """Of a layer's KV cache: blocks, KV heads, tokens, content; two bytes each."""
+        """Blocks, KV heads, tokens and content of a layer's KV cache; two bytes each."""
         model = self.model
         return self.num_blocks, model.num_kv_heads, BLOCK_SIZE, 2 * model.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A pass computes tokens ``[start, end)`` of a prompt, whose full blocks are to hold
+    """A pass computes tokens ``[start, end)`` of a prompt, whose full blocks shall hold
     ``digests``. ``table`` lists the request's blocks."""
 
     request_id: str
@@ -92,37 +92,37 @@ class Work:
     end: int
 
     def before(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The full blocks before its tokens, and what they must hold by now."""
+        """The full blocks before its tokens, and their expected digests."""
         end = self.start // BLOCK_SIZE
         return self.table[:end], self.digests[:end]
 
     def written(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The blocks that it fills, and with what."""
+        """The blocks that it fills, and their digests."""
         start, end = self.start // BLOCK_SIZE, min(self.end // BLOCK_SIZE, len(self.digests))
         return self.table[start:end], self.digests[start:end]
 
 
 class Pass(Protocol):
-    """A forward pass on its way."""
+    """A forward pass under way."""
 
     def wait(self) -> None:
-        """Until the host knows that it has ended."""
+        """Until the host knows that the pass has ended."""
 
 
 class Device(Protocol):
     @property
     def kv_caches(self) -> dict[str, torch.Tensor]:
-        """By layer name; those that the connector is to serve."""
+        """The connector's KV caches by layer name."""
 
     def launch(self, seconds: float, blocks: Collection[int], works: Sequence[Work]) -> Pass:
         """Queue a pass that uses ``blocks`` of the paged cache, behind those launched before."""
 
     def busy_seconds(self) -> float:
-        """Until all passes launched will have ended."""
+        """Until all launched passes will have ended."""
 
 
 def digests_of(prompt: Sequence[int]) -> list[int]:
-    """What each full block of a prompt holds."""
+    """The digest of each full block of a prompt."""
     digests, last = [], 0
     for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
         last = hash((last, *prompt[end - BLOCK_SIZE : end]))

@@ -1,6 +1,6 @@
-"""Requests whose prompts were stored before, alone or beside others, and their time to first token.
+"""Time to first token of requests whose prompts were stored before, alone or beside others.
 
-Threads and time are those of the standard library, or of the simulation, where it loads this (see
+Threads and time are the standard library's, or the simulation's if it loads this module (see
 `tests.simulation.loading`).
 """
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from benchmarks.gpu_storms.engine import Asked, GpuEngine
 
 _TAIL_TOKENS = 50
-_PRIMED_TOKENS = 8  # some steps that only decode
+_PRIMED_TOKENS = 8  # some decode steps
 _WARM_UP_ROUNDS = 1
-_MAX_SECONDS = 600.0  # of one request
+_MAX_SECONDS = 600.0  # for one request
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``neighbours``: requests that decode all the time, in steps of ``step_ms``; none: the engine
-    is idle until a measured request comes. ``crowd``: as many requests come at once.
-    ``bus_gb_per_s``: 0 for the one that is there."""
+    """``neighbours``: requests that decode all the time, in steps of ``step_ms``; with none the
+    engine is idle before a measured request. ``crowd``: requests that come at once.
+    ``bus_gb_per_s``: 0 for the device's own."""
 
     step_ms: float
     bus_gb_per_s: float
@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured request. ``loaded``: a load of it was planned."""
+    """One measured request. ``loaded``: whether a load was planned."""
 
     rule: str
     hit_tokens: int
@@ -55,7 +55,7 @@ class Storm:
         self._is_over = False
 
     def run(self, hits: tuple[int, ...], rounds: int) -> list[Sample]:
-        """Raises ``RuntimeError`` if a request is not answered."""
+        """Raises ``RuntimeError`` if a request gets no answer."""
         _wait(self._engine.is_up)
         prompts = {size: _prompt(size + _TAIL_TOKENS, size) for size in hits}
         for prompt in prompts.values():
@@ -83,7 +83,7 @@ class Storm:
             self._samples.append(Sample(self._rule, size, turn, ttft, loaded))
 
     def _to_phase(self, share: float) -> None:
-        """Wait for that share of a step, from its beginning: what happened before differs."""
+        """Wait for a share of a step from its beginning: earlier events left another phase."""
         if self._setting.neighbours:
             step = self._setting.step_ms / 1000
             time.sleep(self._engine.device.busy_seconds() % step + share * step)

@@ -1,1 +1,1 @@
-"""What benchmarks share: the command line, engines, servers, timings, results and the report."""
+"""Shared by benchmarks: the command line, engines, servers, timings, results and the report."""

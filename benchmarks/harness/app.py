@@ -1,19 +1,18 @@
-"""The command line: picks a benchmark, runs it and writes its result.
+"""The command line: runs one benchmark and writes its result.
 
 A benchmark is a module ``benchmarks/NAME.py``, with ``_`` for ``-``, and has two functions::
 
     def add_arguments(parser: argparse.ArgumentParser) -> None: ...
     def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]: ...
 
-and, where a picture says more than a table, a third one that ``report`` calls::
+and, if plots help, a third one that ``report`` calls::
 
     def draw(result: dict[str, Any], target: Path) -> None: ...
 
 ``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The result
-also gets ``benchmark``, ``measured`` (when, for how long, the machine's load before), ``machine``
-and ``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON
-object. ``--keep`` puts the same object where ``report`` finds it, see
-:mod:`benchmarks.harness.results`.
+also gets ``benchmark``, ``measured`` (date, duration, load of the machine before), ``machine`` and
+``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON object.
+``--keep`` writes the same object for ``report``, see :mod:`benchmarks.harness.results`.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ COMMANDS = {
     "gpu": "tests and copies on a machine with a CUDA GPU, without a network",
     "report": "write RESULTS.md, a page per benchmark and the plots from the results kept",
 }
-# With small pages, where an engine's memory happens to lie decides its speed: two engines without
-# any connector, started one after the other, differed by 20 %. With huge pages they did not. And
-# every engine computes with the cores that vLLM takes where it has no connector.
+# With small pages, the place of an engine's memory decides its speed: two engines without any
+# connector differed by 20 %, with huge pages not at all. All engines compute with the cores that
+# vLLM takes without a connector.
 _ENGINE_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -88,12 +87,12 @@ def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
 
 
 def benchmark_module(name: str) -> Any:
-    """Where the benchmark of that name stands."""
+    """The path of a benchmark's module."""
     return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
 
 
 def benchmark_parser(name: str) -> argparse.ArgumentParser:
-    """The options of a benchmark, with those that all of them have."""
+    """A benchmark's own options, and the common ones."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}", description=BENCHMARKS[name]
     )
@@ -113,7 +112,7 @@ def benchmark_parser(name: str) -> argparse.ArgumentParser:
 def _run_benchmark(name: str, argv: Sequence[str]) -> int:
     args = benchmark_parser(name).parse_args(argv)
     module = benchmark_module(name)
-    os.environ.update(_ENGINE_ENVIRONMENT)  # of the processes that are started from here on
+    os.environ.update(_ENGINE_ENVIRONMENT)  # for the processes started from here on
     load, begun, started = os.getloadavg()[0], datetime.now(UTC), time.perf_counter()
     with progress_bar() as progress:
         fields = module.run(args, progress)
@@ -130,7 +129,7 @@ def _run_benchmark(name: str, argv: Sequence[str]) -> int:
 
 
 def emit(result: dict[str, Any], target: str | None) -> None:
-    """Write ``result`` as one line of JSON to a file or stdout, or for people to stderr."""
+    """Write ``result`` as a line of JSON to a file or stdout, or as text to stderr."""
     if target is None:
         Console(stderr=True).print_json(data=result)
     elif target == "-":
@@ -140,7 +139,7 @@ def emit(result: dict[str, Any], target: str | None) -> None:
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr that disappears when the work is done."""
+    """A progress bar on stderr that disappears at its end."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,6 +1,6 @@
-"""Block traces of real services: which blocks each prompt is made of, and when it came.
+"""Block traces of real services: the blocks of each prompt, and its arrival time.
 
-Two formats, told apart by the file's name:
+Two formats, by the file's name:
 
 - ``.jsonl``, one request a line, as Mooncake publishes them: ``timestamp`` (ms) and ``hash_ids``,
   one for each block of 512 tokens. Equal ids mean equal prompts up to there.
@@ -25,8 +25,8 @@ _MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """``requests`` in the order of time: seconds, and the numbers of the prompt's blocks. Numbers
-    run from 0 to ``num_blocks``."""
+    """``requests`` in the order of time: seconds, and the numbers of the prompt's blocks, from 0 to
+    ``num_blocks``."""
 
     name: str
     block_tokens: int
@@ -35,7 +35,7 @@ class BlockTrace:
 
 
 def read_trace(path: Path) -> BlockTrace:
-    """Raises ``ValueError`` for a name that says neither format."""
+    """Raises ``ValueError`` for another file name."""
     name = path.name.split(".")[0]
     if path.name.endswith((".tar.gz", ".tar")):
         found = list(_sessions(path))

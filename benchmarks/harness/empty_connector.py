@@ -1,6 +1,6 @@
-"""A connector that does nothing: what vLLM's calls alone cost, for any connector.
+"""A connector that does nothing, to measure vLLM's own calls to any connector.
 
-Imports vLLM: an engine's process imports it when it is asked to.
+Imports vLLM: only engines' processes import this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EmptyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def in_place_of(cls, connector: KVConnectorBase_V1) -> EmptyConnector:
-        """For the same engine."""
+        """An empty connector for the same engine."""
         config, kv_cache = connector._vllm_config, connector._kv_cache_config
         return cls(config, KVConnectorRole.SCHEDULER, kv_cache)
 

@@ -1,4 +1,4 @@
-"""What benchmarks measure inside an engine's process.
+"""Measurements inside an engine's process.
 
 All are top-level functions for :meth:`tests.support.engines.instance.VllmInstance.call`.
 """
@@ -28,8 +28,8 @@ def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
 
 
 def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, int]:
-    """Like :func:`ttft_seconds`; also returns how many tokens of the prompt vLLM did not have to
-    compute, whatever connector had them."""
+    """Like :func:`ttft_seconds`; also returns the number of cached prompt tokens, by any
+    connector."""
     started = time.perf_counter()
     probe.add(prompt, max_tokens=1)
     for _ in range(_MAX_STEPS):
@@ -42,7 +42,7 @@ def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, i
 
 
 def seconds_for_all(probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
-    """Serve requests that arrive together. Returns the time until the last has its last token."""
+    """Serve requests that arrive together. Returns the time until the last one's last token."""
     started = time.perf_counter()
     for prompt in prompts:
         probe.add(prompt, max_tokens)
@@ -56,7 +56,7 @@ def seconds_for_all(probe: EngineProbe, prompts: Sequence[Sequence[int]], max_to
 def decode_tokens_per_second(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Throughput of requests that decode together, from the last one's first token to the end."""
+    """Throughput of concurrent decodes, from the last request's first token to the end."""
     return decode_beside_hits(probe, prompts, max_tokens, (), False)
 
 
@@ -67,8 +67,8 @@ def decode_beside_hits(
     hits: Sequence[Sequence[int]],
     must_load: bool,
 ) -> float:
-    """Likewise, while others ask for one token after ``hits``, one after the other: prompts that
-    the engine has served, and that it ``must_load``, or finds in vLLM's own prefix cache."""
+    """The same while other requests ask for one token, one after the other: ``hits``, prompts that
+    were served before and that the engine ``must_load``, or has in vLLM's own prefix cache."""
     if must_load:
         probe.reset_prefix_cache()
         probe.drain()
@@ -79,7 +79,7 @@ def decode_beside_hits(
 def median_decode_step_seconds(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Of requests that decode together. A step that does more than most has no part in it."""
+    """The median step of concurrent decodes; steps with much more work do not count."""
     return statistics.median(_decode(probe, prompts, max_tokens)[1])
 
 
@@ -89,8 +89,8 @@ def _decode(
     max_tokens: int,
     hits: Sequence[Sequence[int]] = (),
 ) -> tuple[int, list[float]]:
-    """Let requests decode together. Returns the tokens they had when the last one had its first,
-    and how long each step from there took, in seconds. ``hits`` come meanwhile, evenly spread."""
+    """Run concurrent decodes. Returns their tokens when the last one had its first, and the seconds
+    of each step after. ``hits`` come meanwhile, evenly spread."""
     for prompt in prompts:
         probe.add(prompt, max_tokens)
     _step_until(probe, lambda lengths: len(lengths) == len(prompts))
@@ -106,8 +106,8 @@ def _decode(
 
 
 def come_to_rest(probe: EngineProbe) -> None:
-    """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis, and the weights
-    have been read again: that costs the first hit after a reset, and no other."""
+    """Reset vLLM's prefix cache, and wait until all is written to Redis and the weights are read
+    again, which would delay the first hit after a reset."""
     from lmcache_connector import LMCacheTieredConnector
 
     probe.reset_prefix_cache()
@@ -120,17 +120,17 @@ def come_to_rest(probe: EngineProbe) -> None:
 
 
 def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(probe, *args)`` while the engine runs like one that has no connector.
+    """``function(probe, *args)`` while the engine runs as without a connector.
 
-    Process, weights and KV cache are the same, so that what one engine differs by from another is
-    not measured. No request may be running.
+    Process, weights and KV cache stay the same, so the difference between two engines is not
+    measured. No request may be running.
     """
     return _instead(None, probe, function, *args)
 
 
 def with_empty_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
-    """Like :func:`without_connector`, with one whose methods do nothing: what vLLM's own calls cost
-    for any connector."""
+    """Like :func:`without_connector`, with a connector that does nothing: the cost of vLLM's own
+    calls."""
     from benchmarks.harness.empty_connector import EmptyConnector
 
     return _instead(EmptyConnector.in_place_of(probe.connector), probe, function, *args)
@@ -148,14 +148,15 @@ def _instead(connector: Any, probe: EngineProbe, function: Callable[..., Any], *
 
 
 def empty_cpu_tier(probe: EngineProbe) -> None:
-    """Empty vLLM's prefix cache and the CPU tier. The scheduler side is told with the next step."""
+    """Clear vLLM's prefix cache and the CPU tier. The scheduler side learns of it with the next
+    step."""
     forget_unseen(probe)
     ttft_seconds(probe, _SHORT_PROMPT)
 
 
 def audit_seconds(probe: EngineProbe, prompt: Sequence[int], rounds: int) -> list[float]:
-    """By how much an audit delays the first token of a hit, round by round: one hit with it, one
-    without, in turn. The prompt must have been stored."""
+    """The delay of a hit's first token by an audit, round by round: one hit with, one without. The
+    prompt must have been stored."""
     sampler = probe.connector._scheduler.auditor.sampler
     before, delays = sampler.share, []
     for number in range(rounds):
@@ -170,7 +171,7 @@ def audit_seconds(probe: EngineProbe, prompt: Sequence[int], rounds: int) -> lis
 
 
 def probe_link(probe: EngineProbe) -> None:
-    """Have Redis measured now, which otherwise happens within a minute of traffic."""
+    """Probe Redis now, otherwise probed within a minute of traffic."""
     policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
     policy.probes.want()
@@ -180,7 +181,7 @@ def probe_link(probe: EngineProbe) -> None:
         if not link.is_busy:
             break
         time.sleep(0.01)
-    ttft_seconds(probe, _SHORT_PROMPT)  # its report comes with a step
+    ttft_seconds(probe, _SHORT_PROMPT)  # a step brings the report
 
 
 def _running_lengths(probe: EngineProbe) -> dict[str, int]:
@@ -202,8 +203,8 @@ def _step_until(probe: EngineProbe, done: Callable[[dict[str, int]], bool]) -> N
 def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> float:
     """Median time of a whole look-up: hash a prompt, find it in the index, plan its load.
 
-    That is everything the scheduler thread does for the connector until the plan is built. The
-    index holds all chunks of the prompt meanwhile.
+    That is all work of the scheduler thread for the connector until the plan is built. The index
+    has all chunks of the prompt meanwhile.
     """
     from lmcache_connector.plans import CacheEvent, RankReport
 
@@ -220,7 +221,7 @@ def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> fl
 
 
 def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float:
-    """One look-up; its load is said to have ended afterwards, without any worker."""
+    """One look-up. Its load is reported as ended afterwards, without a worker."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from lmcache_connector.plans import JobResult, Outcome, RankReport
@@ -238,7 +239,7 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     plan = adapter.build_plan(empty)
     seconds = time.perf_counter() - started
     left = len(tokens) - found
-    assert left <= 2 * chunk_size, f"found {found} of {len(tokens)} tokens"  # one may be audited
+    assert left <= 2 * chunk_size, f"found {found} of {len(tokens)} tokens"  # one chunk is audited
     (job,) = plan.loads
     done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
     adapter.update_from_reports([RankReport(0, (), (done,))])

@@ -1,4 +1,4 @@
-"""The engines of a benchmark: one model, and all that run it."""
+"""The engines of a benchmark, which share one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.instance import VllmInstance
 
-# With random weights. "large" is large for two cores.
+# Random weights. "large" means large for two cores.
 MODELS = {
     "tiny": DEMO_SHAPE,
     "large": ModelShape(
@@ -29,12 +29,13 @@ MODELS = {
 
 
 class Engines(contextlib.ExitStack):
-    """Engines of one model, their logs in ``folder``. All are gone on exit. ``model``: a folder
-    with a trained one; without it, one of ``shape`` is made."""
+    """Engines of one model, with logs in ``folder``. All end on exit. ``model``: a folder with a
+    trained model; without it, one of ``shape`` is made."""
 
     def __init__(self, shape: ModelShape = DEMO_SHAPE, model: Path | None = None) -> None:
         super().__init__()
-        # Apart: weights beside which files come and go may have been replaced while they load.
+        # A folder of its own: if files beside the weights change, the weights may have been
+        # replaced while they load.
         self.folder, beside = (
             Path(
                 self.enter_context(tempfile.TemporaryDirectory(prefix=f"lmcache-connector-{name}-"))
@@ -46,7 +47,7 @@ class Engines(contextlib.ExitStack):
     def instance(
         self, name: str, transfer: dict[str, Any] | None = None, **options: Any
     ) -> VllmInstance:
-        """An instance that is not started yet, for those that leave before the others.
+        """An instance, not started yet, for engines that end before the others.
 
         ``options`` are those of :class:`~tests.support.engines.instance.VllmInstance`.
         """
@@ -55,22 +56,22 @@ class Engines(contextlib.ExitStack):
     def start(
         self, name: str, transfer: dict[str, Any] | None = None, **options: Any
     ) -> VllmInstance:
-        """An instance that serves. Raises ``InstanceError`` if it does not start."""
+        """A started instance. Raises ``InstanceError`` if it does not start."""
         return self.enter_context(self.instance(name, transfer, **options))
 
     def serve(self, name: str, transfer: dict[str, Any] | None, *arguments: str) -> ApiServer:
-        """vLLM's OpenAI server with this model, just started."""
+        """vLLM's OpenAI server with this model, starting up."""
         log = self.folder / f"{name}.log"
         return self.enter_context(started_api(self.model, transfer, log, *arguments))
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run vLLM: the name of an engine, and what runs ``around`` a measurement in it.
+    """A way to run vLLM: an engine's name, and the context ``around`` a measurement in it.
 
-    Two processes differ by a few per cent whatever they run. What a connector costs is therefore
-    measured against the same engine, whose connector is taken out for a moment: ``around`` is
-    :func:`without_connector`, or :func:`with_empty_connector`.
+    Two processes differ by a few per cent whatever they run. So the connector's cost is measured in
+    one engine, whose connector is taken out for a moment: ``around`` is :func:`without_connector`,
+    or :func:`with_empty_connector`.
     """
 
     engine: str
@@ -79,7 +80,7 @@ class Way:
     def measure(
         self, engines: Mapping[str, VllmInstance], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """``function(probe, *args)`` in the engine, which comes to rest afterwards."""
+        """``function(probe, *args)`` in the engine, which then comes to rest."""
         engine = engines[self.engine]
         if self.around is None:
             measured = engine.call(function, *args)

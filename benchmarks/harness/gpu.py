@@ -1,16 +1,15 @@
-"""``gpu``: all that a machine with a CUDA GPU is wanted for, in one call and without a network.
+"""``gpu``: all measurements that need a CUDA GPU, in one call and without a network.
 
-It needs torch, Triton, NumPy, pytest and what ``requirements-gpu.txt`` lists. Tests of copies and
-streams come first, then copies in every layout with every threshold, then the storms of
-``simulated-gpu`` on the GPU, where vLLM and LMCache are installed (of vLLM its scheduler runs, and
-none of its kernels), then the tests under compute-sanitizer where that is installed. Everything
-goes to one folder: a log of each stage, results as ``--json`` writes them, and ``summary.json``
-with hardware and versions, written anew after each stage. Where a machine is lent for some minutes
-at a time, ``--minutes`` ends in time, and ``--resume`` goes on from there.
+It needs torch, Triton, NumPy, pytest and ``requirements-gpu.txt``. The stages: tests of copies and
+streams; copies in every layout with every threshold; the storms of ``simulated-gpu`` on the GPU, if
+vLLM and LMCache are installed (vLLM's scheduler runs, but none of its kernels); the tests under
+compute-sanitizer, if it is installed. One folder gets a log of each stage, results as ``--json``
+writes them, and ``summary.json`` with hardware and versions, rewritten after each stage. For a
+machine that is lent for some minutes at a time, ``--minutes`` ends in time and ``--resume``
+continues.
 
-``--rehearse`` goes the same way on a machine without a GPU: the CUDA copier's own lines run, with
-host memory in the part of the device's and Triton's interpreter in that of the compiler. It says
-nothing of speed.
+``--rehearse`` does the same without a GPU: the CUDA copier's own code runs, with host memory as
+device memory and Triton's interpreter as compiler. Its speeds mean nothing.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ _THRESHOLDS: dict[str, int | None] = {
     "-staged": 1 << 40,
 }
 _OUT_OF_TIME = "out of time"
-_ENDING_SECONDS = 25.0  # for a stage that is
+_ENDING_SECONDS = 25.0  # for a stage that is stopped
 _SANITIZER = "compute-sanitizer"
 _SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One child process; ``command`` follows the interpreter. ``before`` it: a tool that runs it.
-    ``missing``: why it cannot be run here."""
+    """One child process; ``command`` follows the interpreter. ``before``: a tool that runs it.
+    ``missing``: why it cannot run here."""
 
     name: str
     command: tuple[str, ...]
@@ -78,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     until = time.monotonic() + 60 * args.minutes - _ENDING_SECONDS
     signal.signal(signal.SIGTERM, _end)
     folder = args.out or ROOT / "build" / ("gpu-rehearsal" if args.rehearse else "gpu")
-    folder = folder.absolute()  # stages run in the repository
+    folder = folder.absolute()  # stages run in the repository's folder
     before = _known(folder) if args.resume else _clear(folder)
     cut_off = {one["stage"] for one in before if one["ended"] == _OUT_OF_TIME}
     ended = [one for one in before if one["stage"] not in cut_off]
@@ -101,7 +100,7 @@ def _end(*_: object) -> None:
 
 
 def _known(folder: Path) -> list[dict[str, Any]]:
-    """How the stages that have been run ended, as the summary says."""
+    """Results of earlier stages, by the summary."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -110,7 +109,7 @@ def _known(folder: Path) -> list[dict[str, Any]]:
 
 
 def _clear(folder: Path) -> list[dict[str, Any]]:
-    """Remove what an earlier call has left, and nothing else. No stage has been run yet."""
+    """Remove the files of an earlier call, and nothing else. No stage has run yet."""
     for path in (folder / "summary.json", *folder.glob("*.log")):
         path.unlink(missing_ok=True)
     shutil.rmtree(folder / "results", ignore_errors=True)
@@ -118,13 +117,13 @@ def _clear(folder: Path) -> list[dict[str, Any]]:
 
 
 def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
-    """In the order of what is worth most, should the machine be taken away early."""
+    """Most valuable first, in case the machine is taken away early."""
     environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {"REQUIRE_CUDA": "1"}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
     yield _storms(folder, environment, is_rehearsal=is_rehearsal)
     sanitizer = _find_sanitizer()
-    # Of the tests and torch, some calls fail as they should.
+    # Some calls of the tests and torch fail on purpose.
     options = ("--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no")
     before = (sanitizer, *options) if sanitizer else ()
     yield Stage(
@@ -132,14 +131,14 @@ def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
         (*_TESTS, *_FEW_TESTS),
         600.0,
         before=() if is_rehearsal else before,
-        # Or it would not see that memory beside a tensor is touched.
+        # Otherwise accesses outside of a tensor would not be seen.
         environment=environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         missing=None if sanitizer or is_rehearsal else f"{_SANITIZER} is not installed",
     )
 
 
 def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Iterator[Stage]:
-    """All layouts and block sizes with all thresholds; rehearsed, each of them once."""
+    """All layouts and block sizes with all thresholds; in a rehearsal, each once."""
     size = ("--mib", "1", "--layers", "2", "--repeats", "1") if is_rehearsal else ()
     device = "rehearsed" if is_rehearsal else "cuda"
     for name, threshold in _THRESHOLDS.items():
@@ -156,7 +155,7 @@ def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
 
 
 def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:
-    """They should take eight minutes on a GPU; rehearsed, a few requests come."""
+    """About eight minutes on a GPU; a rehearsal has a few requests."""
     size = "--rounds 2 --step-ms 10 100 --hits 512 2048 8192"
     if is_rehearsal:
         size = "--rounds 1 --step-ms 10 --hits 128 512 --no-storms"
@@ -178,7 +177,7 @@ def _find_sanitizer() -> str | None:
 
 
 def _run(stage: Stage, folder: Path, console: Console, seconds_left: float) -> dict[str, Any]:
-    """How a stage ended. Nothing that it started outlives this call."""
+    """A stage's result. All its processes have ended by then."""
     missing = stage.missing or ("no time left" if seconds_left <= 0 else None)
     if missing is not None:
         console.print(f"{stage.name}, left out, {missing}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The machine and the software that a result was measured on."""
+"""A result's machine and software."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _gpus() -> list[str]:
 
 
 def _kernel() -> str:
-    """The version alone: what follows it tells more about the machine than about the kernel."""
+    """The version only; the rest of the string is about the machine."""
     return platform.release().split("-")[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 def panels(
     target: Path, rows: int, columns: int, size: tuple[float, float], dpi: int, **options: Any
 ) -> Iterator[list[Any]]:
-    """Matplotlib axes, row by row; they are saved to ``target`` afterwards. ``size``: in inches."""
+    """Matplotlib axes, row by row; saved to ``target`` afterwards. ``size``: in inches."""
     import matplotlib as mpl
 
     mpl.use("Agg")

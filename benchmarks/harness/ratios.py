@@ -1,4 +1,4 @@
-"""Times of repeated work, and what becomes of them: medians, quartiles, ratios pair by pair."""
+"""Statistics of repeated timings: medians, quartiles, ratios pair by pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Durations by name, in seconds and in the order they were measured."""
+    """Durations in seconds by name, in their order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -23,7 +23,7 @@ class Stopwatch:
         self.seconds[name].append(time.perf_counter() - started)
 
     def rounds(self, number: int) -> Iterator[int]:
-        """Numbers of rounds, from 0. The first warms up; it is forgotten, and ``number`` follow."""
+        """Numbers of rounds, from 0. The first one warms up, unmeasured; ``number`` follow."""
         for i in range(number + 1):
             if i == 1:
                 self.seconds.clear()
@@ -34,7 +34,7 @@ class Stopwatch:
 
 
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median duration of ``repeats`` calls, after one that is not measured."""
+    """Median duration of ``repeats`` calls, after an unmeasured one."""
     watch = Stopwatch()
     for _ in watch.rounds(repeats):
         watch.time("work", work)
@@ -46,7 +46,7 @@ def median(values: Sequence[float], digits: int = 4) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """``median``, and the quartiles ``q1`` and ``q3`` where there are three values or more."""
+    """``median``, and the quartiles ``q1`` and ``q3`` of three values or more."""
     fields = {"median": median(values, digits)}
     if len(values) >= 3:
         q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -55,9 +55,9 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 def pairwise(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ratios of what was measured in the same rounds: a drift that hits both cancels out.
+    """Ratios of measurements of the same rounds: a common drift cancels out.
 
-    Where one took part in fewer rounds, the other's further ones do not count.
+    Rounds that only one side has do not count.
     """
     return [a / b for a, b in zip(ours, theirs, strict=False)]
 
@@ -68,7 +68,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float], digits: int = 4
 
 
 def in_turn(contestants: Iterable[T], number: int) -> list[T]:
-    """All of them, in the order of round ``number``: another goes first each time."""
+    """All items, in the order of round ``number``: a different one comes first each time."""
     order = list(contestants)
     first = number % len(order)
     return order[first:] + order[:first]

@@ -1,4 +1,4 @@
-"""The Redis tier on its own. Work that does not succeed entirely raises ``RuntimeError``."""
+"""The Redis tier alone. Work that fails in part raises ``RuntimeError``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_lookup(url: str, geometry: ChunkGeometry) -> Iterator[RedisLookup]:
 
 
 def put_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> bool:
-    """Wait until every chunk is written, by whomever. Returns whether this tier wrote them all."""
+    """Wait until every chunk is written, by any tier. Returns whether this tier wrote all."""
     left = threading.Semaphore(0)
     stored: list[bool] = []
 
@@ -67,5 +67,5 @@ def look_up_all(lookup: RedisLookup, keys: Sequence[bytes]) -> None:
 
 
 def lookup_seconds(lookup: RedisLookup, keys: Sequence[bytes], repeats: int) -> float:
-    """Median time to find all of ``keys``."""
+    """Median time of a look-up of ``keys``, all hits."""
     return median_seconds(lambda: look_up_all(lookup, keys), repeats)

@@ -1,4 +1,4 @@
-"""Traces replayed by vLLM's own client (``vllm bench serve``), and what the server counted."""
+"""Traces replayed by vLLM's own client (``vllm bench serve``), and the server's counts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from tests.support.engines.api_server import ApiServer
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Prompt tokens so far, and where those came from that were not computed.
+    """Prompt tokens so far, and the sources of the cached ones.
 
-    ``declined``: what this connector had, and left to compute as the quicker way. ``dropped``:
-    chunks it did not write to Redis. ``prefetched_bytes``: fetched from Redis for requests that
-    waited.
+    ``declined``: hits of this connector that were computed as the quicker way. ``dropped``: chunks
+    not written to Redis. ``prefetched_bytes``: fetched from Redis for waiting requests.
     """
 
     prompt: int
@@ -54,8 +53,8 @@ def cached_tokens(server: ApiServer) -> CachedTokens:
 
 
 def replay(server: ApiServer, model: Path, trace: Path, piece_tokens: int) -> dict[str, Any]:
-    """Replay a timed trace with vLLM's own client. Returns its result object, in which ``ttfts``,
-    in seconds, and ``errors`` are by request."""
+    """Replay a timed trace with vLLM's own client. Returns its result object; ``ttfts`` (seconds)
+    and ``errors`` are per request."""
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -81,7 +80,7 @@ def replay(server: ApiServer, model: Path, trace: Path, piece_tokens: int) -> di
     }
     args = parser.parse_args([word for pair in options.items() for word in pair])
     args.disable_tqdm = True
-    args.save_detailed = True  # keeps what was measured of each request
+    args.save_detailed = True  # keeps figures of each request
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         result: dict[str, Any] = asyncio.run(main_async(args))
     return result

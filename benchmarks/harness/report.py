@@ -1,9 +1,9 @@
-"""Writes ``RESULTS.md``, a page per benchmark and the plots from the results kept.
+"""Writes ``RESULTS.md``, a page per benchmark and the plots from the kept results.
 
-``notes.md`` opens with the template of ``RESULTS.md``: ``{{LABEL/FIELD/... FORMAT}}`` is a figure
-of a result. Notes on each benchmark follow under its name, and come before its tables in
-``results/NAME.md``. Plain fields become one table with a column per variant, or with a row per
-variant where there are many; lists of objects become tables of their own.
+``notes.md`` begins with the template of ``RESULTS.md``: ``{{LABEL/FIELD/... FORMAT}}`` is a figure
+of a result. Notes on each benchmark follow under its name, and precede its tables in
+``results/NAME.md``. Plain fields become one table, with a column per variant, or a row per variant
+if there are many; lists of objects become tables of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_report(folder: Path, notes: Path, target: Path) -> None:
 
 
 def render(kept: Sequence[Kept], notes: str, folder: Path, target: Path) -> dict[Path, str]:
-    """Each page by its path. Raises ``ValueError`` naming a figure that is in no result."""
+    """Each page by its path. Raises ``ValueError`` for a figure without a result."""
     summary, _, rest = notes.partition("<!-- benchmarks -->")
     sections = re.split(r"^## +(.+)\n", rest, flags=re.MULTILINE)[1:]
     said = dict(zip(sections[::2], sections[1::2], strict=True))
@@ -69,8 +69,8 @@ def render(kept: Sequence[Kept], notes: str, folder: Path, target: Path) -> dict
 
 
 def _figure(results: Mapping[str, Any], path: str, form: str) -> str:
-    """The value at ``path``: fields, or ``FIELD=VALUE&...`` for the row that has them. ``form`` is
-    ``ms`` for seconds shown as milliseconds, or as :func:`format` takes it."""
+    """The value at ``path``: fields, or ``FIELD=VALUE&...`` for a row. ``form``: ``ms`` shows
+    seconds as milliseconds; other forms are :func:`format`'s."""
     value: Any = results
     try:
         for step in path.split("/"):
@@ -106,7 +106,7 @@ def _plain_rows(variants: Sequence[Kept]) -> list[dict[str, Any]]:
 
 
 def _plain(result: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Fields with one value each. The fields of a nested object get its name as a prefix."""
+    """Fields with one value each. Fields of a nested object get its name as a prefix."""
     for field, value in result.items():
         if field in _SURROUNDINGS and not prefix:
             continue
@@ -132,7 +132,7 @@ def _is_table(value: Any) -> bool:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    if len(columns) < 2:  # the names of the variants alone
+    if len(columns) < 2:  # only the variants' names
         return ""
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(column)) for column in columns] for row in rows]
@@ -152,7 +152,7 @@ def _cell(value: Any) -> str:
 
 
 def _surroundings(variants: Sequence[Kept]) -> list[str]:
-    """Machine, versions and date of each variant; a single line if they are the same for all."""
+    """Machine, versions and date of each variant; one line if they are all the same."""
     lines: dict[str, list[str]] = {}
     for one in variants:
         lines.setdefault(_surrounding(one.result), []).append(one.variant or one.name)

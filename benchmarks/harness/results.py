@@ -1,7 +1,7 @@
-"""Where results are kept: ``benchmarks/results/NAME.json``, or ``NAME-VARIANT.json``.
+"""Kept results: ``benchmarks/results/NAME.json``, or ``NAME-VARIANT.json``.
 
-Each file holds the object that the benchmark wrote with ``--json``, nothing more: a file written by
-``--json PATH`` may be copied there as it is.
+Each file has exactly the object that a benchmark writes with ``--json``: a file of ``--json PATH``
+may be copied there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Kept:
-    """One result that was kept. ``variant`` is empty for a run without special arguments."""
+    """One kept result. ``variant`` is empty for a run without special arguments."""
 
     name: str
     variant: str
@@ -32,7 +32,7 @@ class Kept:
 
 
 def keep(result: Mapping[str, Any], variant: str = "", folder: Path = FOLDER) -> Path:
-    """Write ``result`` under the name it carries. ``variant``: see :func:`variant_name`."""
+    """Write ``result`` under its name. ``variant``: see :func:`variant_name`."""
     label = Kept(result["benchmark"], variant, result).label
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{label}.json"
@@ -41,19 +41,19 @@ def keep(result: Mapping[str, Any], variant: str = "", folder: Path = FOLDER) ->
 
 
 def variant_name(text: str) -> str:
-    """``text``, if it can be part of a file's name. Raises ``ValueError`` otherwise."""
+    """``text``, if it may be part of a file's name. Raises ``ValueError`` otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9.-]*", text):
         raise ValueError(f"a variant is made of letters, digits, '.' and '-', not {text!r}")
     return text
 
 
 def all_kept(folder: Path = FOLDER) -> list[Kept]:
-    """All results, sorted by file name. Raises ``ValueError`` naming a file that is none."""
+    """All results, sorted by file name. Raises ``ValueError`` for a file that is none."""
     return [_read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def to_line(result: Mapping[str, Any]) -> str:
-    """The JSON object as one line."""
+    """The object as one line of JSON."""
     return json.dumps(result)
 
 

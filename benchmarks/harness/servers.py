@@ -14,20 +14,20 @@ _FILLERS_PER_MIB = (1 << 20) // len(_FILLER)
 
 @contextmanager
 def running_valkey(mib: int) -> Iterator[Server]:
-    """An empty Valkey with ``mib`` of memory, which evicts what was not used for longest."""
+    """An empty Valkey with ``mib`` of memory, which evicts the least recently used values."""
     with servers.running_valkey(CACHE | {"maxmemory": f"{mib}mb"}) as server:
         yield server
 
 
 @contextmanager
 def warm_valkey(mib: int = 1024) -> Iterator[Server]:
-    """A Valkey as it is after days of service: full, so that values take the place of old ones.
+    """A Valkey as after days of service: full, so that new values replace old ones.
 
-    A new one first has to get its memory from the system, page by page. In a virtual machine that
-    costs several times what writing the value costs (here 5 ms for each MiB instead of half a
-    millisecond), and it happens only once: it says nothing about what a cache costs its users.
+    A new Valkey has to get memory from the system page by page. In a virtual machine that costs
+    several times as much as writing a value (here 5 ms instead of 0.5 ms per MiB), but only once:
+    it says nothing about the cost of a cache.
 
-    What a benchmark writes must fit into ``mib``: the fillers are evicted first.
+    A benchmark's values must fit into ``mib``: the fillers are evicted first.
     """
     with running_valkey(mib) as server:
         with server.client() as client:

@@ -1,7 +1,7 @@
-"""``all``: every benchmark but those apart, one after the other, then the report.
+"""``all``: every benchmark but the separate ones, one after the other, then the report.
 
-Each runs in a process of its own, so that none inherits another's memory, threads or failure. If
-one fails or does not end, that is reported, and the next one begins.
+Each runs in its own process, so that none inherits another's memory, threads or failure. A failure
+or a time-out is reported, and the next one begins.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.support.redis.servers import redis_binary
 
 _MAX_SECONDS = 1200.0
 
-# `make field` runs it: it needs other people's tools.
+# `make field` runs this one: it needs other people's tools.
 APART = frozenset({"field"})
 
-# Benchmarks that are run in several ways: their arguments by variant. The others run without any.
+# Benchmarks with several variants: their arguments by variant. The others run without any.
 _VARIANTS: dict[str, dict[str, list[str]]] = {
     "copy": {
         f"{layout}-{block_size}": ["--layout", layout, "--block-size", block_size]
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended. ``failure`` says in a few words what went wrong."""
+    """A job's end. ``failure``: the reason in a few words."""
 
     benchmark: str
     seconds: float
@@ -98,7 +98,7 @@ def all_jobs() -> list[Job]:
 def run_jobs(
     jobs: Iterable[Job], console: Console, max_seconds: float = _MAX_SECONDS
 ) -> list[Ended]:
-    """Run all jobs, also after one has failed."""
+    """Run all jobs, whether or not one fails."""
     ended = []
     for job in jobs:
         console.rule(job.label)
@@ -121,12 +121,12 @@ def summary(ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], max_seconds: float) -> str | None:
-    """What went wrong, if anything did. Nothing that the command started outlives this call."""
+    """The failure, if any. All its processes have ended by then."""
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         status = child.wait(max_seconds)
     except subprocess.TimeoutExpired:
         return f"no end after {max_seconds:.0f} s"
     finally:
-        end_session(child, signal.SIGINT)  # as Ctrl-C does, so that it may clean up
+        end_session(child, signal.SIGINT)  # like Ctrl-C, so that it may clean up
     return f"exit status {status}" if status else None

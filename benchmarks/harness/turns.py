@@ -1,7 +1,7 @@
-"""Engines that take turns: whoever has none is stopped, for some never sleep.
+"""Engines that take turns: the others are stopped, since some never sleep.
 
-vLLM's ``NixlConnector`` keeps a thread that looks for news all the time. Beside it on two cores,
-anything else would be measured without half of the machine.
+vLLM's ``NixlConnector`` has a thread that polls all the time. On two cores, another engine beside
+it would be measured with half of the machine.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextlib import contextmanager, suppress
 
 
 def stop(pids: Sequence[int]) -> None:
-    """These processes stand still. What they have started goes on."""
+    """Stop these processes; their child processes go on."""
     _signal(pids, signal.SIGSTOP)
 
 
 def go_on(pids: Sequence[int]) -> None:
-    """They go on; those that do need no telling."""
+    """Continue these processes; running ones are not affected."""
     _signal(pids, signal.SIGCONT)
 
 
 @contextmanager
 def turn_of(pids: Sequence[int]) -> Iterator[None]:
-    """They go on until the end of it."""
+    """These processes run inside the context."""
     go_on(pids)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Realistic load as traces: what is asked, in which order, and when.
+"""Realistic load as traces: prompts, their order, and their times.
 
-A prompt is a list of *pieces* of ``PIECE_TOKENS`` tokens, each known by a number: equal numbers
-stand for equal tokens, so shared prefixes are shared numbers. Published traces have this format,
-and vLLM's own client replays it (``--dataset-name timed_trace``). Piece numbers of one workload
-begin at ``first_piece``, so that two runs share nothing unless they are meant to.
+A prompt is a list of *pieces* of ``PIECE_TOKENS`` tokens, each with a number: equal numbers mean
+equal tokens, so shared prefixes are shared numbers. Published traces have this format, and vLLM's
+own client replays it (``--dataset-name timed_trace``). Piece numbers of one workload begin at
+``first_piece``, so that two runs share nothing by accident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIECE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: a prompt, and how many tokens to answer with."""
+    """One request: a prompt, and the number of tokens of its answer."""
 
     pieces: tuple[int, ...]
     output_tokens: int
@@ -42,8 +42,8 @@ def documents(rng: random.Random, first_piece: int) -> list[Ask]:
 def chat(rng: random.Random, first_piece: int) -> list[Ask]:
     """Twelve conversations of three turns on one system prompt of 512 tokens.
 
-    Each begins with 1,024 tokens and grows by 320 a turn, a question and the recorded answer. A
-    conversation's turns stay in order; those of others come between.
+    Each begins with 1,024 tokens and grows by 320 a turn: a question and the recorded answer. Turns
+    of a conversation stay in order, between those of others.
     """
     pieces = count(first_piece)
     system = _take(pieces, 8)
@@ -66,12 +66,12 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Ask]]] = {
 
 
 def working_set_tokens(asks: Sequence[Ask]) -> int:
-    """Tokens of all prompts; what they share counts once."""
+    """Tokens of all prompts; shared ones count once."""
     return PIECE_TOKENS * len({piece for ask in asks for piece in ask.pieces})
 
 
 def repeated_tokens(asks: Sequence[Ask]) -> int:
-    """Prompt tokens that an earlier prompt began with, which a cache without bounds would hit."""
+    """Prompt tokens that an earlier prompt began with: the hits of an unbounded cache."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     for ask in asks:
@@ -82,7 +82,7 @@ def repeated_tokens(asks: Sequence[Ask]) -> int:
 
 
 def trace_lines(rng: random.Random, asks: Sequence[Ask], per_second: float) -> str:
-    """The trace as lines of JSON. Arrivals are a Poisson process; the first comes at once."""
+    """The trace as lines of JSON. Arrivals are a Poisson process; the first is at once."""
     lines, at = [], 0.0
     for ask in asks:
         line = {
@@ -99,7 +99,8 @@ def trace_lines(rng: random.Random, asks: Sequence[Ask], per_second: float) -> s
 def _thrice_each(
     rng: random.Random, first_piece: int, *, number: int, shared: int, own: int
 ) -> list[Ask]:
-    """Three requests on each of ``number`` prefixes of ``shared`` pieces, with ``own`` after it."""
+    """Three requests on each of ``number`` prefixes of ``shared`` pieces, with ``own`` pieces after
+    it."""
     pieces = count(first_piece)
     asks = []
     for _ in range(number):

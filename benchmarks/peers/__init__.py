@@ -1,1 +1,1 @@
-"""What the connector is compared with: other connectors, and sockets with nothing around them."""
+"""Other connectors and plain transfers, to compare the connector with."""

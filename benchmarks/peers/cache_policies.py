@@ -1,7 +1,7 @@
-"""Policies that a block trace is replayed against: the product's own, Belady's optimum, and peers.
+"""Policies for replays of a block trace: the product's own, Belady's optimum, and others'.
 
-A policy is told of each prompt in turn. It says how many leading blocks it still had, then holds
-all of the prompt's blocks, and lets go of others until it has no more than its capacity.
+A policy gets each prompt in turn. It returns how many leading blocks it still had, then admits all
+of the prompt's blocks, and evicts others down to its capacity.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Requests = Sequence[tuple[float, Sequence[int]]]
 
 class Policy(Protocol):
     def serve(self, at: float, blocks: Sequence[int]) -> int:
-        """The prompt came ``at`` seconds: how many of its leading blocks were there."""
+        """The prompt came ``at`` seconds: the number of its leading blocks that were cached."""
 
 
 class Ours:
-    """The policy that LMCache's CPU tier asks in the product, for one tenant without hints."""
+    """The eviction policy of the product's CPU tier, for one tenant without hints."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
         from lmcache_connector.worker.lmcache_plugs import LedgerPolicy
@@ -41,7 +41,7 @@ class Ours:
         self._now = at
         keys = [block.to_bytes(32, "big") for block in blocks]
         found = _num_leading([_engine_key(key) in self._table for key in keys])
-        self._ledger.use(keys[:found], _CLAIM)  # as a load does, or the news of the prompt
+        self._ledger.use(keys[:found], _CLAIM)  # as a load does, or a prompt's first plan
         for key in keys[found:]:
             name = _engine_key(key)
             if name not in self._table:
@@ -57,7 +57,7 @@ class Ours:
 
 
 class _EngineKey(int):
-    """As much of LMCache's key as the policy looks at, without the seconds that it costs."""
+    """The part of LMCache's key that the policy reads, without the key's cost."""
 
     @property
     def chunk_hash(self) -> int:
@@ -73,7 +73,7 @@ _CLAIM = Claim()
 
 
 class Lru:
-    """Least recently used, of a prompt its last blocks first."""
+    """Least recently used; of a prompt its last blocks first."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -90,7 +90,7 @@ class Lru:
 
 
 class Belady:
-    """Knows when each block is wanted next, and lets go of that which is wanted last."""
+    """Knows the next use of each block, and evicts the one used last."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
         self._capacity = capacity
@@ -112,7 +112,7 @@ class Belady:
 
 
 class Peer:
-    """One of libcachesim's. It is handed a prompt's last blocks first, as LRU is."""
+    """One of libcachesim's policies. It gets a prompt's last blocks first, as LRU does."""
 
     def __init__(self, kind: type, capacity: int) -> None:
         import libcachesim
@@ -133,12 +133,12 @@ class Peer:
 
 
 class ByTurns:
-    """Lets go first of prompts that are least likely to be wanted soon, from what became of others.
+    """Evicts prompts that are least likely to be used soon, judging by earlier conversations.
 
-    A prompt that goes on from the end of an earlier one is that conversation's next turn. For each
-    number of turns it learns after how many seconds the next one comes, if it does, and ranks
-    prompts by Gittins' index of that: the best odds per second that waiting for it can give. Of the
-    prompt that ranks lowest the last block goes.
+    A prompt that continues an earlier one is the conversation's next turn. For each number of turns
+    the policy learns whether and after how many seconds the next turn comes, and ranks prompts by
+    the Gittins index of that: the best odds per second of waiting. It evicts the last block of the
+    lowest prompt.
     """
 
     _TURNS, _AGES, _HORIZON_SECONDS = 5, 40, 3000.0
@@ -169,7 +169,7 @@ class ByTurns:
         return range(self._TURNS)
 
     def _learn(self, at: float, blocks: Sequence[int]) -> int:
-        """Which turn of its conversation this is, from 0."""
+        """The prompt's number of turns before it in its conversation."""
         turn = 0
         for block in reversed(blocks[1:]):
             if block in self._ends:
@@ -177,7 +177,7 @@ class ByTurns:
                 self._continued[turns][self._age(at - then)] += 1
                 turn = min(turns + 1, self._TURNS - 1)
                 break
-        end = blocks[-2] if len(blocks) > 1 else blocks[-1]  # the last may not be full
+        end = blocks[-2] if len(blocks) > 1 else blocks[-1]  # the last block may not be full
         self._ends[end] = (at, turn)
         self._ends.move_to_end(end)
         while self._ends:
@@ -229,7 +229,7 @@ class ByTurns:
 
 
 def libcachesim_peers() -> dict[str, type]:
-    """Empty where libcachesim is not installed."""
+    """Empty without libcachesim."""
     try:
         import libcachesim
     except ImportError:
@@ -242,7 +242,7 @@ def _num_leading(are_held: Sequence[bool]) -> int:
 
 
 def _next_uses(requests: Requests) -> list[list[float]]:
-    """Of each block of each prompt, the number of the next prompt that wants it."""
+    """For each block of each prompt, the number of the next prompt that uses it."""
     wanted: dict[int, int] = {}
     uses: list[list[float]] = []
     for number in range(len(requests) - 1, -1, -1):

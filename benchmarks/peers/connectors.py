@@ -1,8 +1,8 @@
-"""The connectors that benchmarks compare with, each run as its makers mean it to be.
+"""The connectors to compare with, each run as its makers intend.
 
-``LMCacheMPConnector`` needs ``lmcache server`` beside it; without a GPU that server must be told to
-let the engine do the copying (``--supported-transfer-mode auto``). The others run as shipped;
-vLLM's own two need to be told how much memory they may use.
+``LMCacheMPConnector`` needs ``lmcache server`` beside it; without a GPU the server must let the
+engine copy (``--supported-transfer-mode auto``). The others run as shipped; vLLM's own two need a
+memory size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "vllm_offloading": {"kv_connector": "OffloadingConnector", **_OFFLOAD},
     "vllm_simple_offload": {"kv_connector": "SimpleCPUOffloadConnector", **_OFFLOAD},
 }
-"""``--kv-transfer-config`` of those that need no server, by their name in results."""
+"""``--kv-transfer-config`` of connectors without a server, by their names in results."""
 
 
 def let_numba_come_early() -> None:
-    """Lets vLLM's CPU worker start in a process where LMCache has imported numba before.
+    """Lets vLLM's CPU worker start in a process where LMCache has imported numba.
 
-    The worker looks at the ``__dict__`` of every object. llvmlite's handle of its library takes any
-    name for a C function, that one too, and the start would end in an ``AttributeError``.
+    The worker reads the ``__dict__`` of every object. llvmlite's library handle takes any attribute
+    for a C function, ``__dict__`` too, and the start would fail with an ``AttributeError``.
     """
     from llvmlite.binding import ffi
 
@@ -40,10 +40,10 @@ def let_numba_come_early() -> None:
 
 @contextmanager
 def lmcache_server(log: Path, gib: float, *more: str) -> Iterator[dict[str, Any]]:
-    """``lmcache server`` with ``gib`` of memory; yields the ``--kv-transfer-config`` to reach it.
-    ``more``: arguments of it.
+    """``lmcache server`` with ``gib`` of memory and the arguments ``more``; yields its
+    ``--kv-transfer-config``.
 
-    Raises :class:`~tests.support.processes.ServerError` when it does not start.
+    Raises :class:`~tests.support.processes.ServerError` if it does not start.
     """
     port, http_port = free_port(), free_port()
     command = [
@@ -67,5 +67,5 @@ def lmcache_server(log: Path, gib: float, *more: str) -> Iterator[dict[str, Any]
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

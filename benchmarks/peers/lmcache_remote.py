@@ -1,8 +1,8 @@
-"""LMCache's own remote connectors, driven through its storage manager, for comparison.
+"""LMCache's own remote connectors, called through its storage manager, for comparison.
 
-Runs in a process of its own, ``python -m benchmarks.peers.lmcache_remote URL PORT MIB ROUNDS``,
-which prints the seconds of each round as JSON and then exits by force: closing LMCache 0.5.6's
-``redis://`` connector waits for itself for ever.
+Runs in its own process, ``python -m benchmarks.peers.lmcache_remote URL PORT MIB ROUNDS``, which
+prints the seconds of each round as JSON and exits by force: closing LMCache 0.5.6's ``redis://``
+connector never returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKENS = 256
 
 
 def main(url: str, port: int, mib: int, rounds: int) -> None:
-    """Time ``rounds`` rounds after one that is not measured."""
+    """Time ``rounds`` rounds after an unmeasured one."""
     from benchmarks.redis import make_chunks
 
     keys, source = make_chunks(mib)
@@ -50,7 +50,7 @@ def main(url: str, port: int, mib: int, rounds: int) -> None:
 
 
 class LMCacheRemote:
-    """``source``: chunks of equal size, copied into LMCache's memory before anything is timed."""
+    """``source``: chunks of equal size, copied into LMCache's memory before the timing."""
 
     def __init__(self, url: str, keys: Sequence[bytes], source: Sequence[memoryview]) -> None:
         width = len(source[0]) // _TOKENS
@@ -67,7 +67,7 @@ class LMCacheRemote:
         self._loaded: list[MemoryObj | None] = []
 
     def set(self) -> None:
-        """Write all chunks; returns when the last is said to be written."""
+        """Write all chunks; returns once the last is reported as written."""
         left = threading.Semaphore(0)
         self._remote.batched_submit_put_task(
             self._keys, self._stored, on_complete_callback=lambda key: left.release()
@@ -80,7 +80,7 @@ class LMCacheRemote:
         self._loaded = self._manager.batched_get(self._keys, location=self._name)
 
     def check_and_release(self, source: Sequence[memoryview]) -> None:
-        """Raises ``RuntimeError`` unless what was read is what was written."""
+        """Raises ``RuntimeError`` unless the bytes read are those written."""
         loaded, self._loaded = self._loaded, []
         for memory, view in zip(loaded, source, strict=True):
             if memory is None:

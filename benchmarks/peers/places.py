@@ -1,4 +1,4 @@
-"""Where a plain transfer writes: elsewhere each time, as a paged cache's blocks are."""
+"""Targets of plain transfers: a new place each time, as with blocks of a paged cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _CACHES_BYTES = 128 << 20
 
 
 def num_places(num_bytes: int) -> int:
-    """So many that none is in the processor's caches when its turn comes again."""
+    """Enough that a place has left the processor's caches when its turn comes again."""
     return max(2, -(-_CACHES_BYTES // num_bytes))
 
 
 def places(num_bytes: int) -> Iterator[int]:
-    """Offsets for transfers of ``num_bytes``, for ever, in memory of so many places."""
+    """An endless series of offsets for ``num_bytes``, in memory of ``num_places``."""
     return cycle(number * num_bytes for number in range(num_places(num_bytes)))

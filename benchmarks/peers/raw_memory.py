@@ -1,4 +1,4 @@
-"""A copy out of memory that another process might have written: the limit for mapped memory."""
+"""A copy from memory that another process might have written: the limit for mapped memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.peers.places import num_places, places
 
 
 class RawMemory:
-    """``num_bytes`` of a memfd, mapped for reading only, copied from one place after the other."""
+    """``num_bytes`` of a memfd, mapped read-only, copied from one place after the other."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._places = num_bytes, places(num_bytes)
@@ -38,7 +38,7 @@ class RawMemory:
         self._map.close()
 
     def gbps(self) -> float:
-        """Of one copy."""
+        """The speed of one copy."""
         place = slice(start := next(self._places), start + self._num_bytes)
         started = time.perf_counter()
         np.copyto(self._target[place], self._source[place])

@@ -1,4 +1,4 @@
-"""Two processes and one NIXL read with nothing around it: the limit for hand-overs by NIXL."""
+"""Two processes and one NIXL read with no work around it: the limit for transfers by NIXL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.places import num_places, places
 
 
 class RawNixl:
-    """Another process that lets ``num_bytes`` be read, at one place after the other."""
+    """Another process whose ``num_bytes`` are read, at one place after the other."""
 
     def __init__(self, num_bytes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -40,7 +40,7 @@ class RawNixl:
         del self._agent
 
     def gbps(self) -> float:
-        """From the order to read until all bytes are here."""
+        """From the request to read until all bytes have arrived."""
         size, place = self._num_bytes, next(self._places)
         here = self._agent.get_xfer_descs([(self._memory.ctypes.data + place, size, 0)], "DRAM")
         there = self._agent.get_xfer_descs([(self._address + place, size, 0)], "DRAM")

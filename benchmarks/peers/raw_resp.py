@@ -1,7 +1,7 @@
-"""A RESP client that does nothing but move bytes: the limit for the Redis tier.
+"""A RESP client that only moves bytes: the limit for the Redis tier.
 
-No checks, no deadlines, one thread per connection, every value received by one call into its final
-place, every value sent from its own memory, pipelined.
+No checks, no deadlines, one thread per connection; each value is received by one call into its
+final place and sent from its own memory, pipelined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RawValue:
 
 @dataclass(frozen=True)
 class RawSettings:
-    """``window``: how many values are under way per connection."""
+    """``window``: values under way per connection."""
 
     connections: int
     window: int
@@ -108,6 +108,6 @@ def _expect_ok(sock: socket.socket, count: int) -> None:
 
 
 def _send(sock: socket.socket, views: list[memoryview]) -> None:
-    """A blocking sendmsg of a stream socket takes all of it."""
+    """A blocking sendmsg of a stream socket sends all of it."""
     if sock.sendmsg(views) != sum(map(len, views)):
         raise RuntimeError("short send")

@@ -1,4 +1,4 @@
-"""Two processes and a TCP connection with nothing around it: the limit for hand-overs."""
+"""Two processes and a TCP connection with no work around it: the limit for KV transfers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 from benchmarks.peers.places import num_places, places
 
 _PIECES = (1 << 20, 1 << 22, 1 << 24, 1 << 40)
-"""Bytes asked of one call, of which the best counts. The last is all of it."""
+"""Bytes per call; the fastest counts. The last is the whole transfer."""
 
 
 class RawSocket:
-    """Another process that sends ``num_bytes`` when asked to."""
+    """Another process that sends ``num_bytes`` on request."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._places = num_bytes, places(num_bytes)
@@ -42,7 +42,7 @@ class RawSocket:
         self._listener.close()
 
     def gbps(self) -> float:
-        """The fastest of several ways, from the first to the last byte received."""
+        """The fastest of several ways, from the first to the last received byte."""
         return max(self._once(piece_bytes) for piece_bytes in _PIECES)
 
     def _once(self, piece_bytes: int) -> float:
@@ -58,7 +58,7 @@ class RawSocket:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Memory of the kind that hand-overs use, touched before."""
+    """Memory as transfers use it, touched before."""
     import torch
 
     return memoryview(torch.ones(num_bytes, dtype=torch.uint8).numpy())

@@ -1,9 +1,8 @@
-"""A paged cache with a CPU tier behind it, and when to store: as computed, or before it is gone.
+"""A paged cache with a CPU tier behind it, and the time of stores: at compute, or at eviction.
 
-Both are LRU. Blocks are stored as soon as they are computed, as the product does; or *late*, when
-the paged cache takes their memory for others, which holds nothing twice. A late store has to end
-before the next forward pass overwrites the block, so the engine's step waits for all that one
-prompt pushes out.
+Both tiers are LRU. Blocks are stored when they are computed, as the product does, or *late*, when
+the paged cache evicts them, so that no block is in both. A late store has to end before the next
+forward pass overwrites the block, so the engine's step waits for all evictions of a prompt.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from benchmarks.peers.cache_policies import Requests
 
 @dataclass(frozen=True)
 class Stored:
-    """In blocks. ``found``: of each prompt, the leading ones in either tier. ``most_at_once``:
-    stored because of one prompt."""
+    """In blocks. ``found``: each prompt's leading blocks in either tier. ``most_at_once``: the most
+    stores for one prompt."""
 
     found: tuple[int, ...]
     computed: int
@@ -27,7 +26,7 @@ class Stored:
 
 
 def replay(requests: Requests, paged_blocks: int, tier_blocks: int, *, late: bool) -> Stored:
-    """All of a trace, from empty tiers."""
+    """A whole trace, from empty tiers."""
     paged, tier = _Lru(paged_blocks), _Lru(tier_blocks)
     found, stores = [], []
     for _, blocks in requests:
@@ -43,7 +42,7 @@ def replay(requests: Requests, paged_blocks: int, tier_blocks: int, *, late: boo
 
 
 class _Lru:
-    """Of blocks used together the last one goes first."""
+    """Least recently used; of blocks used together the last one is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -53,7 +52,7 @@ class _Lru:
         return block in self._held
 
     def use(self, blocks: Sequence[int]) -> list[int]:
-        """Returns what it let go of, in a prompt's order."""
+        """Returns the evicted blocks, in their prompt's order."""
         for block in reversed(blocks):
             self._held[block] = None
             self._held.move_to_end(block)

@@ -1,1 +1,1 @@
-"""The main job, shown: long prompts served cold, from CPU memory, and by another process."""
+"""Long prompts served cold, from CPU memory, and by another process."""

@@ -1,4 +1,4 @@
-"""The main job, shown: a long prompt served cold, from CPU memory, and by another process.
+"""A long prompt served cold, from CPU memory, and by another process.
 
     make demo                        three questions about a document, to a small trained model
     make demo ARGS=--tiny            random prompts, to a tiny random model

@@ -1,8 +1,8 @@
 """The demo with a trained model: three questions about one document.
 
-Each is asked once: after a hit vLLM computes the last tokens in other batches than without one,
-whose rounding differs, so that two words that are about equally likely may change places. What must
-be equal, and is compared, are the bytes of the document's KV.
+Each question is asked once: after a hit vLLM computes the last tokens in other batches, whose
+rounding differs, so that two almost equally likely words may change places. The bytes of the
+document's KV must be equal, and are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPU_GIB = 1
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes prompts of a document, and text of tokens. ``tokenizer``: that of transformers."""
+    """Makes prompts of a document, and text of tokens. ``tokenizer``: transformers'."""
 
     tokenizer: Any
     document: str
@@ -46,11 +46,11 @@ class Reader:
 
     def text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that is half there
+        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
 
 
 def ask_about(document: Path, model: Path, folder: Path, console: Console) -> Outcome:
-    """Ask all questions of the text file ``document``.
+    """Ask all questions about the text file ``document``.
 
     Raises ``InstanceError``, and ``ValueError`` for a document that is too long for the model.
     """
@@ -90,7 +90,7 @@ def _ask(
     prompt: list[int],
     source: str,
 ) -> Way:
-    """Print the answer as it comes."""
+    """Print the answer as it is generated."""
     console.print(f"\n[bold]{question}[/bold]")
     shown = ""
 

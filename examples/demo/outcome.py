@@ -1,4 +1,4 @@
-"""What the demo measured: a table to read, and one JSON object."""
+"""The demo's results: a table to read, and one JSON object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.engines.probe import Served
 
 @dataclass(frozen=True)
 class Way:
-    """How one way of serving prompts went. ``gbps``: speed of loading from the tier, GB/s."""
+    """The results of one way to serve prompts. ``gbps``: speed of loading from the tier, GB/s."""
 
     served: tuple[Served, ...]
     gbps: float | None = None
@@ -27,7 +27,7 @@ class Way:
         return min(served.external_hit_tokens for served in self.served)
 
     def same_bytes_as(self, computed: tuple[Served, ...], block_size: int) -> bool:
-        """Whether every block that was a hit holds the bytes that were computed for it."""
+        """Whether every block of a hit has the bytes that were computed for it."""
         return all(
             _hit_blocks(mine, mine, block_size) == _hit_blocks(mine, theirs, block_size) != ()
             for mine, theirs in zip(self.served, computed, strict=True)
@@ -40,7 +40,7 @@ def _hit_blocks(hit: Served, of: Served, block_size: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything the demo measured. ``prompt_tokens``: of the shortest prompt."""
+    """All results of the demo. ``prompt_tokens``: of the shortest prompt."""
 
     prompt_tokens: int
     cold: Way

@@ -41,7 +41,7 @@ def _three_ways(on: Stage, prompts: list[list[int]]) -> Outcome:
 
 
 def _serve(instance: VllmInstance, prompts: list[list[int]], *, forget: bool) -> Way:
-    """``forget``: vLLM's own prefix cache, before each."""
+    """``forget``: reset vLLM's own prefix cache before each."""
 
     def serve_one(prompt: list[int]) -> Served:
         if forget:

@@ -1,4 +1,4 @@
-"""Where the demo plays: a real Valkey server, and vLLM instances that share it."""
+"""The demo's servers: a real Valkey, and vLLM instances that share it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WARM_UP_SEED = 10**6
 
 @dataclass(frozen=True)
 class Stage:
-    """Instances of ``model`` that share one server. ``folder`` is for their logs."""
+    """Instances of ``model`` that share one server. ``folder``: for their logs."""
 
     model: Path
     folder: Path
@@ -33,8 +33,8 @@ class Stage:
 
     @contextmanager
     def instance(self, name: str) -> Iterator[VllmInstance]:
-        """A new vLLM process, which has served one short prompt of its own, twice: the first hit is
-        audited, and a chunk of it computed anew for that."""
+        """A new vLLM process that has served one short prompt twice: the first hit is audited,
+        which computes one of its chunks."""
         log = self.folder / f"{name}.log"
         with ExitStack() as stack:
             with self.console.status(f"Starting vLLM instance {name} (about 20 s)"):
@@ -64,16 +64,16 @@ def stage(
 
 
 def served_by(instance: VllmInstance, serve: Callable[[], tuple[Served, ...]]) -> Way:
-    """What ``serve`` served, and how quickly its instance loaded for it."""
+    """The results of ``serve``, and the speed of its instance's loads."""
     before = instance.call(EngineProbe.metrics)
     served = serve()
     return Way(served, _load_gbps(before, instance.call(EngineProbe.metrics)))
 
 
 def _load_gbps(before: dict[str, float], after: dict[str, float]) -> float | None:
-    """10^9 bytes per second of all loads between two looks at the metrics; ``None``: there were
-    none."""
+    """10^9 bytes per second of all loads between two readings of the metrics; ``None`` without
+    loads."""
     new = {name: value - before.get(name, 0) for name, value in after.items()}
-    num_bytes = new["loaded_bytes_total cpu"]  # copied to the KV cache, wherever they came from
+    num_bytes = new["loaded_bytes_total cpu"]  # copied to the KV cache, from any tier
     seconds = sum(new.get(f"load_seconds_sum {tier}", 0) for tier in ("cpu", "redis"))
     return num_bytes / seconds / 1e9 if num_bytes else None

@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def unpack(packages: Path, folder: Path) -> None:
-    """Needs a second or two for each 100 MB."""
+    """Takes a second or two for each 100 MB."""
     sys.path.append(str(packages))
-    os.environ["TQDM_DISABLE"] = "1"  # its bars would come between the demo's first lines
+    os.environ["TQDM_DISABLE"] = "1"  # no progress bars among the demo's first lines
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

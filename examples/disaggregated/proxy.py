@@ -2,10 +2,10 @@
 
     python -m examples.disaggregated.proxy --port 8000
 
-Every completion goes to a prefill instance first, with ``max_tokens`` 1, then to a decode instance,
-whose answer is passed on as it comes. Prefill is an optimisation: if none is there or it fails,
-the decode instance computes the prompt itself. If a decode instance fails before it has answered,
-another one is asked.
+Each completion goes to a prefill instance with ``max_tokens`` 1, then to a decode instance, whose
+answer is passed on as it comes. Prefill is an optimisation: without a prefill instance, or if it
+fails, the decode instance computes the prompt. If a decode instance fails before its answer begins,
+another one is called.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Proxy:
         async with aiohttp.ClientSession(timeout=timeout, connector=connections) as self._session:
             yield
 
-    # -- what clients and instances ask --------------------------------------------------------
+    # -- routes --------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
         try:
@@ -75,7 +75,7 @@ class Proxy:
         return web.json_response({})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Ready as soon as one decode instance is."""
+        """Ready once a decode instance is."""
         counts = {part.name.lower(): len(self._registry.alive(part)) for part in Role}
         return web.json_response(counts, status=200 if counts["decode"] else 503)
 
@@ -95,7 +95,7 @@ class Proxy:
             return web.json_response(
                 {"error": {"message": "the body is no JSON object"}}, status=400
             )
-        # Only the proxy chooses which instances transfer KV, in every mode.
+        # In every mode, only the proxy chooses the instances that transfer KV.
         body.pop("kv_transfer_params", None)
         if isinstance(body.get("vllm_xargs"), dict):
             body["vllm_xargs"].pop("kv_transfer_params", None)
@@ -115,10 +115,10 @@ class Proxy:
     async def _prefill(
         self, request: web.Request, body: dict[str, Any], decode: Instance
     ) -> tuple[str, dict[str, Any] | None]:
-        """The request's name, and the parameters the decode instance needs to get the KV.
+        """The request's name, and the parameters with which the decode instance gets the KV.
 
-        vLLM answers several prompts with the parameters of the first: nobody could fetch the KV of
-        the others, which would fill the prefill instance's buffers for as long as a lease.
+        vLLM answers several prompts with the parameters of the first: the KV of the others could
+        not be fetched, and would fill the prefill instance's memory until its lease ends.
         """
         if not self._by_id and _has_several_prompts(body):
             return uuid.uuid4().hex, None
@@ -213,7 +213,7 @@ def _counted(instance: Instance) -> Any:
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
-    """A list of numbers is one prompt, in tokens."""
+    """A list of numbers is one prompt, as tokens."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
 

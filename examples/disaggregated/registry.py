@@ -1,4 +1,4 @@
-"""The prefill and decode instances that have registered and still send heartbeats."""
+"""Prefill and decode instances that have registered and still send heartbeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_AGE_SECONDS = 30.0
 
 
 class RegistrationError(ValueError):
-    """Not a registration, or not a genuine one."""
+    """No registration, or a forged one."""
 
 
 class Role(Enum):
@@ -34,8 +34,8 @@ class Role(Enum):
 @dataclass
 class Instance:
     """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``data_parallel_rank``: of
-    several engines behind one API; -1 for the only one. ``running``: requests of this proxy. Times
-    are on the registry's clock."""
+    several engines behind one API; -1 for a single engine. ``running``: requests of this proxy.
+    Times are on the registry's clock."""
 
     role: Role
     http: str
@@ -48,9 +48,9 @@ class Instance:
 
 
 class Registry:
-    """Instances vanish ``missed`` heartbeats after the last one.
+    """Instances are dropped ``missed`` heartbeats after their last one.
 
-    With a ``secret`` registrations must carry its signature, see
+    With a ``secret`` registrations need its signature, see
     :mod:`lmcache_connector.peers.heartbeat`. Not thread-safe.
     """
 
@@ -67,10 +67,10 @@ class Registry:
         self._clock = clock
         self._wall_clock = wall_clock
         self._instances: dict[tuple[str, int], Instance] = {}
-        self._told_at: dict[tuple[str, int], float] = {}  # by the instances' clocks
+        self._told_at: dict[tuple[str, int], float] = {}  # on the instances' clocks
 
     def register(self, body: bytes, signature: str = "") -> None:
-        """One heartbeat, as it was posted. Raises :class:`RegistrationError`."""
+        """Process one posted heartbeat. Raises :class:`RegistrationError`."""
         if self._secret:
             expected = sign(body, self._secret)
             if not hmac.compare_digest(expected.encode(), signature.encode()):
@@ -98,7 +98,7 @@ class Registry:
         )
 
     def _check_time(self, place: tuple[str, int], told_at: float) -> None:
-        """Nobody may send a registration, or a good-bye, once more."""
+        """Refuses registrations and good-byes that are sent again."""
         oldest = self._wall_clock() - _MAX_AGE_SECONDS
         self._told_at = {p: at for p, at in self._told_at.items() if at >= oldest}
         is_new = told_at > self._told_at.get(place, oldest)
@@ -107,7 +107,7 @@ class Registry:
         self._told_at[place] = told_at
 
     def alive(self, part: Role | None = None) -> list[Instance]:
-        """Those heard of lately that play this part; without one, all of them."""
+        """Instances of this role with a recent heartbeat; without a role, of all roles."""
         now = self._clock()
         self._instances = {
             name: instance
@@ -117,13 +117,13 @@ class Registry:
         return [i for i in self._instances.values() if part is None or i.role.plays(part)]
 
     def pick(self, part: Role, besides: frozenset[str] = frozenset()) -> Instance | None:
-        """The least busy one, except ``besides``. One that just failed comes last."""
+        """The least busy instance, except ``besides``. Recently failed ones come last."""
         now = self._clock()
         candidates = [i for i in self.alive(part) if i.http not in besides]
         return min(candidates, key=lambda i: (i.shunned_until > now, i.running), default=None)
 
     def shun(self, instance: Instance) -> None:
-        """It did not answer: prefer others for a while."""
+        """The instance did not answer: prefer others for a while."""
         instance.shunned_until = self._clock() + self._lifetime_seconds
 
 

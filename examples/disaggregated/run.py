@@ -92,7 +92,7 @@ def instance_command(model: str, role: str, port: int, router: str) -> list[str]
 
 @contextmanager
 def process(arguments: list[str], log: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Python with these arguments, stopped at the end as an operator would."""
+    """Python with these arguments, stopped at the end as by an operator."""
     with log.open("wb") as output:
         running = subprocess.Popen(
             [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment

@@ -2,7 +2,7 @@
 
     python examples/observability/render.py http://localhost:9090 dashboard.png --minutes 30
 
-Every panel asks its own queries, as Grafana would. Needs matplotlib.
+Every panel sends its own queries, as in Grafana. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POINTS = 120
 
 @dataclass(frozen=True)
 class Window:
-    """What to look at, in seconds since the epoch, and over how long rates are taken."""
+    """The window in seconds since the epoch, and the interval of rates."""
 
     start: float
     end: float
@@ -65,7 +65,7 @@ def ask_panel(prometheus: str, panel: dict[str, Any], window: Window) -> list[Se
 
 
 def ask(prometheus: str, target: dict[str, str], window: Window) -> list[Series]:
-    """The answer to one query over the window. Raises ``urllib.error.HTTPError`` on a bad one."""
+    """The answer to one query over the window. Raises ``urllib.error.HTTPError`` for a bad one."""
     query = target["expr"].replace("$__rate_interval", f"{window.rate_seconds}s")
     query = re.sub(r"\$(model|instance)", ".*", query)
     options = {"query": query, "start": window.start, "end": window.end, "step": window.step}

@@ -1,9 +1,9 @@
-"""Draws the pictures of the documentation anew: ``make pictures``, one kind with ``ARGS=demo`` or
+"""Draws the pictures of the documentation: ``make pictures``, or one kind with ``ARGS=demo`` or
 ``ARGS=servers``.
 
-The demo runs by itself. Two servers share a Valkey and answer random prompts with common
-beginnings; ``stats`` looks at them, with ``--watch`` and without, and a Prometheus, if one is
-installed, for the dashboard. Takes about eight minutes on two cores.
+The demo runs by itself. Two servers share a Valkey and answer random prompts with common prefixes;
+``stats`` runs on them with and without ``--watch``, and so does a Prometheus, if it is installed,
+for the dashboard. Takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ IMAGES = ROOT / "docs/images"
 _CLI = (str(Path(sys.executable).with_name("lmcache-connector")),)
 _LOOKS = 20
 _MINUTES = 4
-"""What the dashboard shows."""
-_DOCUMENTS, _DOCUMENT_TOKENS, _QUESTION_TOKENS = 40, 2048, 300  # more than vLLM keeps
+"""The dashboard's time range."""
+_DOCUMENTS, _DOCUMENT_TOKENS, _QUESTION_TOKENS = 40, 2048, 300  # more than vLLM caches
 
 
 def main() -> None:
@@ -58,14 +58,14 @@ def _draw_servers() -> None:
             _wait_for_hits(addresses)
             watch = (*_CLI, "stats", "--watch", *addresses, "--count", str(_LOOKS))
             shown = "lmcache-connector stats --watch A:8000 B:8000"
-            # A pipe gets each look; a terminal shows the last.
+            # A pipe gets every update; a terminal shows the last.
             _save("watch.svg", record(shown, watch, columns=150, last_lines=1 + len(addresses)))
         stats = (*_CLI, "stats", addresses[1])
         _save("stats.svg", record("lmcache-connector stats B:8000", stats, columns=90))
 
 
 def _wait_for_hits(addresses: Sequence[str]) -> None:
-    """Until each server has loaded a fifth of what it asked the tiers for."""
+    """Wait until each server has loaded a fifth of its looked-up tokens."""
     for address in addresses:
         while True:
             command = (*_CLI, "stats", address, "--json")
@@ -89,7 +89,7 @@ def _two_servers(folder: Path) -> Iterator[Sequence[ApiServer]]:
 
 @contextmanager
 def _prometheus(folder: Path, addresses: Sequence[str]) -> Iterator[str | None]:
-    """Its URL; ``None`` where none is installed, and the dashboard's picture stays as it is."""
+    """Its URL; ``None`` if it is not installed: the dashboard's picture stays as it is."""
     binary = shutil.which("prometheus")
     if binary is None:
         print("There is no prometheus here: dashboard.png stays as it is")

@@ -1,4 +1,4 @@
-"""What a command prints, as a terminal would show it: an SVG."""
+"""A command's output as in a terminal: an SVG."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(
 ) -> str:
     """Runs ``command`` and draws it as if ``shown`` had been typed.
 
-    ``last_lines``: how many of its lines are drawn; all by default. Raises
+    ``last_lines``: the number of lines to draw; all by default. Raises
     ``subprocess.CalledProcessError`` if it fails, ``TimeoutExpired`` after ``timeout`` seconds.
     """
     done = subprocess.run(
@@ -42,7 +42,7 @@ def record(
 def draw(shown: str, lines: Sequence[str], columns: int) -> str:
     """An SVG of a terminal in which ``shown`` was typed and answered with ``lines``.
 
-    Its fonts are the reader's own: a picture in documentation fetches nothing.
+    Its fonts are the reader's own: a picture in documentation downloads nothing.
     """
     console = Console(record=True, width=columns, file=StringIO())
     console.print(Text.assemble(("$ ", "green"), (shown, "bold")))

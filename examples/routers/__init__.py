@@ -1,1 +1,1 @@
-"""Beside prefix-aware routers."""
+"""For use with prefix-aware routers."""

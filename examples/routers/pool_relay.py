@@ -1,10 +1,10 @@
-"""Tells a router of llm-d's kind what is in the Redis that instances share, for all of them.
+"""Tells an llm-d router which chunks are in the Redis that instances share, for all of them.
 
-vLLM publishes the KV cache events of an instance under one topic, ``kv@POD@MODEL``. What it has
-written to Redis then earns credit for that pod alone, though every instance can load it. Routers of
-llm-d know pools: what is published under ``kv@pool:NAME@MODEL`` is credited to every candidate.
-This relay stands between: events of Redis (medium ``STORAGE``, locality ``REMOTE``) go out under
-the pool's topic, each block once however many instances tell of it; all others as they came.
+vLLM publishes an instance's KV cache events under the topic ``kv@POD@MODEL``. Chunks in Redis then
+earn credit for that pod alone, though every instance can load them. llm-d's routers know pools:
+events under ``kv@pool:NAME@MODEL`` are credited to every candidate. This relay publishes events of
+Redis (medium ``STORAGE``, locality ``REMOTE``) under the pool's topic, each block once however many
+instances report it, and all others unchanged.
 
     python -m examples.routers.pool_relay --pool redis --to tcp://router:5557 tcp://*:5557
 
@@ -28,7 +28,7 @@ import zmq
 logger = logging.getLogger("pool_relay")
 
 MAX_BLOCKS = 1 << 20
-"""Blocks remembered, so that each is told of once: some 100 MB."""
+"""Blocks remembered, so that each is published once: some 100 MB."""
 MAX_TOPICS = 1024
 _MAX_MESSAGE_BYTES = 64 << 20
 _POLL_MILLISECONDS = 100
@@ -38,16 +38,16 @@ Frames = list[bytes]
 
 
 class Pool:
-    """What is known to be in Redis, and the events that say so. ``name`` holds no ``@``."""
+    """The blocks known to be in Redis, and their events. ``name`` has no ``@``."""
 
     def __init__(self, name: str, max_blocks: int = MAX_BLOCKS) -> None:
         self._name = name
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[tuple[str, Any], None] = OrderedDict()
-        self._sent: dict[bytes, int] = {}  # messages, by topic
+        self._sent: dict[bytes, int] = {}  # messages by topic
 
     def split(self, frames: Frames) -> Iterator[Frames]:
-        """The messages to publish instead of this one. Raises ``ValueError`` for what is no batch
+        """The messages to publish instead of this one. Raises ``ValueError`` unless it is a batch
         of events under a topic ``kv@POD@MODEL``."""
         topic, _, payload = frames
         start, _, model = topic.decode().split("@", 2)
@@ -63,7 +63,7 @@ class Pool:
             raise ValueError("too many models")
         own = [event for event in batch[1] if not _is_in_redis(event)]
         news = [event for event in pooled if self._is_news(model, event)]
-        # An empty batch too: a gap in a pod's sequence numbers would count as a loss.
+        # Empty batches, too: a gap in a pod's sequence numbers would count as a loss.
         yield [topic, frames[1], msgspec.msgpack.encode([batch[0], own, *batch[2:]])]
         if news:
             number = self._sent.get(pool_topic, 0)
@@ -72,7 +72,7 @@ class Pool:
             yield [pool_topic, number.to_bytes(8, "big"), encoded]
 
     def _is_news(self, model: str, event: dict[str, Any]) -> bool:
-        """Whether nobody has said so before. What is gone is always told: this may be new here."""
+        """Whether the event is new. Removals always are: this relay may have missed the store."""
         blocks = [(model, name) for name in event["block_hashes"]]
         if event["type"] == "BlockRemoved":
             for block in blocks:
@@ -88,7 +88,7 @@ class Pool:
 
 
 def relay(sources: Sequence[str], target: str, pool: Pool, stop: threading.Event) -> None:
-    """Until ``stop`` is set. What is no event is logged and dropped."""
+    """Runs until ``stop`` is set. Other messages are logged and dropped."""
     context = zmq.Context()
     taking, giving = context.socket(zmq.SUB), context.socket(zmq.PUB)
     try:

@@ -1,4 +1,4 @@
-"""What is noise and what is wrong."""
+"""Whether a difference is rounding noise or wrong KV."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_wrong_settings_are_found_before_and_after_noise_is_measured(name: str) 
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_what_arithmetic_does_between_instances_is_no_mismatch(name: str) -> None:
+def test_rounding_between_instances_is_no_mismatch(name: str) -> None:
     gauge = NoiseGauge([name])
-    for _ in range(2):  # unmeasured, and where an instance repeats itself bit for bit
+    for _ in range(2):  # without samples, and with one of 0
         assert judge(gauge, uniform(0.006)) is Verdict.MATCH
         judge(gauge, uniform(0.0), is_own=True)
 
 
-def test_an_instance_that_repeated_itself_bit_for_bit_may_compute_in_another_batch() -> None:
+def test_samples_of_0_leave_room_for_another_batch() -> None:
     """Measured on a trained model of 30 layers: 0 alone, 0.016 beside another prompt."""
     gauge = NoiseGauge(["bfloat16"])
     for _ in range(KEPT_SAMPLES):
@@ -71,10 +71,10 @@ def test_a_noisy_machine_widens_the_limit_but_never_beyond_the_prior() -> None:
     assert gauge.limit() <= 0.1
 
 
-def test_what_is_wrong_is_no_noise() -> None:
+def test_only_own_matches_count() -> None:
     gauge = NoiseGauge(["bfloat16"])
     judge(gauge, uniform(0.5), is_own=True)
-    judge(gauge, uniform(0.01))  # another instance's
+    judge(gauge, uniform(0.01))  # from another instance
     assert gauge.num_samples == 0
 
 
@@ -82,7 +82,7 @@ def sampler(share: float, numbers: Iterator[float] = repeat(0.99)) -> AuditSampl
     return AuditSampler(share, lambda: next(numbers))
 
 
-def test_the_first_of_each_subject_and_then_by_chance() -> None:
+def test_the_first_of_each_subject_then_a_share() -> None:
     chances = iter([0.5, 0.0009, 0.001])
     one = sampler(0.001, chances)
     for subject in ("plain", "image"):
@@ -92,14 +92,14 @@ def test_the_first_of_each_subject_and_then_by_chance() -> None:
     assert [one.wants("plain") for _ in range(3)] == [False, True, False]
 
 
-def test_while_the_first_is_under_way_there_is_no_second() -> None:
+def test_one_first_audit_at_a_time_per_subject() -> None:
     one = sampler(0.001)
     one.begin("plain")
     assert not one.wants("plain")
     assert one.wants("image")
 
 
-def test_without_an_answer_it_is_tried_again_a_few_times() -> None:
+def test_an_unanswered_first_audit_is_repeated() -> None:
     one = sampler(0.001)
     for _ in range(MAX_FIRST_TRIES):
         assert one.wants("plain")
@@ -126,7 +126,7 @@ def epochs() -> RootEpochs:
     return one
 
 
-def test_wrong_kv_leaves_even_the_keys_of_its_own_behind() -> None:
+def test_each_mismatch_gives_a_root_new_keys() -> None:
     one, seen = epochs(), {"weights"}
     for _ in range(3):
         one.separate(ROOT)
@@ -136,7 +136,7 @@ def test_wrong_kv_leaves_even_the_keys_of_its_own_behind() -> None:
     assert one.num_apart() == 1
 
 
-def test_with_too_many_roots_apart_all_are() -> None:
+def test_too_many_roots_separate_all() -> None:
     one = epochs()
     for root in range(MAX_ROOTS + 1):
         one.separate(str(root).encode())
@@ -145,7 +145,7 @@ def test_with_too_many_roots_apart_all_are() -> None:
 
 
 @given(st.lists(st.sampled_from([ROOT, OTHER, None])))
-def test_a_root_is_shared_unless_an_audit_was_against_it(history: list[bytes | None]) -> None:
+def test_a_root_is_shared_unless_an_audit_failed(history: list[bytes | None]) -> None:
     apart: set[bytes] = set()
     one = epochs()
     for number, root in enumerate(history):
@@ -159,7 +159,7 @@ def test_a_root_is_shared_unless_an_audit_was_against_it(history: list[bytes | N
             assert (one.epoch(each) == one.name) == (each not in apart)
 
 
-# -- what is compared ------------------------------------------------------------------------------
+# -- comparison of chunks --------------------------------------------------------------------------
 
 
 TOKENS, HEADS, LAYERS, WIDTH = 4, 3, 2, 8  # elements of K and V of one token and head
@@ -187,7 +187,7 @@ def compare(name: str, one: torch.Tensor, other: torch.Tensor) -> tuple[LayerDif
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_format_is_read_as_its_numbers(name: str) -> None:
+def test_every_format_is_read_as_numbers(name: str) -> None:
     one, other = chunk(1, name), chunk(2, name)
     for found in compare(name, one, other):
         half = slice(found.half * WIDTH // 2, (found.half + 1) * WIDTH // 2)
@@ -209,7 +209,7 @@ def test_planes_keep_k_and_v_apart() -> None:
     assert [difference.difference > 0 for difference in found] == [False, True] * LAYERS
 
 
-def test_opaque_bytes_count_by_whether_they_differ() -> None:
+def test_opaque_bytes_count_by_equality() -> None:
     one = torch.zeros(HEADS, LAYERS, TOKENS, WIDTH, dtype=torch.uint8)
     other = one.clone()
     other[:, 1, :, : WIDTH // 4] = 7
@@ -219,9 +219,7 @@ def test_opaque_bytes_count_by_whether_they_differ() -> None:
 
 
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_the_same_strange_number_is_no_difference_and_one_alone_an_infinite_one(
-    strange: float,
-) -> None:
+def test_an_infinite_number_on_one_side_is_an_infinite_difference(strange: float) -> None:
     one = chunk(1, "bfloat16")
     one[0, 0, 0, 0] = strange
     assert combine(compare("bfloat16", one, one)).largest == 0

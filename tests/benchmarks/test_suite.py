@@ -1,4 +1,4 @@
-"""Benchmarks: all are in the suite, what they wrote is what pages show, and two of them run."""
+"""Benchmarks: their pages agree with their results, and two of them run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.simulated_gpu import compare, headline, simulate
 from tests.support import ROOT
 
 
-def test_the_pages_in_the_tree_are_what_the_results_say() -> None:
+def test_the_pages_in_the_tree_are_up_to_date() -> None:
     notes = report.NOTES.read_text(encoding="utf-8")
     pages = report.render(results.all_kept(), notes, results.FOLDER, report.TARGET)
     for path, page in pages.items():
@@ -42,9 +42,9 @@ def test_the_last_line_is_the_result() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_decisions_on_a_gpu_are_those_of_an_oracle() -> None:
-    """In virtual time. Each pass checks that what was loaded is right, and each load that no pass
-    under way still uses its blocks."""
+def test_decisions_on_a_gpu_match_an_oracle() -> None:
+    """In virtual time. Each pass checks the KV that it reads, and each load that no pass uses its
+    blocks."""
     samples = simulate(
         {
             "--rounds": [2],

@@ -1,4 +1,4 @@
-"""``check`` finds what would go wrong, says how to mend it, and keeps secrets."""
+"""``check`` finds problems, says how to fix them, and shows no secret."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def verdicts(outcome: CliResult) -> dict[str, str]:
     return {f["name"]: f["verdict"] for f in outcome.document["findings"]}
 
 
-def test_a_sound_configuration_goes_through_every_tier(cli: Cli, valkey: Server) -> None:
+def test_a_sound_configuration_passes_in_every_tier(cli: Cli, valkey: Server) -> None:
     outcome = cli("check", transfer(redis_url=valkey.url), "--json")
     assert outcome.code == 0
     assert set(verdicts(outcome).values()) == {"ok"}
     assert {"redis write", "redis look up", "redis read and compare"} <= verdicts(outcome).keys()
     with valkey.client() as client:
-        assert client.dbsize() == 0  # its chunks are gone again
+        assert client.dbsize() == 0  # its chunks are removed
 
 
 def test_every_wrong_setting_is_named(cli: Cli) -> None:
@@ -58,7 +58,7 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
         *('"redis://u:hunter2@h"', '{"a":' * 100_000),
     ],
 )
-def test_what_is_no_configuration_is_said_in_words(cli: Cli, text: str) -> None:
+def test_bad_configurations_get_an_error(cli: Cli, text: str) -> None:
     outcome = cli("check", text)
     assert outcome.code == 2
     assert "Error: " in outcome.err
@@ -73,7 +73,7 @@ def test_too_much_memory_is_an_error(cli: Cli) -> None:
     assert verdicts(outcome)["cpu tier"] == "error"
 
 
-def test_wrong_credentials_are_told_from_a_server_that_is_away(cli: Cli) -> None:
+def test_wrong_credentials_and_an_absent_server_differ(cli: Cli) -> None:
     with running_server(valkey_binary() or "", {"requirepass": "open-sesame"}) as server:
         right = server.url.replace("//", "//:open-sesame@")
         wrong = server.url.replace("//", "//:hunter2@")
@@ -89,7 +89,7 @@ def test_wrong_credentials_are_told_from_a_server_that_is_away(cli: Cli) -> None
     assert "open-sesame" not in away.out + away.err
 
 
-def test_a_server_that_may_not_be_written_is_found(cli: Cli) -> None:
+def test_a_server_without_room_is_found(cli: Cli) -> None:
     with running_server(valkey_binary() or "", {"maxmemory": "1mb"}) as server:
         outcome = cli("check", transfer(redis_url=server.url), "--json")
     assert outcome.code == 1
@@ -120,7 +120,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, vllm: str, status: str, words
     assert vllm in finding.detail
 
 
-# -- KV transfers: settings as the engine reads them, ports it can have, peers ---------------------
+# -- KV transfers: settings, ports, peers ----------------------------------------------------------
 
 
 SECRET = "open-sesame-open-sesame"
@@ -140,7 +140,7 @@ def found(outcome: CliResult) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in outcome.document["findings"]}
 
 
-def test_the_folder_of_the_host_is_looked_into(cli: Cli, tmp_path: Path) -> None:
+def test_the_host_folder_is_checked(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "host"
 
     def check() -> CliResult:
@@ -159,7 +159,7 @@ def test_the_folder_of_the_host_is_looked_into(cli: Cli, tmp_path: Path) -> None
     assert "host" not in found(off)
 
 
-def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> None:
+def test_a_misplaced_or_removed_key_is_told_where_it_belongs(cli: Cli) -> None:
     document = json.loads(p2p(kv_port=1, cpu_gb=1, secret=SECRET))
     outcome = cli("check", json.dumps({**document, "hash_key": SECRET, "kv_rol": "kv_both"}))
     assert outcome.code == 2
@@ -175,7 +175,7 @@ def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> 
     assert SECRET not in outcome.out
 
 
-def test_the_port_is_tried_and_let_go(cli: Cli) -> None:
+def test_the_port_is_tried_and_freed(cli: Cli) -> None:
     port = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         outcome = cli("check", p2p(port=port), "--json")
@@ -188,7 +188,7 @@ def test_the_port_is_tried_and_let_go(cli: Cli) -> None:
     assert (outcome.code, found(outcome)["ports"]["verdict"]) == (1, "error")
 
 
-def test_an_address_that_leads_nowhere_is_warned_of(cli: Cli) -> None:
+def test_a_wildcard_address_is_warned_of(cli: Cli) -> None:
     text = p2p(host="0.0.0.0", hash_key=SECRET, peer_hosts=["10.0.0.0/8"])
     outcome = cli("check", text, "--json")
     address = found(outcome)["address"]
@@ -205,7 +205,7 @@ def check_peers(cli: Cli, *peers: str, **more: Any) -> tuple[int, list[tuple[str
     return outcome.code, [(each["verdict"], each["detail"]) for each in found]
 
 
-def test_peers_are_asked_who_they_are(cli: Cli) -> None:
+def test_peers_are_asked_for_ranks(cli: Cli) -> None:
     with (
         serving(HeldChunks([])) as one,
         serving(HeldChunks([]), ranks=[PARTS, PARTS]) as two,
@@ -220,7 +220,7 @@ def test_peers_are_asked_who_they_are(cli: Cli) -> None:
     assert "1 of 1 instances answer, 1 rank(s) each" in third or "1 of 2 instances" in third
 
 
-def test_peers_that_cannot_be_loaded_from_are_named(cli: Cli, valkey: Server) -> None:
+def test_peers_that_cannot_serve_are_named(cli: Cli, valkey: Server) -> None:
     nobody, redis = free_ports(1), f"127.0.0.1:{valkey.port}"
     peers = [f"127.0.0.1:{nobody}", redis, "dns:nobody.invalid:7450"]
     code, found = check_peers(cli, *peers, peer_hosts=["127.0.0.1"])

@@ -1,4 +1,4 @@
-"""``stats`` on metrics as the connector registers them, served over HTTP."""
+"""``stats``, on metrics as the connector registers them, over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.redis.servers import free_port
 
 
 class Engine:
-    """What vLLM's front end does with our samples, without vLLM's engine."""
+    """vLLM's front end for our samples, without an engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -82,7 +82,7 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     (found,) = cli("stats", engine.url, "--json").document["engines"]
     assert found["queried_tokens"] == 2000
     assert found["hit_tokens"] == {"cpu": 1024, "peer": 0, "redis": 512}
-    assert found["hit_rate"] == 0.64  # of what was loaded, not of what was to be
+    assert found["hit_rate"] == 0.64  # loaded tokens count, not planned ones
     assert found["bypassed_requests"] == {"no_salt": 6}
     assert found["load"]["redis"]["bytes_per_second"] == 2 << 20
     assert 0.25 < found["load"]["redis"]["seconds_p50"] <= 0.5
@@ -97,8 +97,8 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     assert "circuit open" in people
 
 
-def test_watch_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) -> None:
-    engine.happened(0, some_traffic)  # before the first look: history
+def test_watch_shows_the_changes_between_two_looks(cli: Cli, engine: Engine) -> None:
+    engine.happened(0, some_traffic)  # before the first look
     runner = threading.Timer(0.3, lambda: engine.happened(0, some_traffic))
     runner.start()
     outcome = cli("stats", "--watch", engine.url, "--count", "1", "--interval", "1", "--json")
@@ -114,7 +114,7 @@ def test_watch_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) ->
     assert "DOWN" in quiet.out
 
 
-def test_an_engine_that_goes_away_is_shown_as_away(cli: Cli, engine: Engine) -> None:
+def test_an_absent_engine_is_shown_as_absent(cli: Cli, engine: Engine) -> None:
     away = f"127.0.0.1:{free_port()}"
     outcome = cli(
         "stats", "--watch", engine.url, away, "--count", "1", "--interval", "0.1", "--json"
@@ -133,7 +133,7 @@ def test_an_engine_that_goes_away_is_shown_as_away(cli: Cli, engine: Engine) -> 
     assert cli("stats", away).code == 3
 
 
-def test_what_is_no_engine_is_said_in_words(cli: Cli) -> None:
+def test_other_servers_get_an_error(cli: Cli) -> None:
     for body in (b"vllm:num_requests_running 1\n", b"<html>{{{"):
         with served(lambda body=body: body) as url:  # type: ignore[misc]
             outcome = cli("stats", url)
@@ -158,7 +158,7 @@ def test_what_is_no_engine_is_said_in_words(cli: Cli) -> None:
         (["stat"], "stats"),
     ],
 )
-def test_what_is_gone_or_misspelt_is_refused_with_its_name(
+def test_removed_or_misspelt_words_name_a_substitute(
     cli: Cli, line: list[str], instead: str
 ) -> None:
     outcome = cli(*line)

@@ -1,4 +1,4 @@
-"""``ls``, ``inspect``, ``verify`` and ``purge`` on chunks that the real tier has written."""
+"""``ls``, ``verify`` and ``purge`` on chunks that the real tier has written."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_ls_counts_namespaces_chunks_and_bytes(cli: Cli, valkey: Server) -> None
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """The path of a socket has 107 bytes at most."""
+    """A socket's path has 107 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="lmc-") as folder:
         yield Path(folder) / "host"
 
 
-def test_a_peer_is_looked_into_by_its_socket_on_this_host(cli: Cli, short_path: Path) -> None:
-    """Without a secret: who may enter the folder is the user."""
+def test_a_peer_is_listed_by_its_socket_on_this_host(cli: Cli, short_path: Path) -> None:
+    """Without a secret: only the user may enter the folder."""
     name, chunks = SocketName(digest("default"), digest("engine"), 0, 1), HeldChunks(range(3))
     with serving(chunks, host_socket=HostSocket(HostFolder(short_path), name), secret=None):
         url = f"unix://{short_path / str(name)}"
@@ -83,7 +83,7 @@ def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None
     fill(valkey, 1)
     with valkey.client() as client:
         name = next(iter(client.scan_iter("lmc:*:0-*:0")))
-        # As if unused for an hour: RESTORE is the way to say so.
+        # RESTORE can set the idle time: an hour.
         dump = client.dump(name)
         client.restore(name, 0, dump, replace=True, idletime=3600)
         first = cli("ls", "--redis-url", valkey.url, "--json").document["groups"][0]
@@ -93,10 +93,10 @@ def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None
 
 
 @pytest.mark.parametrize("namespace", ["team[/prod]", "[prod]", "a\x1b[31mb"])
-def test_names_are_shown_as_they_are_and_command_no_terminal(
+def test_names_are_printed_without_control_characters(
     cli: Cli, valkey: Server, namespace: str
 ) -> None:
-    """Whoever may write to the server chooses them."""
+    """Anyone who may write to the server chooses names."""
     with valkey.client() as client:
         client.set(f"lmc:{{{namespace}:{'ab' * 32}}}:0-1:0", b"x" * 300)
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in namespace)
@@ -107,7 +107,7 @@ def test_names_are_shown_as_they_are_and_command_no_terminal(
 
 
 def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
-    """Change one value of a chunk. Its name."""
+    """Change one value of a chunk. Returns its name."""
     with server.client() as client:
         name = sorted(client.scan_iter(f"lmc:*{chunk_key(index).hex()}*"))[index]
         client.set(name, change(client.get(name)))
@@ -115,7 +115,7 @@ def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
     return str(name.decode())
 
 
-def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
+def test_verify_finds_exactly_the_damage(cli: Cli, valkey: Server) -> None:
     fill(valkey, 4)
     none = cli("verify", "--redis-url", valkey.url, "-n", "other")
     assert "no values in namespace other" in none.out
@@ -138,7 +138,7 @@ def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
     assert sum(limited["values"].values()) == 5
 
 
-def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
+def test_verify_of_keyed_values_needs_the_key(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2, hash_key=HASH_KEY.encode())
     without = cli("verify", "--redis-url", valkey.url, "--json").document
     assert without["values"] == {"needs_hash_key": 2 * VALUES_PER_CHUNK}
@@ -154,7 +154,7 @@ def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
     assert "another secret" not in outcome.out + outcome.err
 
 
-def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server) -> None:
+def test_purge_asks_and_removes_only_one_namespace(cli: Cli, valkey: Server) -> None:
     fill(valkey, 80, namespace="go")
     fill(valkey, 2, namespace="stay")
     purge = ("purge", "--redis-url", valkey.url, "--namespace", "go")
@@ -166,7 +166,7 @@ def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server
         refused = cli(*purge, typed="n\n")
         assert refused.code == 1
         assert "Remove 320 values" in refused.err
-        assert cli(*purge, "--json").code == 2  # nobody to ask
+        assert cli(*purge, "--json").code == 2  # no one to ask
         assert client.dbsize() == total
         client.config_resetstat()
         done = cli(*purge, typed="y\n")
@@ -178,7 +178,7 @@ def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server
     assert not {"del", "flushall", "flushdb", "keys"} & commands_seen(valkey).keys()
 
 
-def test_purge_leaves_namespaces_that_only_begin_alike(cli: Cli, valkey: Server) -> None:
+def test_purge_leaves_namespaces_with_its_prefix(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2, namespace="prod")
     fill(valkey, 3, namespace="prod:v2")
     assert cli("purge", "--redis-url", valkey.url, "-n", "prod", "--yes").code == 0

@@ -1,4 +1,4 @@
-"""Each ACL line of docs/security.md, against each form of URL."""
+"""The ACL lines of docs/security.md, with each form of URL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VALKEY = valkey_binary() or "valkey-server"
 
 @dataclass
 class Guarded:
-    """Servers whose users have the documented rights. ``url`` has ``USER`` where the user goes."""
+    """Servers whose users have the documented rights. ``url`` has ``USER`` in the user's place."""
 
     servers: list[Server]
     url: str
@@ -136,7 +136,7 @@ FORMS = {
 @pytest.fixture(scope="module", params=FORMS, ids=str)
 def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     if FORMS[request.param] is tls:
-        request.getfixturevalue("redis_path")  # skips where there is none
+        request.getfixturevalue("redis_path")  # skips without one
     if FORMS[request.param] is oldest:
         request.getfixturevalue("oldest_redis_path")
     with FORMS[request.param]() as guarded:
@@ -176,7 +176,7 @@ def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
 
 
 def spoil(guarded: Guarded, index: int) -> None:
-    """Change one byte of a chunk."""
+    """Change bytes of a chunk."""
     db = re.search(r"(?:/|db=)(\d)(?:\?|$)", guarded.url)
     for server in guarded.servers:
         with server.client(db=int(db[1]) if db else 0) as client:
@@ -184,10 +184,10 @@ def spoil(guarded: Guarded, index: int) -> None:
                 client.setrange(name, 1000, b"\xff\x00\xff\x00")
 
 
-# -- with no more rights than the documentation asks for, over TLS, and on servers that say nothing
+# -- missing rights, TLS, and silent servers ------------------------------------------------------
 
 
-# For clusters, and for what `ls` can do without.
+# For clusters, and for a part of `ls` that is optional.
 ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
 
 
@@ -221,7 +221,7 @@ def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded_valkey: Server
 
 
 @pytest.mark.redis_server
-def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli, redis_path: str) -> None:
+def test_errors_of_tls_say_what_is_wrong(cli: Cli, redis_path: str) -> None:
     with (
         certificates() as pem,
         running_tls_server(redis_path, pem, CACHE, asks_clients=False) as server,
@@ -237,11 +237,11 @@ def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli, redis_path: str
 
 
 @pytest.mark.parametrize(("scheme", "what"), [("rediss", "speaks no TLS"), ("redis", "firewalls")])
-def test_a_server_that_says_nothing_is_told_in_a_moment(
+def test_a_silent_server_is_reported_at_once(
     cli: Cli, valkey: Server, monkeypatch: pytest.MonkeyPatch, scheme: str, what: str
 ) -> None:
-    """A Redis waits for more of what begins a TLS handshake. Answers after the greeting may take
-    as long as they need: here an hour."""
+    """A Redis without TLS waits for the rest of a handshake. Replies after the greeting have
+    another time-out, here an hour."""
     monkeypatch.setattr(admin, "_ANSWER_SECONDS", 3600.0)
     monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
     with fault_proxy(valkey.port) as proxy:

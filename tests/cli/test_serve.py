@@ -1,4 +1,4 @@
-"""``serve``: the line it becomes. That a server runs so is shown with the examples."""
+"""``serve``: the command line that it makes for vLLM. Examples run the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dry_run(*arguments: str) -> dict[str, Any]:
 
 
 def line(*arguments: str) -> list[str]:
-    """vLLM's line."""
+    """vLLM's command line."""
     command: list[str] = dry_run(*arguments)["command"]
     return command
 
@@ -34,7 +34,7 @@ def transfer(command: list[str]) -> dict[str, Any]:
     return document
 
 
-def test_what_it_does_not_know_goes_to_vllm() -> None:
+def test_unknown_options_go_to_vllm() -> None:
     command = line("some/model", "--port", "1234", "--max-model-len=4096", "--cpu-gib", "2")
     assert command[command.index("--port") + 1] == "1234"
     assert "--max-model-len=4096" in command
@@ -42,7 +42,7 @@ def test_what_it_does_not_know_goes_to_vllm() -> None:
 
 
 @pytest.mark.parametrize("choice", ["--no-enforce-eager", "--enforce-eager", "-O.level=3"])
-def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
+def test_on_cpus_vllm_runs_eagerly_by_default(choice: str) -> None:
     assert line("some/model")[-1] == "--enforce-eager"
     chosen = line("some/model", choice)
     assert [o for o in chosen if o.startswith(("--enforce", "--no-enforce", "-O"))] == [choice]
@@ -56,8 +56,8 @@ def _twelve_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_twelve_gib")
 @pytest.mark.parametrize(("cpu_gib", "kv_gib"), [("4", 2), ("8", 1.5), ("100", 1.5)])
-def test_on_cpus_vllm_gets_a_part_of_the_memory_that_is_left(cpu_gib: str, kv_gib: float) -> None:
-    """vLLM asks for 92 % of all memory else, and ends where others use some."""
+def test_on_cpus_vllm_gets_a_part_of_the_free_memory(cpu_gib: str, kv_gib: float) -> None:
+    """By default vLLM takes 92 % of all memory, and fails where others use some."""
     document = dry_run("some/model", "--cpu-gib", cpu_gib)
     command = document["command"]
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(int(kv_gib * 2**30))
@@ -69,14 +69,14 @@ def test_on_cpus_vllm_gets_a_part_of_the_memory_that_is_left(cpu_gib: str, kv_gi
 @pytest.mark.parametrize(
     "choice", ["--kv_cache_memory_bytes=9", "--gpu-memory-utilization=0.5", "-tp=2"]
 )
-def test_a_choice_of_memory_is_left_alone(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_memory_size_is_kept(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--kv-cache-memory-bytes" not in line("some/model", choice)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert "--kv-cache-memory-bytes" not in line("some/model")
 
 
 def test_a_password_is_not_on_the_line(tmp_path: Path) -> None:
-    """vLLM logs its line, and anyone on the machine can list processes."""
+    """vLLM logs its command line, and any user can list processes."""
     command = line("some/model", "--redis-url", "redis://user:hunter2@cache:6379")
     assert not any("hunter2" in word for word in command)
     settings = transfer(command)["kv_connector_extra_config"]
@@ -103,11 +103,11 @@ def test_no_secret_of_a_file_is_on_the_line_either(tmp_path: Path) -> None:
             key: server.secrets.get(str(v).removeprefix("env:"), v) for key, v in shown.items()
         }
         assert given == settings
-        # Whoever copies the line has to know.
+        # Notes name them for users who copy the line.
         assert all(any(name in note for note in server.notes) for name in server.secrets)
 
 
-def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmcache_connector.cli import serve
 
     monkeypatch.setattr(serve, "_installed_vllm", lambda: (["/no/such/vllm", "serve"], False))
@@ -160,14 +160,15 @@ def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> Non
 
 @pytest.mark.parametrize("arguments", [["--port", "8000", "m"], ["--model", "m"], [""]])
 def test_an_option_is_no_model(arguments: list[str]) -> None:
-    """Options of vLLM's are not known here, nor how many words each of them takes."""
+    """The number of words of each of vLLM's options is not known here."""
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
     assert answer.exit_code == 2
     assert "the model comes first" in answer.stderr
 
 
 def test_every_option_of_vllm_goes_to_vllm() -> None:
-    """None is taken for a slip of ours, but for those that would replace the connector."""
+    """None is taken for a misspelt option of ours. Options that would replace the connector are
+    refused."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -185,7 +186,7 @@ def test_every_option_of_vllm_goes_to_vllm() -> None:
 
 
 @pytest.mark.parametrize("option", ["--port {}", "--port={}"])
-def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(option: str) -> None:
+def test_a_taken_port_is_refused_before_a_model_is_loaded(option: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         options = ["some/model", *option.format(port).split(), "--json"]

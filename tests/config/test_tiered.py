@@ -1,4 +1,4 @@
-"""Configuration: every problem named at once, and no secret ever shown."""
+"""Configuration: all problems are named at once, no secret is shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_problem_is_named_at_once() -> None:
         assert any(line.startswith(f"  - '{name}': ") for line in lines), name
 
 
-def test_keys_of_vllm_and_of_the_other_connector_are_told_where_they_belong() -> None:
+def test_keys_of_vllm_and_of_the_other_connector_are_named_as_such() -> None:
     assert problems(kv_port=1, bind_host="0.0.0.0", qqqqqq=1, xxxxxx=1) == [
         "  - 'kv_port' is vLLM's own: put it beside 'kv_connector'",
         "  - 'bind_host' is a setting of LMCacheP2PConnector: here it is 'peer_listen'",
@@ -84,7 +84,7 @@ def test_a_wrong_value_is_one_problem(settings: dict[str, Any]) -> None:
     assert len(problems(**settings)) == 1
 
 
-def test_lmcache_keys_pass_through_and_nothing_else_does() -> None:
+def test_only_lmcache_keys_pass_through() -> None:
     config = parse_config({"lmcache.cache_policy": "LRU", "lmcache.x.y": 3})
     assert config.lmcache == {"cache_policy": "LRU", "x.y": 3}
     assert len(problems(**{"lmcach.cache_policy": "LRU"})) == 1
@@ -145,15 +145,13 @@ def test_ranks_share_the_cpu_tier_of_their_host() -> None:
         ),
     ],
 )
-def test_settings_are_read_wherever_the_connector_is_named(
-    connector: str, extra: dict[str, Any]
-) -> None:
+def test_settings_inside_multiconnector_are_checked(connector: str, extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
         check_settings(connector, extra, 16)
     check_settings("NixlConnector", extra, 16)
 
 
-def test_a_chunk_size_is_compared_with_the_block_size_as_soon_as_that_is_known() -> None:
+def test_a_chunk_size_is_checked_against_a_known_block_size() -> None:
     with pytest.raises(ConfigError, match="not a multiple of vLLM's block size 16"):
         check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
@@ -171,7 +169,7 @@ def test_a_chunk_size_is_compared_with_the_block_size_as_soon_as_that_is_known()
         ({"peers": "127.0.0.1:7450"}, "'peers'"),
     ],
 )
-def test_what_a_peer_server_needs_beyond_loopback(settings: dict[str, Any], problem: str) -> None:
+def test_a_peer_servers_needs_beyond_loopback(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_config(settings)
 
@@ -184,14 +182,14 @@ def test_what_a_peer_server_needs_beyond_loopback(settings: dict[str, Any], prob
         {"peer_listen": "[::]:7450", "peer_insecure": True, "peers": ["dns:peers:7450", "[::1]:1"]},
     ],
 )
-def test_peers_that_may_be(settings: dict[str, Any]) -> None:
+def test_allowed_peers(settings: dict[str, Any]) -> None:
     config = parse_config({**settings, "host_sharing": False})
     assert (config.peer_tier_config() is not None) == bool(config.peers)
     assert config.remote_tiers == ((Tier.PEER,) if config.peers else ())
     assert parse_config(settings).remote_tiers == (Tier.PEER,)
 
 
-def test_a_folder_nobody_looks_into_is_refused() -> None:
+def test_an_unused_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="without 'host_sharing' nobody looks into it"):
         parse_config({"host_folder": "/x", "host_sharing": False})
     with pytest.raises(ConfigError, match="host_folder"):
@@ -218,14 +216,14 @@ def test_secrets_by_value_environment_and_file(tmp_path: Path) -> None:
             resolve_secret(f"file:{file}", environ)
 
 
-# -- what is gone ----------------------------------------------------------------------------------
+# -- removed settings and values -------------------------------------------------------------------
 
 
 UPGRADING = (ROOT / "docs" / "upgrading.md").read_text()
 
 
 @pytest.mark.parametrize("name", limits.GONE)
-def test_a_setting_that_is_gone_is_refused_with_what_replaces_it(name: str) -> None:
+def test_a_removed_setting_is_refused_with_its_replacement(name: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_config({name: 1})
     (line,) = str(raised.value).splitlines()[1:]
@@ -242,7 +240,7 @@ def test_a_setting_that_is_gone_is_refused_with_what_replaces_it(name: str) -> N
         ({"model_digest": "sampled"}, "leave model_digest out"),
     ],
 )
-def test_so_is_a_value_that_is_gone(setting: dict[str, Any], instead: str) -> None:
+def test_so_is_a_removed_value(setting: dict[str, Any], instead: str) -> None:
     ((name, value),) = setting.items()
     with pytest.raises(ConfigError) as raised:
         parse_config(setting)
@@ -261,7 +259,7 @@ def test_so_is_a_value_that_is_gone(setting: dict[str, Any], instead: str) -> No
         ({}, "/.cache/lmcache-connector"),
     ],
 )
-def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
+def test_the_folder_of_the_users_caches(environ: dict[str, str], folder: str) -> None:
     assert user_cache_folder(environ) == Path(folder)
 
 
@@ -271,14 +269,14 @@ def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: st
 KEY = "a key of enough bytes"
 
 
-def test_on_loopback_nothing_has_to_be_set() -> None:
+def test_loopback_needs_no_setting() -> None:
     config = parse_p2p_config({}, 7000)
     assert config.peer_listen == "127.0.0.1:7000"
     assert "127.0.0.0/8" in config.peer_hosts
     assert config.peer_tier_config() is not None
 
 
-def test_beyond_it_hosts_and_a_key_have_to_be() -> None:
+def test_beyond_loopback_hosts_and_key() -> None:
     config = parse_p2p_config(
         {"host": "10.0.0.7", "bind_host": "::", "hash_key": KEY, "peer_hosts": ["10.0.0.0/24"]},
         7000,
@@ -304,7 +302,7 @@ def test_beyond_it_hosts_and_a_key_have_to_be() -> None:
         ({"router": "http://a:1"}, ["http_address"]),
     ],
 )
-def test_what_is_refused_says_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
+def test_refusals_say_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_p2p_config(settings, 7000)
     assert all(word in str(caught.value) for word in words), str(caught.value)

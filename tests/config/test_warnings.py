@@ -1,4 +1,4 @@
-"""Valid settings that nobody wants get one sentence each, sound ones none."""
+"""Valid but useless settings get one sentence each; sound settings none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_sizes(around: Surroundings = SOUND, ranks: int = 1, **extra: Any) -> list
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer", "kv_consumer"])
-def test_sound_settings_are_not_talked_about(kv_role: str) -> None:
+def test_sound_settings_get_no_warning(kv_role: str) -> None:
     extra: dict[str, Any] = {"redis_url": "redis://h", "redis_ttl_seconds": 60}
     assert of_settings(kv_role, **extra, redis_ttl_refresh=True) == []
     assert of_sizes() == []
@@ -51,7 +51,7 @@ def test_chunks_wider_than_a_window() -> None:
     assert "chunk_size 256 is more than the 128 tokens of the model's narrowest window" in warning
 
 
-def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:
+def test_a_tier_too_small_for_one_prompt_says_the_size_it_needs() -> None:
     (warning,) = of_sizes(cpu_gib=0.25)  # 16 chunks; the longest prompt has 32, 0.5 GiB
     assert "max_model_len 8192" in warning
     assert "raise cpu_gib to 0.6 or more" in warning
@@ -68,7 +68,7 @@ V1 = (
 
 
 @pytest.mark.parametrize(("folder", "limit", "used", "reclaimable"), [V2, V1])
-def test_a_container_has_what_its_limit_leaves(
+def test_a_containers_limit_counts(
     tmp_path: Path, folder: str, limit: str, used: str, reclaimable: str
 ) -> None:
     write(tmp_path / "proc/meminfo", f"MemAvailable: {4 * GIB // 1024} kB\n")
@@ -76,7 +76,7 @@ def test_a_container_has_what_its_limit_leaves(
     write(tmp_path / folder / used, f"{2 * GIB}\n")
     assert available_memory(tmp_path) == GIB
     write(tmp_path / folder / "memory.stat", f"anon 1\n{reclaimable} {GIB // 2}\n")
-    assert available_memory(tmp_path) == GIB * 3 // 2  # files that were read count as used
+    assert available_memory(tmp_path) == GIB * 3 // 2  # the page cache counts as used
     write(tmp_path / folder / limit, f"{9 * GIB}\n")
     assert available_memory(tmp_path) == 4 * GIB
     write(tmp_path / folder / limit, "max\n")
@@ -88,7 +88,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_peers_are_somebody_to_share_with() -> None:
+def test_sharing_settings_apply_to_peers() -> None:
     peers = {"peers": ["127.0.0.1:7450"], "redis_timeout_seconds": 1.0}
     assert list(settings_warnings(parse_config(peers), "kv_consumer")) == []
     serves = parse_config({"peer_listen": "127.0.0.1:7450"})

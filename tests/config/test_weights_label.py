@@ -1,4 +1,4 @@
-"""The user's name for updated weights: text, or a file that is read anew each time."""
+"""The user's name for updated weights: a text, or a file that is read at each reset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.errors import ConfigError
 
 
-def test_text_names_the_weights_itself() -> None:
+def test_text_is_the_label() -> None:
     assert read_weights_label(None) == ""
     assert read_weights_label("step 7") == "step 7"
     assert read_weights_label("files: many") == "files: many"
@@ -34,7 +34,7 @@ def test_a_file_is_read_each_time(tmp_path: Path) -> None:
         (b"x" * 4097, "more than 4096 bytes"),
     ],
 )
-def test_a_file_that_names_nothing_is_an_error(
+def test_a_file_without_a_label_is_an_error(
     tmp_path: Path, content: bytes | None, why: str
 ) -> None:
     path = tmp_path / "label"
@@ -46,8 +46,8 @@ def test_a_file_that_names_nothing_is_an_error(
         parse_config({"weights_label": f"file:{path}"})
 
 
-def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
-    """Opening a FIFO waits for somebody who writes to it, and the engine's step with it."""
+def test_a_fifo_is_an_error_at_once(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer, and the engine's step would wait, too."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     for name, why in (("fifo", "no regular file"), ("folder", "Is a directory")):

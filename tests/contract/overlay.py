@@ -1,7 +1,7 @@
-"""A vLLM that has no build for CPUs, laid over the environment: its Python with installed kernels.
+"""A vLLM without a build for CPUs: its Python files with installed kernels.
 
-Enough for its scheduler, its connectors and the cache's layout, not for a forward pass: kernels of
-another version may take other arguments.
+It runs vLLM's scheduler, connectors and cache layouts, but no forward pass: kernels of another
+version may take other arguments.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 def lay(version: str, folder: Path) -> None:
-    """Make ``folder`` an entry of ``PYTHONPATH`` that holds ``vllm`` of that version.
+    """Make ``folder`` an entry of ``PYTHONPATH`` with ``vllm`` of that version.
 
-    vLLM takes the build for CPUs from the name of its version.
+    vLLM recognises the build for CPUs by its version's name.
     """
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]

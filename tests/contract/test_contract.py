@@ -1,4 +1,4 @@
-"""What `make contract` says of a vLLM that differs from the installed one."""
+"""`make contract` finds each difference of a changed vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of the copy engine: every copier, every layout, the same bytes."""
+"""The contract of the copy engine: every copier copies every layout byte for byte."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ DTYPES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_torch_thread() -> Iterator[None]:
-    """The reference's copies are tiny: starting threads for them takes longer."""
+    """The reference's copies are tiny; starting threads takes longer."""
     with one_torch_thread():
         yield
 
 
 @pytest.fixture(scope="module")
 def cpu() -> CpuCopier:
-    """Made when it is needed: it loads numba, which no engine started later would survive."""
+    """Made on first use: it loads numba, which breaks the start of later engines."""
     return CpuCopier(stream_min_job_bytes=0)
 
 
@@ -85,7 +85,7 @@ def device(copier: Copier) -> str:
 def check_copy(
     copier: Copier, src: Paged | Chunks, dst: Paged | Chunks, ids: list[int], to: list[int]
 ) -> None:
-    """Copy, then compare every byte of both sides with what it must be."""
+    """Copy, then compare every byte of both sides with the reference."""
     direction: Direction = "d2h" if isinstance(dst, Chunks) else "h2d"
     expected, source = expected_blocks(src, dst, ids, to), src.blocks()
     gaps = [] if isinstance(dst, Chunks) else [gap_bytes(dst)]
@@ -134,7 +134,7 @@ def test_loading_may_start_inside_a_chunk(copier: Copier, device: str) -> None:
 
 
 def test_groups_of_one_part_are_copied_together(copier: Copier, device: str) -> None:
-    """Layers 0 and 2 are in one KV cache group, layer 1 in another, with other blocks."""
+    """Layers 0 and 2 are in one KV cache group, layer 1 in another with other blocks."""
     places, ids = [(0, 2), (1,)], [[6, 2, 3, 0, 5, 4], [1, 2, 0, 6, 4, 3]]
     caches = [paged("LBNHC", layers=count, device=device, seed=count) for count in (2, 1)]
     geometry = ChunkGeometry(32, 0, (24,) * 3, (0, 1), 2, "uint8")
@@ -229,7 +229,7 @@ def test_caches_with_other_layers_or_dtypes_are_refused(cpu: CpuCopier) -> None:
         copy_kv_blocks(flat, flat, [0], [0], "d2h", cpu)
 
 
-def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
+def test_concurrent_copies_do_not_mix(copier: Copier, device: str) -> None:
     caches = [paged("LBNHC", device=device, seed=seed) for seed in range(6)]
     hosts = [chunks(cache, num_chunks=2, seed=9) for cache in caches]
     pairs = list(zip(caches, hosts, strict=True))
@@ -248,7 +248,7 @@ def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
 
 @st.composite
 def planes_of(draw: st.DrawFn, content: int) -> tuple[Plane, ...]:
-    """Both halves of a token's content in some number of runs."""
+    """The two halves of a token's content, each in some number of runs."""
     half = content // 2
     counts = st.sampled_from([n for n in (1, 2, 4, 50) if half % n == 0])
     return tuple(Plane(n, half // n) for n in (draw(counts), draw(counts)))
@@ -256,7 +256,7 @@ def planes_of(draw: st.DrawFn, content: int) -> tuple[Plane, ...]:
 
 @st.composite
 def copies(draw: st.DrawFn, device: str) -> tuple[Paged, Chunks, list[int], list[int]]:
-    """A cache of any layout and type, with or without gaps or planes, chunks for it, and what to
+    """A cache of any layout and type, with or without gaps or planes, its chunks, and the blocks to
     copy."""
     kernel_tokens, split = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     layout, dtype = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(DTYPES))

@@ -1,6 +1,6 @@
-"""The calls of CUDA's driver, against a library that is compiled from its own header.
+"""Calls of CUDA's driver, against a library compiled from CUDA's own header.
 
-A C compiler checks the types on that side. On this one every argument must arrive as it left.
+The C compiler checks the types on its side; here, every argument must arrive unchanged.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int version, cuuint64_
 def library(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> ctypes.CDLL:
-    """A driver of CUDA 12.6, which knows no batches, or 13.1."""
+    """A driver of CUDA 12.6, without batched copies, or of 13.1."""
     triton, compiler = importlib.util.find_spec("triton"), shutil.which("cc")
     if triton is None or triton.origin is None or compiler is None:
         pytest.skip("runs where there is a C compiler, and Triton with CUDA's headers")
@@ -121,7 +121,7 @@ def test_every_argument_arrives(library: ctypes.CDLL, request: pytest.FixtureReq
     source, target = np.arange(80, dtype=np.uint8).reshape(5, 16), np.zeros((5, 16), np.uint8)
     driver.copy(target[0].ctypes.data, source[0].ctypes.data, 16, STREAM)
     sizes = np.array([16, 1, 7, 16], np.int64)
-    # Tables are often columns of others.
+    # Tables are often columns of larger ones.
     to, start, size = np.stack([addresses(target[1:]), addresses(source[1:]), sizes], axis=1).T
     driver.copy_many(to, start, size, STREAM)
     driver.copy_many(to[:0], start[:0], size[:0], STREAM)

@@ -1,6 +1,6 @@
-"""What CUDA's copier leaves to chance, which must be nothing: see `late_streams`.
+"""Nothing in CUDA's copier may depend on the order of unrelated streams: see `late_streams`.
 
-Rehearsed only. The real streams of a GPU are in `test_cuda_streams`.
+Rehearsed only. Real streams of a GPU are in `test_cuda_streams`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def in_blocks(side: Paged | Chunks) -> list[torch.Tensor]:
     return [layer[: BLOCKS.stop] for layer in side.blocks()]
 
 
-def test_nothing_overtakes_a_fence_or_itself(copier: Any, late: LateDevice) -> None:
-    """Passes write before a store and before a load; each must be over by then, and each copy by
-    the time it returns."""
+def test_no_copy_overtakes_its_fence(copier: Any, late: LateDevice) -> None:
+    """Passes write before a store and before a load. Each has ended when the copy begins, and each
+    copy when it returns."""
     source, target = cache_of(), cache_of(seed=1)
     host = chunks(source, num_chunks=3)
     for value in (7, 8):
@@ -77,7 +77,7 @@ def test_nothing_overtakes_a_fence_or_itself(copier: Any, late: LateDevice) -> N
 def test_tables_that_grow_beside_a_pass_are_read_whole(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their memory may be that of something the compute stream has yet to write to."""
+    """Their new memory may be that of something that the compute stream still writes to."""
     from lmcache_connector.copy_kv_blocks import cuda
 
     monkeypatch.setattr(cuda, "TABLE_WORDS", 1)
@@ -91,16 +91,16 @@ def test_tables_that_grow_beside_a_pass_are_read_whole(
         assert same(host.blocks(), [layer[: len(blocks)] for layer in cache.blocks()])
 
 
-def test_a_fence_is_looked_at_on_its_own_device(late: LateDevice) -> None:
-    """Or threads of every rank but the first would take memory of the first GPU."""
+def test_a_fence_is_queried_on_its_device(late: LateDevice) -> None:
+    """Otherwise threads of all ranks would take memory of the first GPU."""
     from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
 
     CudaCopier(torch.device("cpu")).fence().query()
     assert late.asked_on == [torch.device("cpu")]
 
 
-def test_a_pass_reads_what_was_enqueued_before_it(copier: Any, late: LateDevice) -> None:
-    """The pass before that still writes to the blocks, and the host waits for neither."""
+def test_a_pass_reads_copies_enqueued_before(copier: Any, late: LateDevice) -> None:
+    """The pass before still writes to the blocks, and the host waits for neither."""
     target, read = cache_of(1), list[list[int]]()
     hosts, queued = [chunks(target, num_chunks=3) for _ in range(3)], []
     for number, host in enumerate(hosts):

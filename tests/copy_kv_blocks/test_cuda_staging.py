@@ -1,4 +1,4 @@
-"""Copies through staging slots: planned, rehearsed with Triton's interpreter, compiled for GPUs."""
+"""Copies through staging slots: planned, rehearsed in Triton's interpreter, compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
 
 
 def test_the_tests_for_gpus_are_rehearsed() -> None:
-    """Those of one thread: all of them take minutes, and `make gpu ARGS=--rehearse` runs them."""
+    """A part of them: all take minutes, and run by `make gpu ARGS=--rehearse`."""
     output = run_python(
         *("-m", "pytest", "-c", "tests/copy_kv_blocks/gpu.ini", "tests/copy_kv_blocks"),
         *("-q", "-m", "cuda", "-k", "mla or widths or loading or groups or fence or beside"),
@@ -61,7 +61,7 @@ def test_tiles_use_the_slots_in_turn() -> None:
     assert hosts == sorted(host.addresses.tolist())
 
 
-def test_only_whole_chunks_travel_to_the_host_whole() -> None:
+def test_only_whole_chunks_are_copied_in_one_piece() -> None:
     cache = paged("LBHNC")
     host = chunks(cache, num_chunks=3).buffers
     whole = plan_copy(cache.layout, host, range(4), [4, 0, 5, 1])

@@ -1,6 +1,6 @@
-"""Copies beside the work of a GPU: what waits for what, and what may change when.
+"""Copies beside other work of a GPU: which waits for which, and when memory may change.
 
-Rehearsed without a GPU too, where streams do everything at once: that shows that the lines run.
+Without a GPU, a rehearsal runs each line; its streams work at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def device() -> str:
 
 
 def keep_busy() -> None:
-    """The compute stream, so that what follows on it is late."""
+    """Delay the work that follows on the compute stream."""
     if not is_rehearsal():
         torch.cuda._sleep(BUSY_CYCLES)
 
@@ -74,7 +74,7 @@ def test_a_store_waits_for_the_work_before_its_fence(copier: Copier, device: str
 def test_a_copy_waits_for_nothing_after_its_fence(copier: Copier, device: str) -> None:
     cache = cache_of(device)
     host = chunks(cache, num_chunks=3)
-    store(copier, cache, host, copier.fence())  # first touches, tables, a compiled kernel
+    store(copier, cache, host, copier.fence())  # page faults, tables, a compiled kernel
     fence = copier.fence()
     keep_busy()
     after = copier.fence()
@@ -103,7 +103,7 @@ def test_host_memory_need_not_be_pinned(copier: Copier, device: str) -> None:
     assert same(in_blocks(target), in_blocks(source))
 
 
-def test_work_queued_after_a_load_reads_what_it_brought(copier: Copier, device: str) -> None:
+def test_work_queued_after_a_load_reads_its_data(copier: Copier, device: str) -> None:
     source, target = cache_of(device), cache_of(device, seed=1)
     host = chunks(source, num_chunks=3)
     store(copier, source, host, copier.fence())
@@ -115,7 +115,7 @@ def test_work_queued_after_a_load_reads_what_it_brought(copier: Copier, device: 
         assert same(in_blocks(target), in_blocks(source))
 
 
-def test_stores_and_loads_go_on_beside_each_other(copier: Copier, device: str) -> None:
+def test_stores_and_loads_run_beside_each_other(copier: Copier, device: str) -> None:
     wrong: list[int] = []
 
     def go(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The cost model's decisions one by one, then over whole sequences of simulated requests."""
+"""Single decisions of the cost model, then sequences of simulated requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CAP_SECONDS = 10.0
 def make_model(
     prefill: bool = True, clock: Callable[[], float] = lambda: 0.0, **arguments: object
 ) -> CostModel:
-    """A model that knows a linear prefill speed (and is told nothing of any tier)."""
+    """A model of linear prefill speed that knows no tier's speed."""
     model = CostModel(
         clock=clock,
         **{"max_deadline_seconds": CAP_SECONDS, **arguments},  # type: ignore[arg-type]
@@ -68,25 +68,25 @@ def test_no_hit_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize("tier", Tier)
-def test_a_tier_nothing_is_known_of_is_loaded_within_the_stall_share(tier: Tier) -> None:
+def test_an_unmeasured_tier_is_loaded_within_the_stall_share(tier: Tier) -> None:
     decision = make_model().decide(offer(*[tier] * 32))
     assert (decision.num_chunks, decision.reason) == (32, Reason.UNMEASURED)
     assert decision.deadline_seconds == pytest.approx(STALL_SHARE * RECOMPUTE, rel=1e-3)
 
 
-def test_with_nothing_known_at_all_loads_are_made_within_a_bound() -> None:
+def test_loads_have_a_fixed_bound_before_any_measurement() -> None:
     decision = make_model(prefill=False).decide(offer(CPU, CPU, REDIS))
     assert (decision.num_chunks, decision.reason) == (3, Reason.UNMEASURED)
     assert decision.deadline_seconds == 3 * UNMEASURED_LOAD_SECONDS
 
 
-def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
+def test_the_deadline_is_a_multiple_of_a_quick_load() -> None:
     model = make_model()
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.01)
     decision = model.decide(offer(*[REDIS] * 32))
     assert (decision.num_chunks, decision.reason) == (32, Reason.LOAD_FASTER)
     assert decision.predicted_load_seconds == pytest.approx(0.33, rel=1e-3)
-    rest = 1 * SECONDS_PER_TOKEN  # the last token is computed even when all chunks hit
+    rest = 1 * SECONDS_PER_TOKEN  # the last token is always computed
     latest = 1.05 * RECOMPUTE - rest - IDLE_SECONDS
     assert decision.deadline_seconds == pytest.approx(latest, rel=1e-3)
     short = model.decide(offer(*[REDIS] * 8, chunk_bytes=10**5))
@@ -94,18 +94,18 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
 
 
 @pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
-def test_the_queue_ahead_counts(queued_bytes: int, num_chunks: int) -> None:
+def test_queued_bytes_count(queued_bytes: int, num_chunks: int) -> None:
     model = make_model()
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.0)
     asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})
     decision = model.decide(asked)
     assert decision.num_chunks == num_chunks
-    # Also of a hit that is not worth its load: who reads the log wants to know why.
+    # The log shows the predicted time of a rejected load too.
     chunks = 32 * asked.chunk_bytes
     assert decision.predicted_load_seconds == pytest.approx((queued_bytes + chunks) / 1e8)
 
 
-def test_company_makes_compute_dearer_and_loading_worth_it() -> None:
+def test_running_requests_make_compute_dearer() -> None:
     model = make_model(prefill=False)
     for running in (0, 10):
         model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN * (1 + running), running)
@@ -115,16 +115,16 @@ def test_company_makes_compute_dearer_and_loading_worth_it() -> None:
     assert model.decide(offer(*[REDIS] * 32, running_requests=10)).num_chunks == 32
 
 
-def test_a_load_is_cut_to_what_the_deadline_cap_lets_through() -> None:
+def test_a_load_is_cut_to_the_deadline_cap() -> None:
     model = make_model(max_deadline_seconds=0.32)
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.02)
     decision = model.decide(offer(*[REDIS] * 32))
-    assert decision.num_chunks == 8  # 0.02 s and 8 times 0.01 s are a third of the cap
+    assert decision.num_chunks == 8  # 0.02 s + 8 x 0.01 s: a third of the cap
     assert decision.deadline_seconds <= 0.32
 
 
 @pytest.mark.parametrize(("redis_stalls", "num_chunks"), [(False, 40), (True, 1)])
-def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_tier(
+def test_a_hit_of_mixed_tiers_ends_before_a_stalled_tier(
     redis_stalls: bool, num_chunks: int
 ) -> None:
     model = make_model(prefill=False)
@@ -153,14 +153,14 @@ def test_a_decision_explains_itself_in_one_line() -> None:
     )
 
 
-def test_a_partly_computed_first_chunk_saves_only_its_rest() -> None:
+def test_a_partly_computed_chunk_saves_only_its_rest() -> None:
     asked = offer(CPU, CPU, context_tokens=300, prompt_tokens=1000)
     assert [asked.tokens_after(n) for n in range(3)] == [300, 512, 768]
     assert offer(CPU, CPU, prompt_tokens=512).tokens_after(2) == 511
 
 
 def slow_cpu_model(clock: Clock) -> CostModel:
-    """Calibrated at 1 GB/s; the loads that followed ran at 10 MB/s, slower than recompute."""
+    """Calibrated at 1 GB/s. Then loads ran at 10 MB/s, slower than recompute."""
     model = make_model(clock=clock)
     calibrate(model, CPU, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
@@ -168,8 +168,8 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     return model
 
 
-def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -> None:
-    """Such as one whose request was aborted, or whose deadline passed in the queue."""
+def test_one_load_a_minute_is_a_trial_even_if_no_trial_is_reported() -> None:
+    """A request may be aborted, or its deadline may pass in the queue."""
     clock = Clock(0.0)
     model = slow_cpu_model(clock)
     for minute in range(1, 4):
@@ -179,19 +179,19 @@ def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -
 
 
 @pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
-def test_a_trial_counts_for_more_than_all_before(load_seconds: float, num_chunks: int) -> None:
+def test_a_trial_replaces_older_measurements(load_seconds: float, num_chunks: int) -> None:
     clock = Clock(0.0)
     model = slow_cpu_model(clock)
     small = offer(*[CPU] * 128, chunk_tokens=20, prompt_tokens=2600)
     assert model.decide(small).num_chunks == 0
     clock.now = QUIET_SECONDS
     assert model.decide(small).num_chunks == 1
-    assert model.decide(small).num_chunks == 0  # until that has ended
+    assert model.decide(small).num_chunks == 0  # the trial is under way
     model.observe_load(CPU, 10**6, load_seconds)
     assert model.decide(small).num_chunks == num_chunks
 
 
-def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
+def test_a_trial_follows_the_profitable_part() -> None:
     clock = Clock(0.0)
     model = make_model(clock=clock)
     calibrate(model, CPU, bytes_per_second=5e9, latency_seconds=0.0)
@@ -211,7 +211,7 @@ def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
     context=st.integers(0, 4000),
     cap=st.floats(0.02, 20),
 )
-def test_decisions_stay_in_bounds_and_are_never_predicted_to_lose(
+def test_decisions_stay_in_bounds_and_predict_a_gain(
     tiers: tuple[Tier, ...],
     speeds: tuple[tuple[float, float], ...],
     queued: int,
@@ -238,17 +238,17 @@ def test_decisions_stay_in_bounds_and_are_never_predicted_to_lose(
     num_redis=st.integers(0, 23),
     redis=st.tuples(st.floats(1e6, 1e10), st.floats(0, 0.5)),
 )
-def test_the_choice_is_close_to_the_best_prefix_of_all(
+def test_the_choice_is_close_to_the_best_prefix(
     num_local: int, num_redis: int, redis: tuple[float, float]
 ) -> None:
-    """Only borders between tiers are compared; no prefix in between may do much better."""
+    """The model compares borders between tiers only; no prefix in between is much better."""
     tiers = (CPU,) * num_local + (REDIS,) * min(num_redis, 23 - num_local)
     speeds = {CPU: TrueSpeed(CPU_BYTES_PER_SECOND, 0.001), REDIS: TrueSpeed(*redis)}
     instance = SimulatedInstance(speeds, noise=0.0)
     instance.calibrate()
     instance.cold_requests(3)
     if tiers:
-        # At most what caution costs: twice 15 % of the load, and 5 % of recompute.
+        # The margin: twice 15 % of the load, and 5 % of recompute.
         assert instance.request(tiers).vs_best < 1.45
 
 
@@ -288,9 +288,7 @@ def test_no_request_is_slower_than_recompute(
 
 @pytest.mark.parametrize("cpu", [TrueSpeed(3e7), TrueSpeed(1e7)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_memory_that_turned_slow_costs_a_chunk_a_minute_and_is_used_again(
-    cpu: TrueSpeed, seed: int
-) -> None:
+def test_slow_memory_costs_a_chunk_a_minute_until_it_recovers(cpu: TrueSpeed, seed: int) -> None:
     instance = started(STALLING, seed)
     assert all(r.decision.num_chunks == 23 for r in instance.requests(20, CPU_HIT))
     instance.tiers[CPU] = cpu
@@ -306,13 +304,13 @@ def test_memory_that_turned_slow_costs_a_chunk_a_minute_and_is_used_again(
 
 
 @pytest.mark.parametrize("redis", redis_speeds(), ids=str)
-def test_a_calibrated_instance_is_near_the_best_choice_from_the_start(redis: TrueSpeed) -> None:
+def test_a_calibrated_instance_starts_near_the_best_choice(redis: TrueSpeed) -> None:
     requests = started(redis).requests(100, REDIS_HIT)
     assert sorted(r.vs_best for r in requests)[len(requests) // 2] <= 1.12
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_a_blind_instance_finds_a_tier_that_pays(latency: float) -> None:
+def test_an_uncalibrated_one_finds_a_fast_tier(latency: float) -> None:
     requests = started(TrueSpeed(1e9, latency), calibrate=False).requests(300, REDIS_HIT)
     assert sorted(r.vs_best for r in requests[-50:])[25] <= 1.1
 
@@ -329,18 +327,18 @@ def test_a_blind_instance_finds_a_tier_that_pays(latency: float) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_redis_that_recovered_is_found_again_by_its_probes(
+def test_probes_find_a_redis_that_has_recovered(
     before: TrueSpeed, after: TrueSpeed, bound: int, seed: int
 ) -> None:
-    """Probes come a minute apart by then, and a request takes about three quarters of a second.
-    Where the gain is narrow, some probes must have arrived before the stall is forgotten."""
+    """Probes come once a minute by then; a request takes about 0.75 s. Where the gain is small,
+    several probes must arrive before the stall is forgotten."""
     instance = started(before, seed)
     instance.requests(60, REDIS_HIT)
     instance.tiers[REDIS] = after
     assert any(r.vs_best < 1.2 for r in instance.requests(bound, REDIS_HIT))
 
 
-def test_a_stall_out_of_the_blue_costs_one_request() -> None:
+def test_a_sudden_stall_costs_one_request() -> None:
     instance = started(TrueSpeed(3e8))
     assert all(r.decision.num_chunks == 23 for r in instance.requests(20, REDIS_HIT))
     instance.tiers[REDIS] = STALLING
@@ -349,7 +347,7 @@ def test_a_stall_out_of_the_blue_costs_one_request() -> None:
     assert max(r.vs_recompute for r in others) == pytest.approx(1.0)
 
 
-def test_a_tier_that_stalls_every_other_time_is_used_little() -> None:
+def test_a_tier_that_stalls_half_the_time_costs_little() -> None:
     instance = started(TrueSpeed(1e8))
     requests = []
     for number in range(300):
@@ -358,16 +356,17 @@ def test_a_tier_that_stalls_every_other_time_is_used_little() -> None:
     assert sum(r.vs_recompute for r in requests) / 300 <= 1.05
 
 
-# -- models that need more than the chunks ---------------------------------------------------------
+# -- models with windows ---------------------------------------------------------------------------
 
 
 def windows(bytes_at: dict[int, dict[Tier, int]], *tiers: Tier, **changes: Any) -> LoadOffer:
-    """A hit that may end where windows are held, which take so many bytes of each tier."""
+    """A hit that may end after any chunk number of ``bytes_at``, whose windows have so many bytes
+    in each tier."""
     more: dict[str, Any] = {"ends": sorted(bytes_at), "other_bytes": bytes_at.__getitem__}
     return offer(*tiers, **more, **changes)
 
 
-def test_a_hit_with_windows_is_cut_only_where_it_may_end() -> None:
+def test_a_hit_with_windows_ends_at_allowed_ends() -> None:
     model = make_model()
     calibrate(model, CPU, 1e9, 0.0)
     calibrate(model, REDIS, 1e6, 0.0)  # slower than compute
@@ -377,8 +376,8 @@ def test_a_hit_with_windows_is_cut_only_where_it_may_end() -> None:
     assert decision.predicted_load_seconds == pytest.approx(11 * 10**6 / 1e9)
 
 
-def test_windows_count_for_what_they_take() -> None:
-    """Where they take longer than compute, the hit ends before, or is none."""
+def test_loads_include_their_windows() -> None:
+    """If windows take longer than compute, the hit ends earlier, or there is none."""
     model = make_model()
     calibrate(model, CPU, 1e9, 0.0)
     calibrate(model, REDIS, 1e6, 0.0)
@@ -387,7 +386,7 @@ def test_windows_count_for_what_they_take() -> None:
     assert model.decide(windows({32: {REDIS: 10**7}}, *[CPU] * 32)).num_chunks == 0
 
 
-def test_windows_that_lie_in_a_tier_that_stalls_are_left_out() -> None:
+def test_windows_in_a_stalled_tier_are_not_loaded() -> None:
     model = make_model()
     calibrate(model, CPU, 1e9, 0.0)
     calibrate(model, REDIS, 1e9, 0.0)
@@ -396,8 +395,8 @@ def test_windows_that_lie_in_a_tier_that_stalls_are_left_out() -> None:
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
 
 
-def test_what_a_step_costs_however_little_it_computes_is_not_the_prefills() -> None:
-    """On a GPU that is a few thousand tokens' worth. A prompt of two steps pays it twice."""
+def test_the_fixed_cost_of_a_step_is_no_part_of_the_prefill_speed() -> None:
+    """On a GPU it equals a few thousand tokens. A prompt of two steps pays it twice."""
     now, step, token = 0.0, 0.25, 3e-5
     model = CostModel(lambda: now, max_deadline_seconds=10.0, max_step_tokens=8192)
     for number in range(8):

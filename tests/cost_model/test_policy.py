@@ -1,4 +1,4 @@
-"""The cost model as the scheduler side keeps it: measurements from reports, waits, probes."""
+"""The cost model on the scheduler side: measurements from reports, waits, probes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def clock() -> Clock:
 
 
 def redis(num_bytes: int, seconds: float) -> Fetched:
-    """What a probe found; nothing at all is a failure."""
+    """A probe's result; zero bytes are a failure."""
     return Fetched(Tier.REDIS, num_bytes, seconds, not num_bytes)
 
 
 def make_policy(
     clock: Clock, started: Fetched, tiers: tuple[Tier, ...] = (Tier.REDIS,)
 ) -> LoadPolicy:
-    """One that knows its prefill speed, memory's, and what its start measured of Redis."""
+    """A policy that knows prefill speed, memory's speed, and the start's measurement of Redis."""
     model = CostModel(clock, max_deadline_seconds=10.0)
     made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
     made.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.0002), started)])
@@ -105,7 +105,7 @@ def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
     assert after == pytest.approx(1.5 * before, rel=0.15)
 
 
-def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(policy: LoadPolicy) -> None:
+def test_a_load_cut_off_stalls_redis_until_a_probe_arrives(policy: LoadPolicy) -> None:
     policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     policy.load_ended(1, [fetched(1, 0, 0.2, failed=True)])
     decision = policy.decide(0, PROMPT, KEYS, [Tier.REDIS] * len(KEYS))
@@ -114,22 +114,22 @@ def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(policy: Load
     assert decide(policy, KEYS) == 32
 
 
-def test_missing_chunks_say_nothing_of_the_tier(policy: LoadPolicy) -> None:
+def test_missing_chunks_do_not_stall_the_tier(policy: LoadPolicy) -> None:
     policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     policy.load_ended(1, [JobResult(1, Outcome.MISSING, 0, 0, 0.3, (Fetched(Tier.REDIS, 0, 0.3),))])
     assert decide(policy, KEYS) == 32
 
 
-def test_what_another_load_fetches_already_is_no_queue(policy: LoadPolicy) -> None:
+def test_a_load_of_the_same_chunks_is_no_queue(policy: LoadPolicy) -> None:
     for job_id in range(3):
         policy.load_planned(load_job(job_id, KEYS), [Tier.REDIS] * len(KEYS))
-    assert decide(policy, KEYS) == 0  # two more than the one to share
+    assert decide(policy, KEYS) == 0  # one load may be shared; two are queued
     policy.load_ended(1, [fetched(1, 32 * CHUNK_BYTES, 0.33)])
     policy.load_ended(2, [fetched(2, 32 * CHUNK_BYTES, 0.33)])
     assert decide(policy, KEYS) == 32
 
 
-def test_a_lookup_is_waited_for_as_long_as_the_prompt_is_worth(policy: LoadPolicy) -> None:
+def test_the_wait_for_a_look_up_is_a_share_of_recompute(policy: LoadPolicy) -> None:
     seconds = policy.lookup_seconds(0, PROMPT, last_lookup_seconds={})
     assert seconds == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
     assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) == 0.0
@@ -140,12 +140,12 @@ def test_a_lookup_is_waited_for_as_long_as_the_prompt_is_worth(policy: LoadPolic
 
 @pytest.mark.parametrize("share_held", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("step_seconds", [0.01, 0.05, 0.25, 2.0])
-def test_a_step_is_lost_for_an_answer_only_where_an_oracle_would(
+def test_a_step_is_lost_for_an_answer_where_an_oracle_would(
     policy: LoadPolicy, clock: Clock, step_seconds: float, share_held: float
 ) -> None:
-    """Requests come beside others that decode, right before a step: Redis has not answered when
-    they are scheduled. The oracle knows how many of them it holds, and either has all of them wait
-    for the next step or none."""
+    """Requests come right before a step, beside others that decode, and are scheduled before Redis
+    answers. The oracle knows how many of them are hits; it has all of them wait for the next step,
+    or none."""
     for _ in range(8):
         policy.step_planned(4, 0, has_prefill=False)
         clock.now += step_seconds
@@ -159,11 +159,11 @@ def test_a_step_is_lost_for_an_answer_only_where_an_oracle_would(
     waited = step_seconds + share_held * hit + (1 - share_held) * recompute
     ours = waited if asks_again else recompute
     assert ours <= 1.1 * min(recompute, waited)
-    assert ours <= (1 + LOOKUP_SHARE) * recompute  # never slower than without it
+    assert ours <= (1 + LOOKUP_SHARE) * recompute  # never much slower than recompute
 
 
-def test_a_crowd_waits_for_an_answer_sooner_than_one(policy: LoadPolicy, clock: Clock) -> None:
-    """Meanwhile others are computed, who would have been waited for."""
+def test_a_crowd_waits_where_one_request_would_not(policy: LoadPolicy, clock: Clock) -> None:
+    """While one waits, the others are computed, and it would have waited for them."""
     for _ in range(8):
         policy.step_planned(4, 0, has_prefill=False)
         clock.now += 0.25
@@ -175,7 +175,7 @@ def test_a_crowd_waits_for_an_answer_sooner_than_one(policy: LoadPolicy, clock: 
     assert policy.is_worth_a_step(*question)
 
 
-def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock: Clock) -> None:
+def test_redis_is_probed_only_while_requests_come(policy: LoadPolicy, clock: Clock) -> None:
     assert not policy.probes.take()
     policy.observe_reports([probed(0, 1.0)])
     assert not policy.probes.take()
@@ -184,7 +184,7 @@ def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock:
         clock.now += 1.0
         policy.lookup_seconds(0, PROMPT, {})
         probes += policy.probes.take()
-    assert 10 < probes < 20  # in ten minutes: at first every few seconds, then every minute
+    assert 10 < probes < 20  # in ten minutes: first every few seconds, then every minute
     policy.observe_reports([probed(1 << 23, 0.01)])
     policy.lookup_seconds(0, PROMPT, {})
     assert not policy.probes.take()
@@ -198,13 +198,11 @@ ANSWERED = Fetched(Tier.REDIS, 0, 0.001)
 
 @pytest.fixture
 def reader(clock: Clock) -> LoadPolicy:
-    """Of a Redis that may not be written to: a probe has nothing to read."""
+    """A policy with a read-only Redis, in which a probe finds nothing to read."""
     return make_policy(clock, ANSWERED)
 
 
-def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
-    reader: LoadPolicy,
-) -> None:
+def test_a_read_only_redis_is_used_again_after_a_stall(reader: LoadPolicy) -> None:
     assert decide(reader, KEYS) == 32
     reader.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     reader.load_ended(1, [fetched(1, 0, 0.05, failed=True)])
@@ -217,7 +215,7 @@ def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
     assert decide(reader, KEYS) > 0
 
 
-def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
+def test_a_redis_that_stalls_every_load_costs_a_load_a_minute(
     reader: LoadPolicy, clock: Clock
 ) -> None:
     num_loads = 0
@@ -233,7 +231,7 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
 
 
 def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, count: int = 8) -> None:
-    """Others decode, in steps that last so long."""
+    """Other requests decode, in steps of ``seconds``."""
     for _ in range(count):
         policy.step_planned(4, 0, has_prefill=False)
         clock.now += seconds
@@ -243,19 +241,17 @@ def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, count: int = 8) 
 def test_beside_long_steps_a_small_hit_is_computed(
     policy: LoadPolicy, clock: Clock, step: float, loads: bool
 ) -> None:
-    """It takes two steps at least until its load is heard of."""
+    """A load takes at least two steps until it is reported."""
     keys = KEYS[:8]
     run_steps(policy, clock, step)
     assert policy.model.steps.decode_seconds == pytest.approx(step)
     assert bool(decide(policy, keys, num_cpu=8)) is loads
-    policy.request_ended("r", 0)  # the others are gone
+    policy.request_ended("r", 0)  # nothing else runs
     assert decide(policy, keys, num_cpu=8) == 8
 
 
-def test_the_steps_a_load_costs_count_less_the_more_others_wait(
-    policy: LoadPolicy, clock: Clock
-) -> None:
-    """Each of a crowd would rather compute, and all would wait for that."""
+def test_a_crowd_loads_small_hits_despite_long_steps(policy: LoadPolicy, clock: Clock) -> None:
+    """Each would be quicker by compute, and all would wait for that."""
     keys = KEYS[:8]
     run_steps(policy, clock, 0.150)
     for number in range(4):
@@ -267,8 +263,8 @@ def test_the_steps_a_load_costs_count_less_the_more_others_wait(
 
 
 def test_a_crowd_loads_to_its_last_request(policy: LoadPolicy, clock: Clock) -> None:
-    """The loads ahead of the last one last longer than its own compute, but all would wait for
-    that. Nothing else runs."""
+    """The last request's load queues for longer than its own compute, but all would wait for that
+    compute. Nothing else runs."""
     for _ in range(9):
         policy.observe_reports([forward(PROMPT, 0.05 * RECOMPUTE)])
     for number in range(40):
@@ -279,22 +275,22 @@ def test_a_crowd_loads_to_its_last_request(policy: LoadPolicy, clock: Clock) -> 
         policy.load_planned(job, [Tier.CPU] * len(KEYS))
 
 
-def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: Clock) -> None:
-    """What a step leaves of them, the next ones compute: they last longer than those measured."""
+def test_prefills_of_others_make_steps_longer(policy: LoadPolicy, clock: Clock) -> None:
+    """The next steps compute the rest of them, and take longer than measured decode steps."""
     policy.model.max_step_tokens = PROMPT // 2
     run_steps(policy, clock, 0.001)
     keys = KEYS[:8]
     assert decide(policy, keys, num_cpu=8) == 8
-    policy.request_admitted("s", PROMPT // 2)  # this step computes it to its end
+    policy.request_admitted("s", PROMPT // 2)  # its last step
     assert decide(policy, keys, num_cpu=8) == 8
     policy.request_admitted("s", 4 * PROMPT)
     assert decide(policy, keys, num_cpu=8) == 0
 
 
-def test_loads_that_missed_their_turn_are_given_more_time_or_not_made(
+def test_loads_that_expire_in_the_queue_get_more_time_or_none(
     policy: LoadPolicy, clock: Clock
 ) -> None:
-    """In the queue of loads from memory, whose deadlines nobody heard of."""
+    """Loads from memory, whose deadlines passed in the queue."""
 
     def decided(keys: list[bytes]) -> LoadDecision:
         return policy.decide(0, PROMPT + 100, keys, [Tier.CPU] * len(keys))
@@ -314,8 +310,8 @@ def test_loads_that_missed_their_turn_are_given_more_time_or_not_made(
     assert decided(few).num_chunks == 1
 
 
-def test_one_long_forward_pass_keeps_nobody_from_loading(policy: LoadPolicy, clock: Clock) -> None:
-    """A load waited for a pass of 30 s that used its blocks; so would compute have."""
+def test_one_long_forward_pass_prevents_no_load(policy: LoadPolicy, clock: Clock) -> None:
+    """A load waited 30 s for a pass that used its blocks; compute would have waited, too."""
     run_steps(policy, clock, 0.010)
     job = jobs.load_job(1, "r", tuple(KEYS), ((),), deadline_seconds=0.1)
     policy.load_planned(replace(job, after_passes=True), [Tier.CPU] * len(KEYS))
@@ -326,7 +322,7 @@ def test_one_long_forward_pass_keeps_nobody_from_loading(policy: LoadPolicy, clo
     assert decide(policy, KEYS, num_cpu=32) == 32
 
 
-def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, clock: Clock) -> None:
+def test_a_load_waits_for_the_store_of_its_chunks(policy: LoadPolicy, clock: Clock) -> None:
     for job_id in range(1, 9):
         policy.store_planned(jobs.store_job(job_id, "s", (b"k",), ((1,),)))
         done = JobResult(job_id, Outcome.DONE, 1, 1, 0.5, waited_seconds=4.0)
@@ -348,7 +344,7 @@ def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, cl
 
 @pytest.fixture
 def sharing(clock: Clock) -> LoadPolicy:
-    """One with peers beside Redis, as fast as Redis so far."""
+    """A policy with peers and Redis, equally fast so far."""
     made = make_policy(clock, redis(1 << 23, 0.08), (Tier.PEER, Tier.REDIS))
     for job_id in range(8):
         load(made, job_id, 32 * CHUNK_BYTES, 0.32, Tier.PEER)
@@ -364,7 +360,7 @@ def test_slow_peers_make_redis_no_slower(sharing: LoadPolicy) -> None:
     assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
 
 
-def test_what_a_load_takes_from_each_tier_teaches_its_speed(sharing: LoadPolicy) -> None:
+def test_a_load_of_two_tiers_measures_each(sharing: LoadPolicy) -> None:
     half = 16 * CHUNK_BYTES
     for job_id in range(8, 20):
         sharing.load_planned(load_job(job_id, KEYS), [Tier.PEER] * 16 + [Tier.REDIS] * 16)
@@ -375,9 +371,7 @@ def test_what_a_load_takes_from_each_tier_teaches_its_speed(sharing: LoadPolicy)
     assert redis == pytest.approx(0.4, rel=0.2)
 
 
-def test_peers_that_stalled_are_tried_again_without_a_probe(
-    sharing: LoadPolicy, clock: Clock
-) -> None:
+def test_stalled_peers_are_tried_again_without_a_probe(sharing: LoadPolicy, clock: Clock) -> None:
     load(sharing, 8, 0, 0.2, Tier.PEER, failed=True)
     assert decide(sharing, KEYS, tier=Tier.PEER) == 0
     assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
@@ -387,9 +381,7 @@ def test_peers_that_stalled_are_tried_again_without_a_probe(
     assert decide(sharing, KEYS, tier=Tier.PEER) == 32
 
 
-def test_a_look_up_is_waited_for_while_one_tier_answers_in_time(
-    sharing: LoadPolicy, clock: Clock
-) -> None:
+def test_a_look_up_is_waited_for_if_one_tier_is_quick(sharing: LoadPolicy, clock: Clock) -> None:
     for slow, quick in ((Tier.PEER, Tier.REDIS), (Tier.REDIS, Tier.PEER)):
         assert sharing.lookup_seconds(0, PROMPT, {slow: 5.0, quick: 0.001}) > 0.0
     assert sharing.lookup_seconds(0, PROMPT, {Tier.PEER: 5.0, Tier.REDIS: 5.0}) == 0.0

@@ -1,4 +1,4 @@
-"""What is measured: tiers by loads of several sizes, prefill, steps and stores."""
+"""Measured speeds: tiers by loads of several sizes, prefill, steps and stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loads(tier: TierSpeed, sizes: list[int], latency: float, bytes_per_second: f
     bytes_per_second=st.floats(1e6, 1e10),
     sizes=st.lists(st.integers(1, 200).map(lambda n: n * MIB), min_size=2, max_size=10),
 )
-def test_an_exact_line_is_found(latency: float, bytes_per_second: float, sizes: list[int]) -> None:
+def test_a_line_is_fitted(latency: float, bytes_per_second: float, sizes: list[int]) -> None:
     tier = TierSpeed()
     loads(tier, [*sizes, 1 * MIB, 64 * MIB], latency, bytes_per_second)
     for size in (1 * MIB, 64 * MIB):
@@ -53,7 +53,7 @@ def test_no_history_makes_a_negative_or_missing_prediction(
         assert 0 < tier.failure_rate < 1
 
 
-def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
+def test_loads_of_one_size_measure_bandwidth() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
     assert tier.latency_seconds == pytest.approx(0, abs=1e-4)
@@ -61,7 +61,7 @@ def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
 
 
 @pytest.mark.parametrize("factor", [10, 1 / 10])
-def test_three_loads_are_enough_to_follow_a_tenfold_change(factor: float) -> None:
+def test_three_loads_follow_a_tenfold_change(factor: float) -> None:
     tier = TierSpeed()
     sizes = [10 * MIB, 20 * MIB, 40 * MIB]
     loads(tier, sizes * 10, latency=0.01, bytes_per_second=1e8)
@@ -69,7 +69,7 @@ def test_three_loads_are_enough_to_follow_a_tenfold_change(factor: float) -> Non
     assert tier.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / (1e8 * factor), rel=0.3)
 
 
-def test_a_load_that_brings_nothing_stalls_the_tier_until_one_arrives() -> None:
+def test_an_empty_load_stalls_the_tier_until_a_load_arrives() -> None:
     tier = TierSpeed()
     loads(tier, [MIB], 0.0, 1e8)
     tier.cut_off(1.0, 0, 0.5)
@@ -78,7 +78,7 @@ def test_a_load_that_brings_nothing_stalls_the_tier_until_one_arrives() -> None:
     assert not tier.stalled
 
 
-def test_a_deadline_too_short_for_a_tier_that_keeps_its_speed_is_no_stall() -> None:
+def test_a_cut_off_load_at_the_usual_speed_is_no_stall() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB], 0.0, 1e8)
     before = tier.failure_rate
@@ -87,7 +87,7 @@ def test_a_deadline_too_short_for_a_tier_that_keeps_its_speed_is_no_stall() -> N
     assert tier.failure_rate <= before
 
 
-def test_a_tier_that_stops_halfway_has_stalled() -> None:
+def test_a_load_that_stops_halfway_is_a_stall() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB], 0.0, 1e8)
     tier.cut_off(1.0, 4 * MIB, 40 * MIB / 1e8)
@@ -105,7 +105,7 @@ def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
     assert tier.failure_rate < (once + fresh) / 2
 
 
-def test_a_try_knows_nothing_but_failures_and_the_next_load_settles_it() -> None:
+def test_a_trial_keeps_only_failures_and_the_next_load_decides() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
     tier.cut_off(0.0, 0, 1.0)
@@ -117,7 +117,7 @@ def test_a_try_knows_nothing_but_failures_and_the_next_load_settles_it() -> None
     assert tier.seconds(MIB) == pytest.approx(MIB / 1e9, rel=1e-2)
 
 
-def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
+def test_measurements_expire_after_a_quiet_minute_but_a_stall_does_not() -> None:
     tier = TierSpeed()
     tier.measured(0.0, [(MIB, 1e-3)])
     tier.arrived(10.0, MIB, 0.1)
@@ -127,8 +127,8 @@ def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> 
     assert not tier.is_outdated(500.0)
 
 
-def test_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
-    """It may have been a hiccup; a tier that stays slow is tried less and less."""
+def test_measurements_of_a_slow_tier_expire_later_and_later() -> None:
+    """The first may be a hiccup; a tier that stays slow is tried less and less often."""
     tier, now, pauses = TierSpeed(), 0.0, []
     for _ in range(6):
         tier.arrived(now, MIB, 0.5)
@@ -144,15 +144,16 @@ def test_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
 
 
 @pytest.mark.parametrize("probe", [[], [(MIB, 0.01)], [(8 * MIB, 0.08), (MIB, 0.01)]])
-def test_a_probe_that_arrives_makes_failures_fade(probe: list[tuple[int, float]]) -> None:
-    """As one load does, however many it made; one with nothing to read ends the stall alone."""
+def test_a_probe_lowers_the_failure_rate(probe: list[tuple[int, float]]) -> None:
+    """The second probe counts like one load, whatever it read; a probe with nothing to read only
+    ends the stall."""
     tier = TierSpeed()
     tier.cut_off(0.0, 0, 1.0)
     before = tier.failure_rate
     tier.measured(1.0, probe)
     assert not tier.stalled
     assert tier.known == bool(probe)
-    assert tier.failure_rate == before  # that the stall is over says nothing of the next load
+    assert tier.failure_rate == before  # the first one only ends the stall
     tier.measured(2.0, probe)
     once = TierSpeed()
     once.cut_off(0.0, 0, 1.0)
@@ -178,7 +179,7 @@ def observed(*prefills: tuple[int, int, int]) -> PrefillSpeed:
     return speed
 
 
-def test_length_context_and_company_are_told_apart() -> None:
+def test_length_context_and_load_are_separated() -> None:
     speed = observed(*[(2048, c, r) for c in range(0, 32768, 4096) for r in (0, 8, 32)])
     for start, end, running in ((0, 8192, 0), (0, 32768, 4), (30000, 32768, 16)):
         expected = true_seconds(end - start, start, running)
@@ -191,7 +192,7 @@ def test_chunked_prefill_adds_up_to_the_whole() -> None:
     assert parts == pytest.approx(speed.seconds(0, 8000))
 
 
-def test_a_slow_first_prefill_is_forgotten_at_the_next() -> None:
+def test_a_slow_first_prefill_soon_counts_little() -> None:
     speed = PrefillSpeed()
     speed.observe(0.0, 4096, 0, 30.0)  # compilation
     speed.observe(1.0, 4096, 0, true_seconds(4096, 0))
@@ -199,7 +200,7 @@ def test_a_slow_first_prefill_is_forgotten_at_the_next() -> None:
     assert speed.seconds(0, 4096) < 3 * true_seconds(4096, 0)
 
 
-def test_one_hiccup_hardly_counts_and_a_lasting_slowdown_does() -> None:
+def test_a_lasting_slowdown_counts_and_one_outlier_does_not() -> None:
     speed = observed(*[(4096, 0, 0)] * 8)
     normal = speed.seconds(0, 4096)
     speed.observe(0.0, 4096, 0, 100 * normal)
@@ -226,7 +227,7 @@ def test_no_history_makes_compute_negative(history: list[tuple[int, int, float, 
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 10)] * 4), min_size=3, max_size=20))
-def test_the_non_negative_solution_is_no_worse_than_nothing(
+def test_the_non_negative_solution_is_no_worse_than_zero(
     rows: list[tuple[float, float, float, float]],
 ) -> None:
     table = np.array(rows)
@@ -246,8 +247,8 @@ def test_the_non_negative_solution_is_no_worse_than_nothing(
 
 
 def begins_after(num_batches: int, step: int, load: int) -> int:
-    """The course in the module's docstring, played. How much later than step 0, which is planned at
-    0, the step begins that computes what the load left."""
+    """The schedule in the module's docstring, simulated: how much later than step 0, planned at 0,
+    the step begins that computes the rest after the load."""
 
     def ended(number: int) -> int:
         return (number + num_batches) * step
@@ -261,21 +262,19 @@ def begins_after(num_batches: int, step: int, load: int) -> int:
 
 
 @given(st.sampled_from([1, 2, 3]), st.integers(1, 300), st.integers(0, 3000))
-def test_a_load_costs_the_steps_until_it_is_heard_of(
-    num_batches: int, step: int, load: int
-) -> None:
+def test_a_load_takes_steps_until_it_is_reported(num_batches: int, step: int, load: int) -> None:
     found = StepTime(num_batches).wait_seconds(load, step)
     assert found == begins_after(num_batches, step, load)
 
 
-def test_beside_nothing_else_a_load_costs_its_time() -> None:
+def test_in_an_idle_engine_a_load_takes_its_time() -> None:
     steps = StepTime(2)
     assert steps.wait_seconds(0.5, None) == pytest.approx(0.501)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 def test_steps_are_measured_by_their_plans(num_batches: int) -> None:
-    """Of decode steps of 10 ms among prefills of 300 ms: a plan shows the step that has ended."""
+    """Decode steps of 10 ms among prefills of 300 ms: a plan comes when a step has ended."""
     steps, now = StepTime(num_batches), 0.0
     ends: list[float] = []
     for number in range(60):
@@ -296,14 +295,14 @@ def test_a_pause_between_requests_is_no_step() -> None:
 
 
 def decode(steps: StepTime, start: float, seconds: float, count: int) -> float:
-    """Steps that last so long; returns when the next one is planned."""
+    """Plan ``count`` steps of ``seconds``; returns when the next one is planned."""
     for number in range(count):
         steps.planned(start + number * seconds, follows=True, has_prefill=False)
     return start + count * seconds
 
 
-def test_one_long_step_says_little_of_the_next() -> None:
-    """Whoever came while something was compiled for 30 s would wait for no load after it."""
+def test_one_long_step_counts_little() -> None:
+    """Otherwise a compilation of 30 s would end loading for requests after it."""
     steps = StepTime(2)
     now = decode(steps, 0.0, 0.01, 20)
     now = decode(steps, now + 30.0, 0.01, 1)
@@ -312,7 +311,7 @@ def test_one_long_step_says_little_of_the_next() -> None:
     assert steps.decode_seconds == pytest.approx(0.01, rel=0.15)
 
 
-def test_a_store_under_way_takes_what_the_last_ones_took() -> None:
+def test_a_store_takes_as_long_as_recent_ones() -> None:
     now = 0.0
     stores = StoreBacklog(lambda: now)
     for job_id in range(20):
@@ -323,10 +322,10 @@ def test_a_store_under_way_takes_what_the_last_ones_took() -> None:
     now = 0.15
     assert stores.wait_seconds(20) == pytest.approx(0.05, rel=0.05)
     assert stores.wait_seconds(19) == 0.0
-    assert stores.wait_seconds(0) == 0.0  # what relies on no store
+    assert stores.wait_seconds(0) == 0.0  # no store to wait for
 
 
-def test_one_long_pass_says_nothing_of_the_next_store() -> None:
+def test_one_long_store_does_not_lengthen_the_next() -> None:
     stores = StoreBacklog(lambda: 0.0)
     for job_id, seconds in enumerate([0.2, 30.0, 0.2, 40.0, 0.2]):
         stores.planned(job_id)
@@ -335,13 +334,13 @@ def test_one_long_pass_says_nothing_of_the_next_store() -> None:
         assert stores.wait_seconds(100 + job_id) == pytest.approx(0.2)
 
 
-def test_a_backlog_shows_before_it_ends() -> None:
-    """The first of them is a second old: the last one waits for all of that at least."""
+def test_stores_queue_behind_late_ones() -> None:
+    """The first store is a second old: the next one waits for at least as long."""
     now = 0.0
     stores = StoreBacklog(lambda: now)
     stores.planned(1)
     now = 1.0
     stores.planned(2)
     assert stores.wait_seconds(2) == pytest.approx(1.0)
-    stores.ended(1, [])  # no rank had heard of it
+    stores.ended(1, [])  # no rank has stored anything
     assert stores.wait_seconds(2) == 0.0

@@ -1,4 +1,4 @@
-"""Real engines for the tests, each in a process of its own, shared where tests allow it."""
+"""Real engines, each in its own process; tests of one file may share one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.redis.servers import Server, running_valkey
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Server]:
-    """For the engines of one file."""
+    """Shared by the tests of one file."""
     with running_valkey() as server:
         yield server
 
@@ -24,7 +24,7 @@ def valkey() -> Iterator[Server]:
 def start(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> StartInstance:
-    """With the ``LIMITS`` that the tests' module sets, if it does."""
+    """Starts engines, with the ``LIMITS`` of the tests' module if it has them."""
     limits: Mapping[str, float] = getattr(request.module, "LIMITS", {})
 
     def make(

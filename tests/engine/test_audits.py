@@ -1,7 +1,7 @@
-"""Audits on real engines: what is right passes, what is wrong is found.
+"""Audits on real engines: right KV passes, wrong KV is found.
 
-Wrong identity is made by taking the identity away: two models under one given name. Requests with
-adapters and images are tests/scheduler/test_auditor.py's.
+Wrong KV comes from two models with one ``model_digest``. Requests with adapters and images are in
+tests/scheduler/test_auditor.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 def retrained(
     start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path_factory: Any
 ) -> Iterator[VllmInstance]:
-    """The same name, other rows in the embedding; on one host that would be noticed at start."""
+    """Other rows in the embedding, the same name. Both engines on one host would notice at
+    start."""
     folder = tmp_path_factory.mktemp("models") / "retrained"
     build_retrained_model(folder, tiny_model, STRENGTH)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 4}
@@ -65,7 +66,7 @@ def retrained(
 
 @pytest.fixture
 def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """With some of the retrained rows in every chunk."""
+    """Has some of the retrained rows in every chunk."""
     seed = sum(map(ord, request.node.name))
     tokens = random_prompt(seed, NUM_TOKENS)
     for at in range(0, NUM_TOKENS, 8):
@@ -73,12 +74,12 @@ def prompt(request: pytest.FixtureRequest) -> list[int]:
     return tokens
 
 
-def test_a_hit_is_computed_again_and_found_right(one: VllmInstance, prompt: list[int]) -> None:
+def test_an_audit_finds_a_right_hit(one: VllmInstance, prompt: list[int]) -> None:
     before = one.call(audits)
     cold = one.serve(prompt)
     one.reset_prefix_cache()
     hit = one.serve(prompt)
-    assert hit.external_hit_tokens == 2 * CHUNK_SIZE  # of three chunks, the last is computed
+    assert hit.external_hit_tokens == 2 * CHUNK_SIZE  # the third chunk is audited
     assert hit.block_digests == cold.block_digests
     assert changes(one, before) == {"match": 1}
 
@@ -100,7 +101,7 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert changes(retrained, before).get("mismatch") == 1
     told = [each for each in retrained.log.splitlines() if "Audit: the KV stored for" in each]
     assert "for a plain request of" in told[-1]
-    # Sharing is over, for requests to come and both ways.
+    # From now on nothing is shared, in both directions.
     retrained.reset_prefix_cache()
     right = retrained.serve(prompt)
     assert right.external_hit_tokens == 0

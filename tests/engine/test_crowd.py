@@ -1,6 +1,6 @@
-"""A crowded engine: preemption, priorities, resets and pauses, while it tells of its caches.
+"""A crowded engine: preemption, priorities, sessions, resets and pauses.
 
-One engine with room for 28 blocks serves all of these tests.
+All tests share one engine, whose cache has 28 blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def assert_blocks_equal(hit: Served, cold: Served) -> None:
 def serve_counting_preemptions(
     probe: EngineProbe, prompts: list[list[int]], max_tokens: int
 ) -> tuple[list[Served], list[str]]:
-    """Serve them; also returns who was preempted, in order."""
+    """Serve ``prompts``; also returns the preempted requests in order."""
     with preemptions(probe) as preempted:
         return probe.serve_many(prompts, max_tokens), preempted
 
@@ -66,7 +66,7 @@ def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmIns
 
 
 def reset_while_running(probe: EngineProbe, tokens: list[int], connector_too: bool) -> list[int]:
-    """Everything computed is dropped in the middle of an answer. Returns the answer."""
+    """Drop all KV in the middle of an answer. Returns the answer."""
     request = probe.add(tokens, max_tokens=40)
     answer: list[int] = []
     for _ in range(8):
@@ -92,13 +92,13 @@ def test_a_reset_in_the_middle_of_an_answer(engine: VllmInstance, connector_too:
     assert answer[0] == cold.token_ids[0]
     engine.reset_prefix_cache()
     again = engine.serve(tokens)
-    assert again.external_hit_tokens == 512  # after the reset it was stored anew
+    assert again.external_hit_tokens == 512  # stored again after the reset
     assert_blocks_equal(again, cold)
     engine.call(check_integrity)
 
 
 def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: int | None) -> int:
-    """Pause (``level`` None) or sleep with a request under way. Returns the tokens it got."""
+    """Pause (``level`` None) or sleep with a request under way. Returns its number of tokens."""
     probe.add(tokens, max_tokens=30)
     for _ in range(3):
         probe.engine.step()
@@ -124,7 +124,7 @@ def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: in
 @pytest.mark.parametrize("level", [None, 0])
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> None:
-    """Level 0 is as deep as an engine without a GPU can sleep."""
+    """Level 0 is the deepest sleep of an engine without a GPU."""
     tokens = random_prompt(50, 900)
     cold = engine.serve(tokens)
     engine.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Two data-parallel engines behind one server: each has a CPU tier of its own, Redis is shared."""
+"""Two data-parallel engines behind one server: each has its own CPU tier, Redis is shared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text(api: ApiServer, prompt: list[int], rank: int) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def test_what_one_engine_stored_another_loads(api: ApiServer, valkey: Server) -> None:
+def test_an_engine_loads_another_ones_chunks(api: ApiServer, valkey: Server) -> None:
     prompt = random_prompt(1, PROMPT_TOKENS)
     cold = text(api, prompt, rank=0)
     api.settle(lambda: api.metric("vllm:lmcache_written_chunks_total") >= FULL_CHUNKS)

@@ -1,6 +1,6 @@
-"""Drafters with KV of their own: after a hit they draft as well as after a cold prefill.
+"""Drafters with their own KV: a hit leaves their acceptance rate as it was after a cold prefill.
 
-The bytes of every layer are compared, the drafter's among them, and how many drafts are accepted.
+Tests compare the bytes of every layer, the drafter's included, and the number of accepted drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMITS = PATIENT
 CHUNK = 128
 EVERY_TIME = ("eagle",)  # an engine takes 15 seconds to start
 SHARP = {"draft_model": 1.0}
-"""Of these drafters at least such a share is accepted: it is the model itself."""
+"""The least acceptance rate of these drafters: ``draft_model`` is the model itself."""
 
 
 def params(kinds: Iterable[str]) -> list[Any]:
@@ -62,7 +62,7 @@ def engine(
 
 
 def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = 40) -> tuple[Served, float]:
-    """And the share of drafts that were accepted."""
+    """Also returns the share of accepted drafts."""
     before = engine.call(draft_counts)
     served = engine.serve(prompt, max_tokens)
     drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
@@ -71,14 +71,14 @@ def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = 40) -> tupl
 
 
 def cold(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Served:
-    """What is computed without any cache."""
+    """Compute the prompt without any cache."""
     served = engine.serve(prompt, max_tokens, skip_reading_prefix_cache=True)
     assert served.cached_tokens == 0
     return served
 
 
 def assert_equal(hit: Served, other: Served, end: int) -> None:
-    """All layers hold the same before token ``end``."""
+    """All layers have the same bytes before token ``end``."""
     places = {place for place in other.layer_digests if place.first_token < end}
     assert {p.first_token for p in places} == set(range(0, end, CHUNK))
     assert places <= hit.layer_digests.keys()
@@ -105,27 +105,27 @@ def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
 
 
 @pytest.mark.parametrize("beyond", [0, 1, CHUNK], ids=lambda n: f"border+{n}")
-def test_a_prompt_at_a_border(engine: VllmInstance, kind: str, beyond: int) -> None:
+def test_chunk_borders(engine: VllmInstance, kind: str, beyond: int) -> None:
     prompt = random_prompt(10 + beyond, 512 + beyond)
     computed = engine.serve(prompt)
     engine.reset_prefix_cache()
     hit = engine.serve(prompt)
-    # Of a prompt that ends with a chunk, the token after it is not known to a request.
+    # A request does not know the token after a prompt that ends with a chunk.
     known = len(prompt) if kind == "draft_model" else len(prompt) - 1
     assert hit.external_hit_tokens == known // CHUNK * CHUNK
     assert_equal(hit, computed, known // CHUNK * CHUNK)
 
 
 @pytest.mark.parametrize("kind", params(["eagle", "draft_model"]), indirect=True)
-def test_all_but_the_last_token_is_handed_over(engine: VllmInstance) -> None:
+def test_all_but_the_last_token_is_transferred(engine: VllmInstance) -> None:
     for length in (2, 127, 129, 300, 3001):
         assert_handed_over(engine, length, length)
 
 
-def test_an_update_of_the_drafter_alone_is_one(engine: VllmInstance, kind: str) -> None:
-    """Resets before it change no name, whatever the drafter shares with the model."""
+def test_a_drafters_update_renames_weights(engine: VllmInstance, kind: str) -> None:
+    """Resets before the update keep the name, whatever layers drafter and model share."""
     prompt, name = random_prompt(60, 500), engine.call(weights_name)
-    assert name.startswith("memory:" if "mtp" in kind else "sha256:")  # the latter has no files
+    assert name.startswith("memory:" if "mtp" in kind else "sha256:")  # MTP layers have no files
     engine.serve(prompt)
     engine.reset_prefix_cache()
     assert engine.serve(prompt).external_hit_tokens == 384

@@ -1,4 +1,4 @@
-"""Whatever Redis does, requests are answered, and what is loaded is right or not loaded."""
+"""Whatever Redis does, requests are answered, and all loaded KV is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
         instance.call(check_integrity)
 
 
-def test_redis_that_stops_and_comes_back(engine: VllmInstance, valkey: Server) -> None:
+def test_redis_stops_and_restarts(engine: VllmInstance, valkey: Server) -> None:
     prompt = random_prompt(50, 1300)
     cold = engine.serve(prompt)
     valkey.kill()
@@ -36,7 +36,7 @@ def test_redis_that_stops_and_comes_back(engine: VllmInstance, valkey: Server) -
         for seed in range(51, 54):
             assert len(engine.serve(random_prompt(seed, 1300)).token_ids) == 2
         engine.reset_prefix_cache()
-        hit = engine.serve(prompt)  # the CPU tier goes on
+        hit = engine.serve(prompt)  # from the CPU tier
         assert hit.external_hit_tokens == 1280
         assert hit.block_digests[:10] == cold.block_digests[:10]
     finally:
@@ -64,13 +64,13 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
 
 
 def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:
-    """vLLM calls the connector after a forward pass that has raised, too. Its user goes on, as
-    after Ctrl-C in a notebook."""
+    """vLLM calls the connector also after a forward pass that raised. The user goes on, as after
+    Ctrl-C in a notebook."""
     request_id = probe.add(prompt)
     probe.on_ranks(raise_in_next, call)
     with pytest.raises(PlantedError):
         probe.finish([request_id], 0.0)
-    probe.engine.abort_request([request_id])  # it would wait for ever
+    probe.engine.abort_request([request_id])  # it would never end
     probe.drain()
     return probe.serve([*prompt, *prompt])
 
@@ -90,11 +90,11 @@ def raise_in_next(worker: Any, call: str) -> None:
     ("call", "kind"),
     [
         ("_model_forward", ""),
-        # An engine for each; worker/test_failures.py has the rule.
+        # Each needs an engine; tests/worker/test_failures.py has the rule.
         pytest.param("propose_draft_token_ids", "eagle", marks=pytest.mark.soak),
     ],
 )
-def test_what_a_failed_step_did_not_compute_is_stored_nowhere(
+def test_nothing_of_a_failed_step_is_stored(
     start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path, call: str, kind: str
 ) -> None:
     folder, arguments = build_drafted(kind, tmp_path) if kind else (tiny_model, {})

@@ -1,7 +1,7 @@
-"""Models whose layers follow several rules, or a window: each family with real engines.
+"""Models whose layers follow several rules, or a window: each family on real engines.
 
-The bytes of every layer are compared, block by block, as far as both runs still hold them. Prompts
-are computed in several steps, so that windows let go of blocks before they end.
+Tests compare the bytes of every layer, block by block, as far as both runs still hold them. Prompts
+take several steps, so that windows free blocks before the prompt ends.
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ def chunk_size_of(probe: EngineProbe) -> int:
 
 @pytest.fixture(scope="module")
 def end(chunk_size: int) -> int:
-    """The last border of a chunk in most prompts."""
+    """The last chunk border in most prompts."""
     return -(-LEAST // chunk_size) * chunk_size
 
 
 def assert_loaded(
     hit: Served, cold: Served, end: int, start: int = 0, but: range = range(0)
 ) -> None:
-    """Tokens from ``start`` to ``end`` came from the connector, and every layer's blocks before
-    ``end`` are the cold run's, except for those that begin in ``but``."""
+    """Tokens from ``start`` to ``end`` came from the connector. Blocks before ``end`` equal the
+    cold run's in every layer, but for those that begin in ``but``."""
     assert hit.external_hit_tokens == end - start
     assert hit.cached_tokens == end
     kept, found = (
         {place for place in served.layer_digests if place.first_token < end}
         for served in (cold, hit)
     )
-    # The cold run may have let go of a state, or of all before the border of an attention's chunk.
+    # The cold run may have freed a state, or all blocks before the border of an attention's chunk.
     assert {place.layer for place in kept & found} == {place.layer for place in kept} != set()
     wrong = differences(hit.layer_digests, cold.layer_digests)
     assert [p for p in wrong if p.first_token < end and p.first_token not in but] == []
@@ -101,18 +101,18 @@ def again(instance: VllmInstance, prompt: list[int], max_tokens: int = 3) -> Ser
 
 
 @pytest.mark.parametrize("beyond", [0, 1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
-def test_a_prompt_comes_back(one: VllmInstance, chunk_size: int, end: int, beyond: int) -> None:
+def test_a_prompt_is_loaded(one: VllmInstance, chunk_size: int, end: int, beyond: int) -> None:
     prompt = random_prompt(beyond, end + beyond)
     cold = one.serve(prompt, 3)
     assert cold.external_hit_tokens == 0
     hit = again(one, prompt)
-    # A window that ends with the prompt does not reach back far enough for its last token.
+    # A window at the prompt's end does not reach back far enough for its last token.
     assert_loaded(hit, cold, (len(prompt) - 1) // chunk_size * chunk_size)
     assert hit.token_ids == cold.token_ids
     one.call(check_integrity)
 
 
-def test_a_hit_goes_on_where_vllms_own_ends(one: VllmInstance, chunk_size: int, end: int) -> None:
+def test_a_hit_continues_vllms_own(one: VllmInstance, chunk_size: int, end: int) -> None:
     prompt = random_prompt(10, end + 40)
     cold = one.serve(prompt, 3)
     one.reset_prefix_cache()
@@ -133,7 +133,7 @@ def test_the_next_turn_of_a_conversation(
     turn = [*prompt, *first.token_ids[:-1], *random_prompt(21, 700)]
     cold = one.serve(turn, 3)
     hit = again(one, turn)
-    # vLLM keeps no state where the answer began, so it computed that chunk twice; the first turn's
+    # vLLM keeps no state where the answer began: it computed that chunk twice, and the first turn's
     # KV was stored.
     twice = range(end - chunk_size, end) if FAMILIES[family].has_states else range(0)
     assert_loaded(hit, cold, (len(turn) - 1) // chunk_size * chunk_size, but=twice)
@@ -141,8 +141,8 @@ def test_the_next_turn_of_a_conversation(
 
 
 @pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
-def test_it_comes_back_from_valkey(one: VllmInstance, end: int, beyond: int) -> None:
-    """Another process finds it there as well: `test_tiers` has one."""
+def test_chunks_load_from_valkey(one: VllmInstance, end: int, beyond: int) -> None:
+    """`test_tiers` does the same with another process."""
     prompt = random_prompt(50 + beyond, end + beyond)
     cold = one.serve(prompt, 3)
     one.call(wait_for_writes)
@@ -156,21 +156,21 @@ def test_it_comes_back_from_valkey(one: VllmInstance, end: int, beyond: int) -> 
 
 
 @pytest.mark.parametrize("family", params(HANDED_OVER), indirect=True)
-def test_all_but_the_last_token_is_handed_over(one: VllmInstance) -> None:
+def test_all_but_the_last_token_is_transferred(one: VllmInstance) -> None:
     for length in (2, 127, 129, 300, 3001):
         assert_handed_over(one, length, length)
 
 
-def test_the_weights_keep_the_name_of_their_files(one: VllmInstance) -> None:
-    """After all that was computed: a name that changed would find nothing."""
+def test_the_weights_are_named_by_files(one: VllmInstance) -> None:
+    """All computation before has left their name as it was."""
     one.reset_prefix_cache()
     assert one.call(weights_name).startswith("sha256:")
 
 
 @pytest.mark.soak  # an engine of its own
-def test_hits_of_vllm_inside_a_block_do_not_mislead(start: StartInstance, tmp_path: Path) -> None:
-    """With a unit smaller than a block vLLM goes on from a state inside it. What is stored of such
-    a request comes back as it was."""
+def test_vllms_own_hits_may_end_inside_a_block(start: StartInstance, tmp_path: Path) -> None:
+    """With a unit smaller than a block vLLM continues from a state inside a block. Chunks of such a
+    request are right."""
     folder = build_family("qwen3-next", tmp_path / "states")
     args = FAMILIES["qwen3-next"].engine_args | {"max_num_batched_tokens": 512}
     transfer = tiered_transfer(cpu_gib=0.25, compute_or_load="always", audit_share=0.0)
@@ -195,11 +195,11 @@ def test_hits_of_vllm_inside_a_block_do_not_mislead(start: StartInstance, tmp_pa
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-@pytest.mark.soak  # it looks at vLLM alone
+@pytest.mark.soak  # starts engines of vLLM alone
 @pytest.mark.parametrize(
     ("name", "args", "prompt", "error", "where"),
     [
-        # The connector refuses it. When this fails, try it.
+        # The connector refuses this case. When this test fails, try to support it.
         (
             "qwen3-next",
             {"speculative_config": DRAFTS},
@@ -218,11 +218,11 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
     ],
     ids=["drafts beside states", "a step that passes a block's end"],
 )
-def test_vllms_own_engine_still_ends(
+def test_vllm_itself_still_fails(
     name: str, args: dict[str, Any], prompt: list[int], error: str, where: str, tmp_path: Path
 ) -> None:
-    """vLLM 0.32 copies the states of accepted tokens by Triton, which its CPU build lacks, and its
-    CPU kernels leave no state of Mamba-2 inside a step."""
+    """vLLM 0.32 copies states of accepted tokens by Triton, which its CPU build lacks; its CPU
+    kernels leave no state of Mamba-2 inside a step."""
     folder = build_family(name, tmp_path / "states")
     sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
     log = tmp_path / "log"

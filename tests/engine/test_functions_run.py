@@ -1,5 +1,4 @@
-"""The way of a hit and of a store through the product, traced: how long it is, and that the
-architecture draws it."""
+"""The functions that a hit and a store call: their number, and the architecture's picture."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tests.support.engines.instance import VllmInstance
 from tests.support.engines.settings import kv_transfer
 
 MOST = {"hit": 200, "beside": 260, "store": 190}
-"""Distinct functions beside those of a request that is too short to be cached: a ratchet. Lower it
-with each function that goes."""
+"""Most distinct functions, without those of a request too short to be cached. Lower it with each
+function that is removed."""
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +28,11 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize("way", MOST)
-def test_the_way_does_not_get_longer(found: dict[str, list[str]], way: str) -> None:
+def test_the_paths_stay_short(found: dict[str, list[str]], way: str) -> None:
     assert len(found[way]) <= MOST[way], found[way]
 
 
-def test_the_architecture_draws_the_way(found: dict[str, list[str]]) -> None:
+def test_the_picture_shows_real_calls(found: dict[str, list[str]]) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     (picture,) = re.findall(r"^```text\n(vLLM calls.*?)^```", page, re.MULTILINE | re.DOTALL)
     drawn = set(re.findall(r"\b[A-Z]\w+\.\w+", picture))

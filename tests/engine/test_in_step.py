@@ -20,7 +20,7 @@ from tests.support.prompts import random_prompt
 
 @dataclass(frozen=True)
 class Stepped:
-    """``num_steps``: of the engine, until the first token."""
+    """``num_steps``: the engine's steps until the first token."""
 
     served: Served
     num_steps: int
@@ -45,7 +45,7 @@ def serve_in_steps(probe: EngineProbe, prompt: list[int]) -> Stepped:
 
 
 def forget_prefixes(probe: EngineProbe) -> None:
-    """vLLM's own, and wait until the weights have been read again."""
+    """Clear vLLM's prefix cache, and wait until the weights have been read again."""
     probe.reset_prefix_cache()
     probe.drain()
 
@@ -67,7 +67,7 @@ EVERY_TIME = ("one rank", "two ranks")
     ],
 )
 def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[VllmInstance]:
-    transfer = kv_transfer(cpu_gib=0.02)  # of all ranks together, 20 chunks
+    transfer = kv_transfer(cpu_gib=0.02)  # 20 chunks in all ranks
     if request.param == "in MultiConnector":
         transfer = together(transfer)
     with start(transfer, **ENGINES[request.param]) as instance:
@@ -79,7 +79,7 @@ def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[V
 
 @pytest.mark.parametrize("num_tokens", [CHUNK_SIZE, CHUNK_SIZE + 1, 1200])
 def test_a_hit_from_memory_loses_no_step(instance: VllmInstance, num_tokens: int) -> None:
-    """Also one of a whole prompt, of which vLLM computes the last token again."""
+    """The same holds for a fully cached prompt, whose last token vLLM computes again."""
     prompt = random_prompt(num_tokens, num_tokens)
     cold = instance.serve(prompt)
     short = instance.call(serve_in_steps, [1] * 9)
@@ -98,8 +98,8 @@ def test_a_hit_from_memory_loses_no_step(instance: VllmInstance, num_tokens: int
     instance.call(check_integrity)
 
 
-def test_hits_are_right_while_memory_is_full_and_chunks_come_and_go(instance: VllmInstance) -> None:
-    """What is not computed is, byte for byte, what was computed for the same tokens before."""
+def test_hits_are_right_while_chunks_are_evicted(instance: VllmInstance) -> None:
+    """Each cached block has the bytes of an earlier computation of the same tokens."""
     prompts = [random_prompt(100 + i, 4 * CHUNK_SIZE + 9) for i in range(9)]
     computed: dict[tuple[int, int], set[str]] = defaultdict(set)
     before, chance = instance.counts(), random.Random(0)
@@ -119,7 +119,7 @@ def test_hits_are_right_while_memory_is_full_and_chunks_come_and_go(instance: Vl
 
 
 def scale_weights(worker: Any, factor: float) -> None:
-    """By vLLM's own call, of which no step tells before the next one."""
+    """Uses vLLM's own call. No plan tells of it before the next step."""
 
     def scale(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
@@ -133,7 +133,7 @@ def serve_after_scaling(probe: EngineProbe, prompt: list[int], factor: float) ->
     return probe.serve(prompt)
 
 
-def test_no_kv_of_other_weights_is_loaded_though_nothing_was_reset(instance: VllmInstance) -> None:
+def test_no_kv_of_old_weights_is_loaded_without_a_reset(instance: VllmInstance) -> None:
     prompt = random_prompt(50, 1200)
     old = instance.serve(prompt)
     instance.call(forget_prefixes)

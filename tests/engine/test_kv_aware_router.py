@@ -1,4 +1,4 @@
-"""vllm-router's ``kv_aware`` policy, the real one, in front of two real servers."""
+"""vllm-router's ``kv_aware`` policy in front of two real servers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 BLOCK_SIZE = 32
-# vLLM's own cache has room for four of the conversations that each server gets.
+# vLLM's own cache has room for four of each server's conversations.
 NUM_CONVERSATIONS, NUM_TOKENS, KV_CACHE_BYTES = 16, 700, 12 << 20
 HIT_TOKENS = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
 SMALL_GIB = 0.012  # five of them
-CREDITS = {"cpu": 0.8, "redis": 0.3}  # of the router: what a token there is worth of one in vLLM's
+CREDITS = {"cpu": 0.8, "redis": 0.3}  # the router's value of a token in each tier; vLLM's cache: 1
 
 pytestmark = [
     pytest.mark.soak,
@@ -40,7 +40,7 @@ pytestmark = [
 def server_with_events(
     model: Path, log: Path, port: int, **settings: Any
 ) -> Iterator[tuple[ApiServer, str]]:
-    """The server, and where a router subscribes to its events."""
+    """The server, and the address of its events."""
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     with running_api(
         model,
@@ -63,11 +63,11 @@ def kv_aware(servers: Sequence[ApiServer], sources: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("in_redis", [False, True])
-def test_a_turn_goes_to_the_server_that_has_it(
+def test_a_turn_goes_to_its_conversations_home(
     tiny_model: Path, tmp_path: Path, valkey: Server, in_redis: bool
 ) -> None:
-    """vLLM's own cache has dropped most of the conversations by their second turn, and with
-    ``in_redis`` the CPU tier some of them."""
+    """By then vLLM's own cache has dropped most of the conversations, and with ``in_redis`` the CPU
+    tier some."""
     ports, tier = free_ports(2), "redis" if in_redis else "cpu"
     settings = {"redis_url": valkey.url, "cpu_gib": SMALL_GIB} if in_redis else {}
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_a_turn_goes_to_the_server_that_has_it(
 
 
 def timed(complete: Callable[[list[int]], object], prompt: list[int]) -> float:
-    """Seconds to two tokens."""
+    """Seconds to the end of two tokens."""
     started = time.perf_counter()
     complete(prompt)
     return time.perf_counter() - started

@@ -1,9 +1,9 @@
-"""What makes KV unique, on real engines: salts, adapters, embeddings and pictures, and names that
-say nothing of what they name: counters, clients' words, numbers.
+"""Whatever makes KV unique, on real engines: salts, adapters, embeddings and pictures, and names
+without meaning: counters, clients' words, numbers.
 
-vLLM itself answers wrongly where a client gives two pictures one name, and where an adapter is
-trained again under its path. That is between the client and that instance. What must not happen is
-that such KV gets the name of what it is not, and is served to others.
+vLLM itself answers wrongly where a client gives two pictures one name, or an adapter is retrained
+under its path. That stays between client and instance: such KV must never get the key of other
+content, or reach others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def transfer(valkey: Server) -> dict[str, Any]:
 def seeing(
     start: StartInstance, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmInstance, VllmInstance]]:
-    """Two processes that call their pictures by a counter."""
+    """Two processes that name their pictures by a counter."""
     settings = {
         "folder": build_seeing_model(tmp_path_factory.mktemp("seeing")),
         "max_model_len": 2048,
@@ -53,7 +53,7 @@ def seeing(
 
 
 def words(seed: int) -> list[int]:
-    """300 tokens, none of which stands for a picture."""
+    """300 tokens that are no picture's."""
     return [max(3, token) for token in random_prompt(seed, 300)]
 
 
@@ -67,22 +67,22 @@ def asked(instance: VllmInstance, request: Ask) -> Served:
 
 
 def written(instance: VllmInstance, request: Ask) -> Served:
-    """Once Redis has all of it."""
+    """Serve, and wait until Redis has all chunks."""
     served = asked(instance, request)
     instance.call(wait_for_writes)
     return served
 
 
 def asked_again(instance: VllmInstance, request: Ask) -> tuple[Served, Served]:
-    """Serve it, forget vLLM's own prefix cache, and serve it again."""
+    """Serve, clear vLLM's own prefix cache, and serve again."""
     first = asked(instance, request)
     instance.reset_prefix_cache()
     return first, asked(instance, request)
 
 
 def test_a_picture_is_its_content(seeing: tuple[VllmInstance, VllmInstance]) -> None:
-    """Each process calls its first picture by the same name. A chunk that ends inside a picture
-    belongs to it; so does everything after it."""
+    """Both processes give their first picture the same name. The chunk with a picture's last token
+    depends on it, and all chunks after."""
     one, other = seeing
     wanted = Ask("", words(1), image=1)
     cold = written(one, wanted)
@@ -95,7 +95,7 @@ def test_a_picture_is_its_content(seeing: tuple[VllmInstance, VllmInstance]) -> 
     assert same.block_digests[:4] == cold.block_digests[:4]
     other_words = [token % 2000 + 4 for token in wanted.prompt]
     same_picture = written(other, replace(wanted, prompt=other_words))
-    assert same_picture.external_hit_tokens == CHUNK_SIZE  # the chunk that holds nothing else
+    assert same_picture.external_hit_tokens == CHUNK_SIZE  # a chunk of the picture alone
     assert same_picture.block_digests[:2] == cold.block_digests[:2]
 
 
@@ -128,7 +128,7 @@ def add_lora(probe: EngineProbe, name: str, number: int, path: str) -> None:
     assert probe.engine.add_lora(LoRARequest(name, number, path))
 
 
-def test_another_process_hits_an_adapter_with_its_first_request(
+def test_another_process_hits_an_adapter_at_once(
     adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
 ) -> None:
     one, other = adapted
@@ -141,7 +141,7 @@ def test_another_process_hits_an_adapter_with_its_first_request(
 
 
 def assert_same_kv(hit: Served, cold: Served, num_tokens: int) -> None:
-    """All of it was loaded, and the bytes are those that were computed."""
+    """All was loaded, and has the computed bytes."""
     assert hit.external_hit_tokens == num_tokens
     blocks = num_tokens // BLOCK_SIZE
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks] != ()
@@ -155,13 +155,13 @@ def test_tenants_are_isolated(adapted: tuple[VllmInstance, VllmInstance]) -> Non
     assert_same_kv(hit, cold, FULL)
     other = replace(wanted, salt="two")
     for first in asked_again(engine, other):
-        assert first.block_digests == cold.block_digests  # the same KV, computed ...
-    assert first.external_hit_tokens == FULL  # ... and stored again, for the other tenant
+        assert first.block_digests == cold.block_digests  # computed again ...
+    assert first.external_hit_tokens == FULL  # ... and stored for the other tenant
     engine.reset_prefix_cache()
     assert asked(engine, replace(wanted, salt="three")).external_hit_tokens == 0
 
 
-def test_adapters_are_known_by_their_weights(
+def test_adapters_are_their_weights(
     adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
 ) -> None:
     engine, _ = adapted
@@ -195,6 +195,6 @@ def test_prompt_embeddings(adapted: tuple[VllmInstance, VllmInstance]) -> None:
     other = asked(engine, replace(wanted, embeds=2))
     assert other.external_hit_tokens == 0
     assert other.block_digests[0] != cold.block_digests[0]
-    # Where embeddings stand, the ids that vLLM shows are zeros.
+    # vLLM shows zeros as the ids of embeddings.
     engine.reset_prefix_cache()
     assert asked(engine, replace(wanted, embeds=None)).external_hit_tokens == 0

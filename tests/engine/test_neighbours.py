@@ -1,4 +1,4 @@
-"""Beside vLLM: engines that nobody steps after ``generate()``, pauses, other connectors."""
+"""Beside vLLM: no step after ``generate()``, pauses, other connectors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def slow_redis(valkey: Server, link: SlowLink) -> Iterator[SlowProxy]:
 def instance(
     start: StartInstance, slow_redis: SlowProxy, request: pytest.FixtureRequest
 ) -> Iterator[VllmInstance]:
-    """Scheduler and worker in one process. vLLM's policy for failed loads is its default."""
-    own = request.param.replace(" ", "-")  # what the other has stored is no hit
+    """Scheduler and worker in one process, with vLLM's default policy for failed loads."""
+    own = request.param.replace(" ", "-")  # the other parameter's chunks are no hits
     tiered = kv_transfer(redis_url=slow_redis.url, load_deadline_seconds=1.0, namespace=own)
     transfer = tiered if request.param == "alone" else together(tiered)
     with start(transfer) as instance:
@@ -63,7 +63,7 @@ def at_rest(probe: EngineProbe) -> None:
 
 def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
     forget_unseen(probe)
-    probe.serve([1] * 10)  # any step brings the news
+    probe.serve([1] * 10)  # a step reports evictions
     answer = ask(probe, Ask("late", prompt))
     return answer.served, answer.finish_reason
 
@@ -71,7 +71,7 @@ def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Serve
 def test_a_missed_deadline_fails_no_request(
     instance: VllmInstance, link: SlowLink, valkey: Server
 ) -> None:
-    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
+    """For any ``kv_load_failure_policy``: a late chunk is a miss, not a failed load."""
     prompt = random_prompt(3, NUM_TOKENS)
     cold = instance.serve(prompt)
     wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
@@ -90,7 +90,7 @@ def test_a_missed_deadline_fails_no_request(
 
 @contextmanager
 def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
-    """Every store runs until it is cancelled. The event: one has begun."""
+    """Stores run until they are cancelled. The event is set when one has begun."""
     engine, begun, over = worker_of(probe)._engine, threading.Event(), threading.Event()
     store = engine.store
 
@@ -109,7 +109,7 @@ def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
 
 
 def generate(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
-    """As a user of the library does: no step follows."""
+    """Generate as a user of the library does: no step follows."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -118,7 +118,7 @@ def generate(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
 
 
 def reset_after_generate(probe: EngineProbe, prompt: list[int]) -> bool:
-    probe.serve([5, 6, 7], 1)  # what is computed is stored once the weights have their name
+    probe.serve([5, 6, 7], 1)  # chunks are stored once the weights have their name
     with endless_stores(probe) as begun:
         generate(probe, prompt)
         assert begun.wait(PATIENCE_SECONDS)
@@ -126,8 +126,8 @@ def reset_after_generate(probe: EngineProbe, prompt: list[int]) -> bool:
 
 
 def sleep_after_generate(probe: EngineProbe, prompt: list[int]) -> int:
-    """Jobs that still run when vLLM takes the memory away."""
-    probe.serve([5, 6, 7], 1)  # what is computed is stored once the weights have their name
+    """The number of jobs that run when vLLM frees the memory."""
+    probe.serve([5, 6, 7], 1)  # chunks are stored once the weights have their name
     with endless_stores(probe) as begun:
         generate(probe, prompt)
         assert begun.wait(PATIENCE_SECONDS)
@@ -153,10 +153,10 @@ def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
 
 
 @pytest.mark.soak  # two ranks
-def test_two_ranks_pause_and_sleep_while_they_store(
+def test_two_ranks_pause_and_sleep_during_stores(
     tiny_model: Path, valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # it looks for a NUMA node each
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # vLLM wants a NUMA node for each
     transfer = kv_transfer(redis_url=valkey.url)
     ranks = ("--tensor-parallel-size", "2")
     with running_api(tiny_model, transfer, tmp_path / "log", *ranks) as api:
@@ -164,7 +164,7 @@ def test_two_ranks_pause_and_sleep_while_they_store(
 
 
 def check_hit(instance: VllmInstance) -> None:
-    """A prompt comes back as it was computed."""
+    """A prompt's second run is a hit with the same bytes."""
     prompt = random_prompt(1, NUM_TOKENS)
     cold = instance.serve(prompt)
     instance.reset_prefix_cache()
@@ -173,9 +173,9 @@ def check_hit(instance: VllmInstance) -> None:
     assert () != hit.block_digests == cold.block_digests
 
 
-@pytest.mark.soak  # an engine
+@pytest.mark.soak  # starts an engine
 def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -> None:
-    """As training frameworks start it, one engine per GPU."""
+    """Training frameworks start engines so, one per GPU."""
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with VllmInstance(
@@ -191,7 +191,7 @@ def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -
 
 
 def an_engine_before(model: str) -> None:
-    """It serves, and ends."""
+    """An engine that serves, and ends."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     probe = EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
@@ -201,7 +201,7 @@ def an_engine_before(model: str) -> None:
 
 
 def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> None:
-    """It starts as it does without the connector, and hits."""
+    """The second engine starts as without the connector, and hits."""
     with VllmInstance(
         tiny_model,
         kv_transfer(),
@@ -214,7 +214,7 @@ def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> Non
 
 
 def refusal_of_another(probe: EngineProbe, model: str) -> str:
-    """Of a second engine beside this one. Then the paged cache here holds anything."""
+    """The message that refuses a second engine; its attempt overwrites the paged cache."""
     try:
         EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
     except UnsupportedError as error:
@@ -225,7 +225,8 @@ def refusal_of_another(probe: EngineProbe, model: str) -> str:
 
 
 def test_two_engines_in_one_process(instance: VllmInstance, tiny_model: Path) -> None:
-    """vLLM would have one connector copy for both. The first goes on, with its own blocks."""
+    """vLLM would have one connector copy for both. The first engine goes on, with its own
+    blocks."""
     prompt = random_prompt(4, NUM_TOKENS)
     cold = instance.serve(prompt)
     instance.reset_prefix_cache()

@@ -1,8 +1,7 @@
 """vLLM's own ``NixlConnector`` beside the tiered one, as disaggregated deployments run them.
 
-The prefill instance lists the tiered connector first. One decode instance lists it second, and has
-tiers of its own; the other lists it first, and shares Redis with the prefill instance. Requests
-that are aborted while another connector works are those of tests/scheduler/test_random_lives.py.
+The prefill instance lists the tiered connector first, the decode instance lists it second. Requests
+that are aborted while another connector works are in tests/scheduler/test_random_lives.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ pytestmark = needs_nixl
 NUM_TOKENS = 1300
 FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
 STEP_TOKENS = 512  # long prompts are computed in several steps
-PATIENCE_SECONDS = 20.0  # less than NIXL's lease of 30: what is let go was told to be
+PATIENCE_SECONDS = 20.0  # less than NIXL's lease of 30 s: blocks are freed by a message
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _seeds = count(1000)
 
@@ -40,18 +39,18 @@ class Engines:
     decode: VllmInstance
 
     def compute(self, prompt: list[int]) -> Answer:
-        """On the prefill instance, which keeps its blocks for the decode instance."""
+        """Prefill. The instance keeps the blocks for the decode instance."""
         answer: Answer = self.prefill.call(prefill, Ask(_name(), prompt, 1, dict(_FOR_DECODE)))
         assert answer.params is not None
         return answer
 
     def fetch(self, prompt: list[int], cold: Answer) -> Answer:
-        """On the decode instance."""
+        """Decode, with the blocks of ``cold``."""
         answer: Answer = self.decode.call(ask, Ask(_name(), prompt, params=cold.params))
         return answer
 
     def rest(self) -> None:
-        """The decode instance tells the other what it needs no more."""
+        """The decode instance has the prefill instance free its blocks."""
         for instance in (self.decode, self.prefill):
             instance.call(at_rest)
 
@@ -80,7 +79,7 @@ def unseen_prompt(num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 def at_rest(probe: EngineProbe) -> None:
-    """Nothing is held, after ``PATIENCE_SECONDS`` at most."""
+    """No request is left after ``PATIENCE_SECONDS``."""
     until = time.monotonic() + PATIENCE_SECONDS
     while probe.scheduler.has_requests():
         assert time.monotonic() < until, f"held: {list(probe.scheduler.requests)}"
@@ -89,24 +88,24 @@ def at_rest(probe: EngineProbe) -> None:
 
 
 def forget(probe: EngineProbe) -> None:
-    """vLLM's own prefix cache."""
+    """Clear vLLM's own prefix cache."""
     at_rest(probe)
     probe.reset_prefix_cache()
 
 
 def nixl_bytes(probe: EngineProbe) -> float:
-    """Fetched by this instance so far."""
+    """Bytes that this instance has fetched."""
     return nixl_transferred(probe)[0]
 
 
 def stored_tokens(probe: EngineProbe, prompt: list[int]) -> int:
-    """Of this prompt, in the CPU tier of this instance."""
+    """The prompt's tokens in the CPU tier of this instance."""
     index = tiered_of(probe.connector)._scheduler.index
     return int(sum(index.has_each(chunk_keys(probe, prompt)))) * CHUNK_SIZE
 
 
-def test_a_prompt_is_handed_over_by_nixl(engines: Engines) -> None:
-    """And not stored where it was not computed: nobody there has seen that it is what it says."""
+def test_nixl_transfers_a_prompt(engines: Engines) -> None:
+    """The decode instance does not store it: it has not computed the KV."""
     prompt = unseen_prompt()
     cold = engines.compute(prompt)
     before = engines.decode.call(nixl_bytes)
@@ -117,7 +116,7 @@ def test_a_prompt_is_handed_over_by_nixl(engines: Engines) -> None:
     engines.rest()
 
 
-def test_the_prefill_instance_hands_over_what_its_tiers_spare_it(engines: Engines) -> None:
+def test_the_prefill_instance_transfers_kv_that_its_tiers_loaded(engines: Engines) -> None:
     prompt = unseen_prompt()
     cold = engines.compute(prompt)
     engines.fetch(prompt, cold)

@@ -1,4 +1,4 @@
-"""What several tensor-parallel ranks hold alike is in one CPU tier, and both load it from there."""
+"""Replicated KV heads are in one rank's CPU tier, and all ranks load them from there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two(start: StartInstance, tmp_path_factory: pytest.TempPathFactory) -> Itera
         instance.call(check_integrity)
 
 
-def test_each_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None:
+def test_a_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None:
     prompt = random_prompt(1, HIT + 40)
     cold = two.serve(prompt)
     before, used = two.counts(), [size for size, _ in two.call(stored_on_ranks)]
@@ -47,15 +47,15 @@ def test_each_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None
     assert hit.external_hit_tokens == HIT
     assert () != hit.block_digests == cold.block_digests
     assert counts.total("failed_loads") == before.total("failed_loads")
-    # Each by the rank that does not own it, which does not keep it.
+    # Each chunk, by the rank that does not own it and does not keep it.
     mapped = counts.total("peer_mapped_chunks") - before.total("peer_mapped_chunks")
     assert mapped == NUM_CHUNKS
     assert [size for size, _ in two.call(stored_on_ranks)] == used
 
 
-def test_evictions_end_no_hit_with_other_bytes(two: VllmInstance) -> None:
+def test_hits_are_right_beside_evictions(two: VllmInstance) -> None:
     prompts = [random_prompt(100 + i, 3 * CHUNK_SIZE + 5) for i in range(12)]
-    # Computed again, behind a shorter hit, it may be rounded in another way: both are right.
+    # Behind a shorter hit, the computation may round in another way: both are right.
     computed: dict[tuple[int, int], set[str]] = {}
     before, num_compared = two.counts(), 0
     for i in (*range(12), *range(6), *range(4, 10), *range(12)):
@@ -77,7 +77,7 @@ def test_evictions_end_no_hit_with_other_bytes(two: VllmInstance) -> None:
     assert sum(size for size, _ in two.call(stored_on_ranks)) <= 2 * CAPACITY * CHUNK_BYTES
 
 
-def test_aborts_and_a_stopped_rank_cost_nothing_for_good(two: VllmInstance) -> None:
+def test_aborts_and_a_stopped_rank_do_no_lasting_harm(two: VllmInstance) -> None:
     prompt = random_prompt(2, 4 * CHUNK_SIZE + 40)
     two.reset_prefix_cache()
     two.serve(prompt)

@@ -1,5 +1,4 @@
-"""vllm-router between a prefill and a decode server, the real one: by NIXL's parameters, and by
-what it discovers."""
+"""vllm-router between a prefill and a decode server: by NIXL's parameters, and by discovery."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ HIT, FAILED = "vllm:lmcache_p2p_hit_tokens_total", "vllm:lmcache_p2p_failed_load
 
 @dataclass(frozen=True)
 class Servers:
-    """``discovery``: where they register."""
+    """``discovery``: the address at which they register."""
 
     prefill: ApiServer
     decode: ApiServer
@@ -69,8 +68,8 @@ def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def check_transfers(servers: Servers, seed: int, log: Path, *arguments: str) -> None:
-    """Every prompt is transferred but for its last token, and continued as a prefill server alone
-    continues it."""
+    """All tokens of a prompt but the last are transferred, and the answer is that of a prefill
+    server alone."""
     prompts = [random_prompt(seed + i, length) for i, length in enumerate(LENGTHS)]
     failed = servers.decode.metric(FAILED)
     mode = ("--vllm-pd-disaggregation", "--policy", "round_robin")
@@ -94,6 +93,6 @@ def test_by_the_parameters_of_nixl(servers: Servers, tmp_path: Path) -> None:
     check_transfers(servers, 100, tmp_path / "router.log", *arguments)
 
 
-def test_by_what_the_router_discovers(servers: Servers, tmp_path: Path) -> None:
+def test_by_discovery(servers: Servers, tmp_path: Path) -> None:
     arguments = ["--vllm-discovery-address", servers.discovery]
     check_transfers(servers, 200, tmp_path / "router.log", *arguments)

@@ -1,4 +1,4 @@
-"""Two engines without a Redis: each loads what the other has computed."""
+"""Two engines without Redis: each loads the other's chunks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ LIMITS = PATIENT
 NUM_TOKENS = 5 * CHUNK_SIZE + 40
 
 
-# By addresses: tests/transfers has such engines.
+# tests/transfers has engines with addresses.
 @pytest.fixture(scope="module", params=[pytest.param("addresses", marks=pytest.mark.soak), "host"])
 def pair(
     request: pytest.FixtureRequest, start: StartInstance, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmInstance]]:
-    """They find each other by addresses, or, being on one host, by themselves."""
+    """The engines find each other by addresses, or on their host without any."""
     if request.param == "host":
         transfers = [kv_transfer(host_folder=str(tmp_path_factory.mktemp("peers") / "host"))] * 2
     else:
         addresses = [f"127.0.0.1:{free_ports(1)}" for _ in range(2)]
-        # Itself among them, as behind a headless service.
+        # The engine's own address is among them, as behind a headless service.
         transfers = [kv_transfer(peer_listen=own, peers=addresses) for own in addresses]
     with start(transfers[0]) as one, start(transfers[1]) as two:
-        for writer, reader in ((one, two), (two, one)):  # which was there before its peer
-            # A stop watch would measure this machine: two seconds are tests/peers/test_host.py.
+        for writer, reader in ((one, two), (two, one)):  # one of them started first
+            # No tight limit on a busy machine: tests/peers/test_host.py has two seconds.
             seeds = count(100)
             assert within(30.0, lambda: finds(writer, reader, next(seeds)))  # noqa: B023
         yield [one, two]
 
 
 def finds(writer: VllmInstance, reader: VllmInstance, seed: int) -> bool:
-    """Whether the reader has found its peer by now, and has read what it has found."""
+    """Whether the reader has found its peer by now, and loaded a chunk from it."""
     prompt = random_prompt(seed, CHUNK_SIZE + 1)
     writer.serve(prompt)
     before = reader.counts().total("peer_chunks", "hit")
@@ -57,7 +57,7 @@ def _counted(reader: VllmInstance) -> list[float]:
     return [hits, tokens, counts.total("peer_mapped_chunks")]
 
 
-def test_what_one_computed_the_other_loads(
+def test_each_loads_the_others_chunks(
     pair: list[VllmInstance], request: pytest.FixtureRequest
 ) -> None:
     is_mapped = request.node.callspec.params["pair"] == "host"
@@ -70,7 +70,7 @@ def test_what_one_computed_the_other_loads(
         assert came == [5, 5 * CHUNK_SIZE, 5 if is_mapped else 0]
         assert hit.external_hit_tokens == 5 * CHUNK_SIZE
         assert () != hit.block_digests == cold.block_digests
-        # It stores what follows, and has it without its peer from now on.
+        # It has its own copies now, and stores the chunks after them.
         reader.reset_prefix_cache()
         again = reader.serve([*prompt, *random_prompt(9, CHUNK_SIZE)])
         assert again.external_hit_tokens == 5 * CHUNK_SIZE
@@ -78,7 +78,7 @@ def test_what_one_computed_the_other_loads(
             each.call(check_integrity)
 
 
-def test_what_a_peer_has_let_go_of_is_computed(pair: list[VllmInstance]) -> None:
+def test_a_chunk_evicted_by_the_peer_is_a_miss(pair: list[VllmInstance]) -> None:
     writer, reader = pair
     prompt = random_prompt(20, NUM_TOKENS)
     cold = writer.serve(prompt)
@@ -88,8 +88,8 @@ def test_what_a_peer_has_let_go_of_is_computed(pair: list[VllmInstance]) -> None
     assert () != own.block_digests == cold.block_digests
 
 
-def test_a_peer_that_is_stopped_and_killed_costs_hits_alone(pair: list[VllmInstance]) -> None:
-    """Last of all: it is gone after it."""
+def test_a_peer_that_stops_or_dies_costs_hits_only(pair: list[VllmInstance]) -> None:
+    """The last test: the peer is gone afterwards."""
     victim, reader = pair
     for number, struck in enumerate((signal.SIGSTOP, signal.SIGKILL)):
         prompt = random_prompt(30 + number, NUM_TOKENS)

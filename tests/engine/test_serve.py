@@ -1,6 +1,6 @@
-"""``vllm serve``: scheduler and workers in processes of their own, requests over HTTP.
+"""``vllm serve``: scheduler and workers in their own processes, requests over HTTP.
 
-What the metrics and the command line say is held against what was sent.
+Metrics and command line are compared with the requests sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
-# Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
+# Room for about 50 chunks: the other prompts evict one, which then comes from Redis.
 CPU_GIB = 0.05
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
 HIT_TOKENS = FULL_CHUNKS * CHUNK_SIZE
@@ -55,12 +55,12 @@ def stats(api: ApiServer) -> dict[str, Any]:
     return dict(engine)
 
 
-def test_a_start_says_in_one_line_what_is_in_effect(api: ApiServer) -> None:
+def test_the_start_logs_its_settings_in_one_line(api: ApiServer) -> None:
     (banner,) = re.findall(r"LMCacheTieredConnector: (CPU tier .*)", api.log)
     assert banner.startswith(f"CPU tier {CPU_GIB:g} GiB, Redis ")
     assert re.search(r"self-test passed \(store [\d.]+ GB/s, load [\d.]+ GB/s\)", banner)
     warnings = re.findall(r"WARNING.*LMCacheTieredConnector: (\w+)", api.log)
-    assert warnings == ["audit_share"]  # these tests have set it to 0
+    assert warnings == ["audit_share"]  # set to 0 here
 
 
 def test_a_prompt_is_served_from_the_cpu_tier(api: ApiServer) -> None:
@@ -72,13 +72,13 @@ def test_a_prompt_is_served_from_the_cpu_tier(api: ApiServer) -> None:
     assert hit == cold
 
 
-def test_the_metrics_say_what_was_sent(api: ApiServer, valkey: Server) -> None:
+def test_the_metrics_are_exact(api: ApiServer, valkey: Server) -> None:
     chunk_bytes = ModelShape().kv_bytes_per_token * CHUNK_SIZE
     first = random_prompt(1, PROMPT_TOKENS)
     before = stats(api)
     for seed in range(2, 13):
         api.complete_afresh(random_prompt(seed, PROMPT_TOKENS))
-    # Its last writes too are in Redis before it is asked for again.
+    # All writes must be in Redis before the first prompt comes again.
     num_stored = 12 * FULL_CHUNKS
     num_bytes = 2 * num_stored * chunk_bytes  # both tiers
     api.settle(lambda: api.metric("vllm:lmcache_stored_bytes_total") >= num_bytes)
@@ -106,7 +106,7 @@ def test_the_metrics_say_what_was_sent(api: ApiServer, valkey: Server) -> None:
     assert after["circuits"] == {f"127.0.0.1:{valkey.port}": "closed"}
 
 
-def test_vllm_is_told_which_tier_supplied_a_hit(api: ApiServer) -> None:
+def test_vllm_counts_hits_by_their_tier(api: ApiServer) -> None:
     found = dict(
         re.findall(
             r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)"\} (\S+)$',
@@ -120,7 +120,7 @@ def test_vllm_is_told_which_tier_supplied_a_hit(api: ApiServer) -> None:
     assert sum(hits.values()) == api.metric("vllm:external_prefix_cache_hits_total")
 
 
-def test_ls_and_verify_see_what_the_engine_stored(api: ApiServer, valkey: Server) -> None:
+def test_ls_and_verify_see_all_chunks(api: ApiServer, valkey: Server) -> None:
     written = stats(api)["written_chunks"]["written"]
     (group,) = cli("ls", "--redis-url", valkey.url)["groups"]
     assert group["chunks"] == written
@@ -130,7 +130,7 @@ def test_ls_and_verify_see_what_the_engine_stored(api: ApiServer, valkey: Server
     assert verified["values"] == {"sound": group["values"]}
 
 
-def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: ApiServer) -> None:
+def test_the_chat_example_hits_its_document_and_earlier_turns(api: ApiServer) -> None:
     words = 1000
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), f"http://{api.address}"]
     users = ("--users", "2", "--documents", "1")
@@ -153,7 +153,7 @@ def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: Ap
     assert hits[1, 2] == document
     for turn in (2, 3):
         for user in (1, 2):
-            # All full chunks of the turn before.
+            # All full chunks of the previous turn.
             assert hits[turn, user] >= lengths[turn - 1, user] // CHUNK_SIZE * CHUNK_SIZE
 
 
@@ -164,8 +164,8 @@ def test_every_metric_of_the_table_is_exposed(api: ApiServer) -> None:
         assert types[metric.full_name + suffix] == metric.kind.value
 
 
-def test_the_dashboard_and_the_alerts_ask_for_what_a_real_engine_exposes(api: ApiServer) -> None:
-    """After the traffic of the tests above: only what must not happen has no sample."""
+def test_the_dashboard_and_the_alerts_use_metrics_of_a_real_engine(api: ApiServer) -> None:
+    """After the traffic above, only metrics of failures have no sample."""
     samples = set(re.findall(r"^(vllm:\w+)\{", api.metrics(), re.MULTILINE))
     types = set(re.findall(r"^# TYPE (\S+)", api.metrics(), re.MULTILINE))
     troubles = {"failed_loads", "failed_stores", "dropped_writes"}
@@ -174,16 +174,15 @@ def test_the_dashboard_and_the_alerts_ask_for_what_a_real_engine_exposes(api: Ap
 
 
 def value_names(valkey: Server) -> set[bytes]:
-    """Those of chunks: values that measure Redis are left out, and claims of writers, which are
-    small."""
+    """Names of chunks' values, without probes and the small claims of writers."""
     with valkey.client() as client:
         names = [name for name in client.keys("lmc:*-*") if b"{default:0000" not in name]
         return {name for name in names if client.strlen(name) > 1024}
 
 
-def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
-    """Hits are the tokens that were loaded, not those planned: here all values are damaged, once
-    other prompts have displaced theirs from memory."""
+def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
+    """Hits count loaded tokens, not planned ones. Here all values are damaged after the chunks were
+    evicted from memory."""
     prompt, before = random_prompt(800, PROMPT_TOKENS), value_names(valkey)
     cold = json.loads(api.complete(prompt))["choices"][0]["text"]
     wanted = FULL_CHUNKS * ModelShape().num_kv_heads
@@ -207,11 +206,11 @@ def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
     loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
     assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
     assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
-    # They are removed, or written again before: whichever comes first.
+    # Damaged values are removed or written again.
     api.settle(lambda: cli("verify", "--redis-url", valkey.url)["values"].keys() == {"sound"})
 
 
-def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(
+def test_weights_reloaded_over_http_have_their_own_hits(
     api: ApiServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -238,6 +237,6 @@ def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(
     assert hit_tokens() == HIT_TOKENS
 
 
-def test_it_pauses_and_sleeps_while_it_stores(api: ApiServer) -> None:
-    """The last one here: vLLM resets all caches with it."""
+def test_a_pause_and_sleep_during_stores(api: ApiServer) -> None:
+    """The last test: vLLM resets all caches in it."""
     check_pauses(api)

@@ -1,7 +1,7 @@
 """Instances of other tensor-parallel sizes and block sizes read each other's chunks, byte for byte.
 
-Digests are per KV head over all layers, in the order tokens have by their meaning, so they compare
-across block sizes and ranks.
+A digest covers one KV head over all layers, tokens in their order, so digests compare across block
+sizes and ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 
 @pytest.fixture(scope="module")
 def two(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
-    """Two tensor-parallel ranks, blocks of 128 tokens. They write compressed values."""
+    """Two tensor-parallel ranks, blocks of 128 tokens, compressed values."""
     settings = transfer["kv_connector_extra_config"] | {"redis_codec": "blosc2"}
     compressing = transfer | {"kv_connector_extra_config": settings}
     with start(compressing, tensor_parallel_size=2) as instance:
@@ -63,14 +63,14 @@ def prompt() -> list[int]:
 
 
 def chunk_tags(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    """Per chunk of a prompt, what the names of all its values begin with."""
+    """The common beginning of the names of each chunk's values."""
     return [b"lmc:{default:%s}" % key.hex().encode() for key in chunk_keys(probe, prompt)]
 
 
 def serve_cold(
     instance: VllmInstance, valkey: Server, prompt: list[int], num_values: int = NUM_HEADS
 ) -> Served:
-    """Compute a prompt, and wait until all its chunks are in Redis, in so many values each."""
+    """Compute a prompt, and wait until each of its chunks is in Redis in ``num_values`` values."""
     cold = instance.serve(prompt)
     assert cold.external_hit_tokens == 0
     tags = instance.call(chunk_tags, prompt)
@@ -103,7 +103,7 @@ def failed_loads(instance: VllmInstance) -> int:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("one", "two"), ("two", "one")])
-def test_another_tensor_parallel_size_reads_it(
+def test_other_tensor_parallel_sizes_share(
     request: pytest.FixtureRequest, valkey: Server, prompt: list[int], writer: str, reader: str
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
@@ -158,14 +158,15 @@ def forget_on_rank(worker: Any, keys: list[bytes]) -> None:
 
 
 @pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers
-def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
+def test_pipeline_ranks_share_with_equal_pipelines_only(
     start: StartInstance,
     transfer: dict[str, Any],
     valkey: Server,
     one: VllmInstance,
     prompt: list[int],
 ) -> None:
-    """Two layers each: a head of this model is one value of four layers to an instance without."""
+    """Each rank has two layers. An instance without a pipeline has a head's four layers in one
+    value."""
     with start(transfer, pipeline_parallel_size=2) as pipeline:
         pipeline.call(prepare_pipeline)
         cold = serve_cold(pipeline, valkey, prompt, num_values=2 * NUM_HEADS)
@@ -173,7 +174,7 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
         assert_same_bytes(pipeline.serve(prompt), cold)
         pipeline.call(empty_cpu_tiers, prompt)
         before = pipeline.counts().total("loaded_bytes", "redis")
-        pipeline.serve(random_prompt(next(seeds), 10))  # any step brings the news
+        pipeline.serve(random_prompt(next(seeds), 10))  # a step reports evictions
         assert_same_bytes(pipeline.serve(prompt), cold)
         assert pipeline.counts().total("loaded_bytes", "redis") > before
         assert failed_loads(pipeline) == 0
@@ -183,17 +184,15 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
     assert failed_loads(one) == before
 
 
-# -- several ranks are one -------------------------------------------------------------------------
+# -- two ranks of one engine -----------------------------------------------------------------------
 
 
-def test_a_tail_comes_back_on_two_ranks(two: VllmInstance) -> None:
+def test_a_tail_is_loaded_on_two_ranks(two: VllmInstance) -> None:
     for length in (2, 129, 300):
         assert_handed_over(two, length, length)
 
 
-def test_one_rank_with_other_weights_is_another_engine(
-    two: VllmInstance, prompt: list[int]
-) -> None:
+def test_other_weights_on_one_rank_share_no_chunk(two: VllmInstance, prompt: list[int]) -> None:
     old, name = two.serve(prompt), two.call(weights_name)
     for rank in (1, 0):
         assert two.call(move_weights, 0.02, "", rank) > 0

@@ -1,4 +1,4 @@
-"""Storms of requests on engines whose caches are all too small: nothing may go wrong."""
+"""Storms of requests on engines whose caches are all too small."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RANKS = "ranks"
     [
         (None, {"num_requests": 80}, {}),
         pytest.param(None, {"num_requests": 600}, {}, marks=pytest.mark.soak),
-        # One whose layers have windows, and whose values go bad.
+        # Layers with windows, and values that are damaged.
         pytest.param("gemma3 5:1", BAD_VALUES, {}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {"max_num_seqs": 2}, marks=pytest.mark.soak),
         pytest.param(
             None, BAD_VALUES | {"num_requests": 120}, {"audit_share": 1.0}, marks=pytest.mark.soak
         ),
-        # Two ranks that hold the same, each of which reads what the other stores.
+        # Two ranks with the same KV heads, which read each other's chunks.
         pytest.param(RANKS, BAD_VALUES | {"num_requests": 120}, {}, marks=pytest.mark.soak),
         pytest.param(RANKS, UPDATES, {}, marks=pytest.mark.soak),
     ],

@@ -1,6 +1,6 @@
-"""One prompt through all tiers of real engines, and handed over from one request to another.
+"""One prompt through all tiers of real engines, and transferred from one request to another.
 
-Bytes are compared, and what the connector says it loaded proves that the cache was used at all.
+Tests compare bytes. The connector's count of loaded tokens proves that the cache was used.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from tests.support.redis.values import value_names, wait_for_values
 
 @pytest.fixture(scope="module")
 def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    """It computes long prompts in several steps."""
+    """An engine that computes long prompts in several steps."""
     with start(kv_transfer(redis_url=valkey.url), max_num_batched_tokens=512) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
 
 
 def assert_loaded(hit: Served, cold: Served, num_tokens: int) -> None:
-    """``num_tokens`` came from the connector, and all blocks up to there are the cold run's."""
+    """``num_tokens`` came from the connector, and all blocks before their end equal the cold
+    run's."""
     assert hit.external_hit_tokens == num_tokens
     blocks = hit.cached_tokens // BLOCK_SIZE
     assert blocks > 0
@@ -44,7 +45,7 @@ def assert_loaded(hit: Served, cold: Served, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [10, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 512, 1500])
-def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens: int) -> None:
+def test_a_prompt_is_loaded_from_the_cpu_tier(writer: VllmInstance, num_tokens: int) -> None:
     prompt = random_prompt(1000 + num_tokens, num_tokens)
     cold = writer.serve(prompt)
     assert cold.external_hit_tokens == 0
@@ -53,22 +54,22 @@ def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens:
     loaded = num_tokens // CHUNK_SIZE * CHUNK_SIZE
     assert hit.external_hit_tokens == loaded
     assert hit.token_ids[0] == cold.token_ids[0]
-    # Of a prompt that was found whole, vLLM computes the last token again, into its last block.
+    # vLLM computes the last token of a fully cached prompt again, into its last block.
     blocks = min(loaded, num_tokens - 1) // BLOCK_SIZE
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
     writer.call(check_integrity)
 
 
 def last_step_then_reset(probe: EngineProbe, prompt: list[int]) -> Served:
-    """As ``LLM.generate`` and ``LLM.reset_prefix_cache`` do it: no step between the two, while the
-    pause before stores is long enough to be met."""
+    """The order of ``LLM.generate`` and ``LLM.reset_prefix_cache``: no step between the two, and
+    the reset comes before the store begins."""
     request_id = probe.add(prompt, max_tokens=1)
     probe.finish([request_id], 0.0, drain=False)
     assert probe.engine.reset_prefix_cache()
     return probe.serve(prompt)
 
 
-def test_what_the_last_step_computed_is_stored_before_a_reset(writer: VllmInstance) -> None:
+def test_chunks_of_the_last_step_are_stored_before_a_reset(writer: VllmInstance) -> None:
     prompt = random_prompt(4, 1100)
     hit = writer.call(last_step_then_reset, prompt)
     assert_loaded(hit, writer.serve(prompt, skip_reading_prefix_cache=True), 1024)
@@ -79,7 +80,7 @@ def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     prompt = random_prompt(3, 1500)
     cold = writer.serve(prompt)
     writer.reset_prefix_cache()
-    writer.serve([*prompt[:BLOCK_SIZE], 7])  # vLLM has the first half of the first chunk again
+    writer.serve([*prompt[:BLOCK_SIZE], 7])  # vLLM has half of the first chunk
     hit = writer.serve(prompt)
     assert_loaded(hit, cold, 1280 - BLOCK_SIZE)
     assert hit.cached_tokens == 1280
@@ -95,24 +96,22 @@ def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
     assert_loaded(writer.serve(prompt), cold, 1280)
 
 
-def test_a_reset_with_external_caches_keeps_what_the_same_weights_have_computed(
-    writer: VllmInstance,
-) -> None:
+def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(writer: VllmInstance) -> None:
     prompt = random_prompt(32, 700)
     writer.serve(prompt)
     writer.call(reset_everything)
     assert writer.serve(prompt).external_hit_tokens == 512
 
 
-# -- requests that are handed over: stored for another one, forgotten by vLLM, and loaded ----------
+# -- transfers: stored for another request, dropped by vLLM, and loaded ----------------------------
 
 
 @pytest.mark.parametrize("length", [2, 127, 128, 129, 300, CHUNK_SIZE, CHUNK_SIZE + 1, 3001])
-def test_all_but_the_last_token_is_handed_over(writer: VllmInstance, length: int) -> None:
+def test_all_but_the_last_token_is_transferred(writer: VllmInstance, length: int) -> None:
     assert_handed_over(writer, length, length)
 
 
-def test_what_follows_a_tail_is_stored(writer: VllmInstance) -> None:
+def test_answers_to_a_tail_are_stored(writer: VllmInstance) -> None:
     length, answer = 2 * CHUNK_SIZE - 1, 2 * CHUNK_SIZE
     prompt = random_prompt(60, length)
     produced(writer, prompt)
@@ -129,7 +128,7 @@ def test_what_follows_a_tail_is_stored(writer: VllmInstance) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 300, 1000])
-def test_a_tail_is_handed_over_by_redis(writer: VllmInstance, length: int) -> None:
+def test_redis_transfers_a_tail(writer: VllmInstance, length: int) -> None:
     prompt = random_prompt(80 + length, length)
     cold = produced(writer, prompt)
     writer.call(wait_for_writes)
@@ -147,7 +146,7 @@ def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
     probe.shutdown()
 
 
-def test_another_process_finds_it_in_redis(
+def test_another_process_loads_from_redis(
     writer: VllmInstance, start: StartInstance, valkey: Server
 ) -> None:
     prompt = random_prompt(40, 2000)
@@ -161,7 +160,7 @@ def test_another_process_finds_it_in_redis(
     ) as reader:
         hit = reader.serve(prompt)
         assert_loaded(hit, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
-        again = reader.serve(prompt)  # without vLLM's prefix cache: from the CPU tier
+        again = reader.serve(prompt)  # from the CPU tier: vLLM's prefix cache is off
         assert_loaded(again, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
         counts = reader.counts()
         assert counts.total("loaded_bytes", "cpu") > counts.total("loaded_bytes", "redis") > 0

@@ -1,4 +1,4 @@
-"""Tested versions of vLLM share; one that nobody has tested runs apart, and says so once."""
+"""Tested versions of vLLM share chunks; an untested one has its own namespace, and logs so once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 2
 
 
 def pretend(folder: str) -> None:
-    """What is installed is looked for there first."""
+    """Put ``folder`` before the installed packages."""
     sys.path.insert(0, folder)
 
 
 @pytest.fixture
 def newer(tmp_path: Path) -> str:
-    """The metadata of a vLLM that is not out yet: its code is the installed one's."""
+    """Metadata of a vLLM not released yet; its code is the installed one's."""
     folder = tmp_path / "newer"
     metadata = folder / "vllm-0.99.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
@@ -47,7 +47,7 @@ def newer(tmp_path: Path) -> str:
 
 
 def namespaces(server: Server) -> set[str]:
-    """Of all chunks that lie there."""
+    """The namespaces of all chunks on the server."""
     return {name[len("lmc:{") :].decode().split(":")[0] for name in value_names(server)}
 
 
@@ -82,7 +82,7 @@ OLDEST = ROOT / ".cache" / "matrix" / "vllm-0.31.0"
 
 
 class Spawned(VllmInstance):
-    """Imports vLLM itself, from wherever this process would look first."""
+    """Imports vLLM itself, from this process' current path."""
 
     context = multiprocessing.get_context("spawn")
 
@@ -95,12 +95,12 @@ def vllm_version(probe: EngineProbe) -> str:
 
 @contextmanager
 def laid_over(folder: Path | None) -> Iterator[None]:
-    """New processes find the vLLM that lies there; ``None``: the one of the environment."""
+    """New processes import the vLLM in ``folder``; ``None``: the environment's."""
     path = [each for each in sys.path if Path(each).resolve() != OLDEST.resolve()]
     first = [] if folder is None else [str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*first, *path])
-        # vLLM reads what models can do in further processes.
+        # vLLM inspects models in further processes.
         patch.setenv("PYTHONPATH", os.pathsep.join(first))
         yield
 

@@ -1,5 +1,5 @@
-"""Weights that change under a running engine, or while it loads them: nobody is served KV of other
-ones, and engines that have the same share."""
+"""Weights that change under a running engine, or while it loads: no request gets KV of other
+weights, and engines with equal weights share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sharing(valkey: Server, **settings: Any) -> dict[str, Any]:
     return kv_transfer(redis_url=valkey.url, **settings)
 
 
-def test_the_same_weights_share_at_once_after_every_reset(engine: VllmInstance) -> None:
+def test_the_same_weights_hit_after_every_reset(engine: VllmInstance) -> None:
     prompt, name = random_prompt(1, NUM_TOKENS), engine.call(weights_name)
     cold = engine.serve(prompt)
     for _ in range(3):
@@ -65,11 +65,11 @@ def test_the_same_weights_share_at_once_after_every_reset(engine: VllmInstance) 
 
 
 @pytest.mark.parametrize("strength", [0.02, 0.00001])
-def test_after_an_update_no_request_gets_kv_of_before(
+def test_after_an_update_no_request_gets_old_kv(
     engine: VllmInstance, twin: VllmInstance, strength: float
 ) -> None:
-    """vLLM's own reset with its defaults, as trainers call it. An engine that was updated alike
-    shares what is computed then."""
+    """Reset by vLLM's defaults, as trainers do. An engine with the same update shares new
+    chunks."""
     prompt = random_prompt(int(1 / strength), NUM_TOKENS)
     old = engine.serve(prompt)
     engine.reset_prefix_cache()
@@ -104,13 +104,13 @@ def test_one_bit_is_an_update(engine: VllmInstance) -> None:
     assert engine.call(weights_name) == name
 
 
-def test_weights_that_are_loaded_without_a_reset_are_noticed(engine: VllmInstance) -> None:
+def test_weights_loaded_without_a_reset_are_noticed(engine: VllmInstance) -> None:
     prompt, other = random_prompt(4, NUM_TOKENS), random_prompt(5, NUM_TOKENS)
     old = engine.serve(prompt)
     name = engine.call(weights_name)
     engine.call(load_rows, 0.5)
     assert engine.call(weights_name) != name
-    engine.serve(other)  # vLLM's own cache may have what it computed before
+    engine.serve(other)  # vLLM's own cache may have old KV of `prompt`
     engine.reset_prefix_cache()
     new = engine.serve(prompt)
     assert new.external_hit_tokens == 0
@@ -118,7 +118,7 @@ def test_weights_that_are_loaded_without_a_reset_are_noticed(engine: VllmInstanc
 
 
 def check_hit_of_now(engine: VllmInstance, prompt: list[int]) -> None:
-    """What is loaded is what is computed with the weights in memory."""
+    """Loaded KV equals KV computed with the weights in memory."""
     fresh = engine.serve(prompt, skip_reading_prefix_cache=True)
     engine.reset_prefix_cache()
     hit = engine.serve(prompt)
@@ -127,7 +127,7 @@ def check_hit_of_now(engine: VllmInstance, prompt: list[int]) -> None:
     assert hit.block_digests[:4] == fresh.block_digests[:4]
 
 
-def test_an_update_under_running_requests_mixes_nothing(engine: VllmInstance) -> None:
+def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
     prompts = [random_prompt(20 + i, NUM_TOKENS) for i in range(4)]
     engine.serve(prompts[0])
     engine.reset_prefix_cache()
@@ -140,7 +140,7 @@ def test_an_update_under_running_requests_mixes_nothing(engine: VllmInstance) ->
         check_hit_of_now(engine, prompt)
 
 
-def test_an_update_while_kv_comes_from_redis_leaves_none_of_before(
+def test_an_update_during_a_load_from_redis_leaves_no_old_kv(
     engine: VllmInstance, valkey: Server
 ) -> None:
     prompt = random_prompt(30, NUM_TOKENS)
@@ -152,10 +152,10 @@ def test_an_update_while_kv_comes_from_redis_leaves_none_of_before(
     check_hit_of_now(engine, prompt)
 
 
-def test_engines_that_a_trainer_has_updated_alike_share(
+def test_engines_with_equal_updates_share(
     start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """By vLLM's own calls. Back at the weights of the files all that was stored is a hit again."""
+    """By vLLM's own calls. Back at the first weights, the first chunks are hits again."""
     other = build_other_layers(tmp_path / "other", tiny_model)
     prompt, transfer = random_prompt(14, NUM_TOKENS), sharing(valkey, namespace="updated")
     arguments: dict[str, Any] = {

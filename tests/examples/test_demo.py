@@ -1,4 +1,4 @@
-"""The demo, with a tiny model in the trained model's place: the same story, words for words."""
+"""The demo with a tiny model instead of the trained one: the same output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console
 from examples.demo.document import QUESTIONS, ask_about
 
 NUM_WORDS = 1500
-FULL_CHUNKS_TOKENS = 1408  # eleven of 128; the questions begin in the twelfth
+FULL_CHUNKS_TOKENS = 1408  # eleven chunks of 128; the questions begin in the twelfth
 
 
 @pytest.fixture
 def document(tmp_path: Path) -> Path:
-    """As many tokens as words."""
+    """One token for each word."""
     path = tmp_path / "document.txt"
     path.write_text(" ".join(f"w{number % 997 + 2}" for number in range(NUM_WORDS)))
     return path
@@ -34,7 +34,7 @@ def test_both_hits_are_hits_of_the_document(
     for source in ("computed", "from the CPU tier", "from Valkey"):
         assert source in shown
     assert outcome.cold.hit_tokens == 0
-    # Of the first hit of each kind one chunk is audited: here, or of the prompt that warms up.
+    # One chunk of the first hit of each kind is audited, here or in the warm-up prompt.
     audited = {FULL_CHUNKS_TOKENS - 128, FULL_CHUNKS_TOKENS}
     assert {outcome.cpu.hit_tokens, outcome.redis.hit_tokens} <= audited
     assert outcome.kv_bytes_equal

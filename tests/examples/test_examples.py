@@ -1,4 +1,4 @@
-"""The example programs, run as a reader would run them, one after the other on one Valkey."""
+"""The example programs, run one after the other on one Valkey."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from tests.support import ROOT
 from tests.support.redis.servers import Server, free_port
 
-NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
+NUM_WORDS = 3000  # as many tokens: 23 full chunks of 128
 FULL_CHUNKS_TOKENS = 2944
 SMALL = ("--cpu-gib", "1", "--words", str(NUM_WORDS))
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """What it prints to standard output. Fails with its log if it fails."""
+    """Its standard output. Fails with the example's log."""
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
@@ -28,7 +28,7 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 def tokens(output: str, name: str) -> tuple[int, int]:
-    """The hit tokens and the prompt tokens that an example printed for one request."""
+    """The hit tokens and prompt tokens that an example printed for one request."""
     found = re.search(rf"^{name}: (\d+) of (\d+) prompt tokens", output, re.MULTILINE)
     assert found is not None, output
     return int(found[1]), int(found[2])
@@ -37,13 +37,13 @@ def tokens(output: str, name: str) -> tuple[int, int]:
 @pytest.mark.soak  # two processes of half a minute; test_demo and test_serve run the paths
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: Path) -> None:
-    """vLLM's own prefix cache is emptied offline and off in the server: all hits are ours."""
+def test_a_server_loads_an_offline_runs_chunks(valkey: Server, tiny_model: Path) -> None:
+    """vLLM's own prefix cache is reset offline and off in the server: all hits are ours."""
     sharing = (str(tiny_model), "--redis-url", valkey.url, *SMALL)
 
     offline = run_example("offline.py", *sharing, "--kv-cache-gib", "0.5")
     assert tokens(offline, "first") == (0, NUM_WORDS)
-    # Of the first hit of each kind, one chunk is audited.
+    # One chunk of the first hit of each kind is audited.
     assert tokens(offline, "again") == (FULL_CHUNKS_TOKENS - 128, NUM_WORDS)
 
     vllm_options = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 29))
@@ -54,7 +54,7 @@ def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: P
 
 @pytest.mark.soak  # three processes, as tests/transformers/test_generate.py has them
 @pytest.mark.timeout(600)
-def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
+def test_generate_hits_a_document_here_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
     sharing = ("--redis-url", valkey.url, "--compute-or-load", "always")
     output = run_example("transformers_generate.py", str(tiny_model), *sharing, *SMALL)
     assert tokens(output, "first") == (0, NUM_WORDS + 4)
@@ -65,7 +65,7 @@ def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_mode
 @pytest.mark.soak  # two servers and a proxy
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_a_prompt_is_handed_over_behind_the_proxy() -> None:
+def test_the_proxy_transfers_a_prompt() -> None:
     command = [sys.executable, "-m", "examples.disaggregated.run"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False

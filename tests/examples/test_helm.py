@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm itself: valid for the API server, and for the connector."""
+"""The Helm chart, rendered by Helm: valid for the API server and the connector."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def containers(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def variables(container: dict[str, Any]) -> dict[str, str]:
-    """As the kubelet sets them; a secret has its key as its value."""
+    """The variables that the kubelet sets; a secret's value is its key."""
     found: dict[str, str] = {}
     for entry in container.get("env", []):
         source = entry.get("valueFrom", {})
@@ -78,7 +78,7 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_helm_finds_nothing_wrong() -> None:
+def test_helm_lint_is_clean() -> None:
     report = helm_python.lint(str(CHART), strict=True)
     assert report["errors"] == []
 
@@ -93,7 +93,7 @@ def test_each_resource_fits_its_schema(chart: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BY_KIND)
-def test_the_connector_takes_what_is_rendered(
+def test_the_connector_accepts_its_settings(
     chart: Any, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     authority = tmp_path / "ca.crt"
@@ -128,7 +128,7 @@ def test_the_connector_takes_what_is_rendered(
 
 
 def run_check(resources: list[dict[str, Any]], folder: Path, authority: Path, port: int) -> int:
-    """The init container's own command, as the kubelet would run it; its exit code."""
+    """Run the init container's command as the kubelet does; its exit code."""
     check = containers(resources)["check"]
     text = named(resources, "ConfigMap", "demo-kv-transfer")["data"]["transfer.json"]
     (folder / "transfer.json").write_text(text)
@@ -144,7 +144,7 @@ def run_check(resources: list[dict[str, Any]], folder: Path, authority: Path, po
 
 
 @pytest.mark.redis_server
-def test_its_server_takes_engines_over_tls_and_pods_start_without_it(
+def test_its_server_serves_over_tls_and_pods_start_without_it(
     chart: Any, tmp_path: Path, redis_path: str
 ) -> None:
     resources, port = of_kind(chart, "bundled", cache={"cpuGib": 0.1}), free_port()
@@ -188,7 +188,7 @@ def test_its_acl_is_the_documented_one(chart: Any) -> None:
     assert "user default off" in users
 
 
-def test_the_image_is_built_from_a_vllm_that_is_tested() -> None:
+def test_the_image_is_built_from_a_tested_vllm() -> None:
     text = (ROOT / "examples" / "kubernetes" / "Dockerfile").read_text()
     (release,) = re.findall(r"^ARG VLLM=v(\d+\.\d+)\.\d+$", text, re.MULTILINE)
     assert {text_of(r): state for r, state in VLLM_PACKAGE.releases.items()}[release] == "tested"

@@ -1,6 +1,6 @@
-"""Dashboard, alerts, compose file and documentation ask only for what there is.
+"""Dashboard, alerts and documentation use only metrics that exist.
 
-``tests/engine/test_serve.py`` holds the same names against a real engine.
+``tests/engine/test_serve.py`` compares the names with a real engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.test_docs import anchors
 from tests.test_readme import table_after
 
 FOLDER = ROOT / "examples" / "observability"
-# vLLM's own, looked at by test_serve on a real engine.
+# vLLM's own; test_serve checks them on a real engine.
 VLLM = {
     "vllm:prompt_tokens_total",
     "vllm:prompt_tokens_cached_by_source_total",
@@ -38,7 +38,7 @@ ALL = [*METRICS.values()]
 
 
 def exposed() -> dict[str, set[str]]:
-    """Sample names of the table and the labels each has."""
+    """Sample names of the table, with their labels."""
     names: dict[str, set[str]] = {}
     for metric in ALL:
         labels = {*metric.labels, "model_name", "engine", "instance"}
@@ -53,7 +53,7 @@ def exposed() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("query", queries())
-def test_every_query_names_metrics_and_labels_that_exist(query: str) -> None:
+def test_every_query_uses_existing_metrics_and_labels(query: str) -> None:
     known = exposed()
     used = set(re.findall(r"vllm:\w+", query))
     assert used
@@ -64,12 +64,12 @@ def test_every_query_names_metrics_and_labels_that_exist(query: str) -> None:
         assert all(wanted <= labels for labels in ours), query
     if not query.startswith("label_values("):  # Grafana's own
         promql_parser.parse(query.replace("$__rate_interval", "5m"))
-    for name in used:  # what only grows is looked at as a rate
+    for name in used:  # counters need a rate
         if name.endswith(("_total", "_sum", "_bucket", "_count")) and "label_values" not in query:
             assert re.search(rf"(rate|increase)\({name}", query), query
 
 
-def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None:
+def test_the_dashboard_shows_every_metric_but_for_listed_ones() -> None:
     elsewhere = {*NOT_SHOWN.split()}
     elsewhere |= {name for name in METRICS if name.startswith("p2p_")}
     shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in used_metrics()}
@@ -88,11 +88,11 @@ def alerts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_an_alert_says_how_urgent_it_is_and_where_the_remedy_stands(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_severity_and_a_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert anchor in anchors((ROOT / "docs" / page).read_text())
-    # What it increases exists before the first event: else that has no increase.
+    # Its counters exist before the first event: otherwise that is no increase.
     counters = {f"{m.full_name}_total": m for m in ALL if m.kind is Kind.COUNTER}
     for name in re.findall(r"vllm:\w+", rule["expr"]):
         assert name not in counters or counters[name].known, name
@@ -122,7 +122,7 @@ def test_the_documented_metrics_are_the_table() -> None:
     assert [(name, kind, labels.strip(), text) for name, kind, labels, text in documented] == table
 
 
-def test_the_documentation_names_only_metrics_that_exist() -> None:
+def test_the_documentation_names_existing_metrics() -> None:
     bare = {metric.full_name for metric in ALL} | exposed().keys()
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"vllm:lmcache_\w+", page.read_text()):

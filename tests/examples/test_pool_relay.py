@@ -1,4 +1,4 @@
-"""Events of several instances as a router gets them through the relay, over real sockets.
+"""Events of several instances through the relay to a router, over real sockets.
 
 Publishers and schema are vLLM's own; topics are those that llm-d's router reads.
 """
@@ -62,7 +62,7 @@ def router() -> Iterator[Any]:
         socket.close(linger=0)
 
 
-def test_two_instances_are_heard_through_it(router: Any) -> None:
+def test_it_relays_two_instances(router: Any) -> None:
     socket, port = router
     entry = free_port()
     publishers = [
@@ -74,7 +74,7 @@ def test_two_instances_are_heard_through_it(router: Any) -> None:
     wanted = {f"kv@pod-a@{MODEL}", f"kv@pod-b@{MODEL}", POOL}
     with running_relay(f"tcp://*:{entry}", f"tcp://127.0.0.1:{port}"):
         until, number = time.monotonic() + PATIENCE_SECONDS, 0
-        while not wanted <= heard.keys():  # a publisher's first messages find no subscriber
+        while not wanted <= heard.keys():  # the first messages find no subscriber
             assert time.monotonic() < until, heard
             number += 1
             for publisher in publishers:

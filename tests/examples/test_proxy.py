@@ -1,4 +1,4 @@
-"""The example's proxy: whom it asks, and what it lets clients say."""
+"""The example's proxy: the instances that it calls, and the fields that it drops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def registration(**changes: Any) -> bytes:
 
 
 class FakeApi:
-    """Answers as a vLLM instance would, and remembers what it was asked."""
+    """Answers as a vLLM instance, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -122,14 +122,12 @@ class TestProxy:
             assert full["kv_transfer_params"] == {"remote_host": "h"}
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
-    def test_it_listens_to_others_only_with_a_secret(
-        self, host: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_other_hosts_need_a_secret(self, host: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["--host", host])
         assert "--secret" in capsys.readouterr().err
 
-    def test_a_client_names_no_instance(self) -> None:
+    def test_a_client_names_no_peer(self) -> None:
         decode = FakeApi()
 
         async def test(

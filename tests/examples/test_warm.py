@@ -1,4 +1,4 @@
-"""``examples/warm.py`` against a server that answers as vLLM's API does."""
+"""``examples/warm.py`` with a server that answers as vLLM's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 
 class Api(BaseHTTPRequestHandler):
-    """Counts ten prompt tokens for each request, of which the connector loads four."""
+    """Counts ten prompt tokens for each request, four of them loaded by the connector."""
 
     asked: list[tuple[str, dict[str, Any]]]
 
@@ -60,7 +60,7 @@ def warm(file: Path, url: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_every_line_is_asked_for_one_token(url: str, tmp_path: Path) -> None:
+def test_each_line_is_one_request(url: str, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("one\n\ntwo\n")
     done = warm(tmp_path / "texts", url)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every test here is of what is stored and loaded, not of how long a look-up may take."""
+"""These tests are about stored and loaded bytes, not about the time of a look-up."""
 
 from __future__ import annotations
 

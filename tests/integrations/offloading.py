@@ -1,5 +1,7 @@
-"""An instance with vLLM's own tiering over our tier, less the GPU: its managers are the real ones,
-made from a real configuration, and this drives them as vLLM's scheduler does."""
+"""An instance of vLLM's own tiering over our tier, without a GPU.
+
+The managers are vLLM's, made from a real configuration; calls are those of vLLM's scheduler.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _IDLE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 def block_key(index: int, num_bytes: int = 32) -> OffloadKey:
-    """vLLM's name of block ``index``, as its SHA-256 would make it."""
+    """vLLM's key of block ``index``, as from SHA-256."""
     return make_offload_key(index.to_bytes(num_bytes, "big"), 0)
 
 
@@ -43,7 +45,7 @@ def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
 def configuration(
     model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
 ) -> tuple[VllmConfig, Any]:
-    """As vLLM hands it to the connector. Room for ``num_chunks`` blocks in memory."""
+    """The configuration that vLLM gives the connector, with memory for ``num_chunks`` blocks."""
     config, cache = vllm_config(model), kv_cache(full_attention(num_kv_heads))
     page = -(-full_attention(num_kv_heads).page_size_bytes * 2 // 4096) * 4096
     config.kv_transfer_config = KVTransferConfig(
@@ -61,7 +63,7 @@ def configuration(
 
 
 class Instance:
-    """The managers of one engine. Blocks are named by numbers."""
+    """The managers of one engine. Tests name blocks by numbers."""
 
     def __init__(self, config: VllmConfig, cache: Any) -> None:
         spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
@@ -81,7 +83,7 @@ class Instance:
         self.manager.shutdown()
 
     def store(self, blocks: dict[OffloadKey, bytes]) -> None:
-        """Into memory, and from there to the tier; returns once nothing is under way."""
+        """Into memory and on to the tier; returns once no transfer is under way."""
         request = self._new_request()
         out = self.manager.prepare_store(list(blocks), request)
         for key, slot in zip(out.keys_to_store, out.store_spec.block_ids, strict=True):
@@ -91,7 +93,7 @@ class Instance:
         self.settle()
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bytes | None]:
-        """As a new request finds it, once vLLM has no reason left to ask again."""
+        """A new request's blocks, after the last look-up that vLLM would repeat."""
         request = self._new_request()
         found = self._look_up(keys, request)
 
@@ -112,7 +114,7 @@ class Instance:
         return blocks
 
     def settle(self) -> None:
-        """Steps without work, until no transfer is left."""
+        """Run steps without work until no transfer is left."""
 
         def is_idle() -> bool:
             self.manager.on_schedule_end(_IDLE)
@@ -139,7 +141,7 @@ class Instance:
 def running_instance(
     model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
 ) -> Iterator[Instance]:
-    """Starts with nothing in memory, and leaves nothing behind."""
+    """Begins with empty memory, and frees it."""
     instance = Instance(*configuration(model, tier, num_kv_heads, num_chunks))
     try:
         yield instance

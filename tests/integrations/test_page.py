@@ -1,4 +1,4 @@
-"""``docs/integrations.md`` shows what vLLM reads."""
+"""The settings on ``docs/integrations.md`` are those that vLLM reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def snippet(key: str) -> dict[str, Any]:
     return dict(found)
 
 
-def test_vllm_loads_the_tier_that_is_shown() -> None:
+def test_vllm_loads_the_documented_tier() -> None:
     extra = KVTransferConfig(**snippet("kv_connector")).kv_connector_extra_config
     assert extra["spec_name"] == TieringOffloadingSpec.__name__
     TieringOffloadingSpec.build_metric_definitions(extra)  # imports the tier

@@ -1,4 +1,4 @@
-"""vLLM's own managers over Redis: what another instance stored comes back byte for byte."""
+"""vLLM's own managers over Redis: an instance loads another one's blocks, byte for byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks_for(instance: Instance, keys: list[OffloadKey] = KEYS) -> dict[Offloa
     return {key: random.Random(key).randbytes(instance.block_bytes) for key in keys}
 
 
-def test_an_instance_finds_what_another_stored(valkey: Server, model: Path) -> None:
+def test_an_instance_loads_anothers_blocks(valkey: Server, model: Path) -> None:
     tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
@@ -32,7 +32,7 @@ def test_an_instance_finds_what_another_stored(valkey: Server, model: Path) -> N
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
 
 
-def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(valkey: Server, model: Path) -> None:
+def test_a_spoiled_block_is_a_miss_without_a_retry(valkey: Server, model: Path) -> None:
     tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
@@ -44,7 +44,7 @@ def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(valkey: Server, model: 
         assert other.tier._blocks.stats().counts.misses["bad_checksum"] >= 1
 
 
-def test_of_a_load_that_fails_midway_the_rest_is_kept(valkey: Server, model: Path) -> None:
+def test_a_load_that_fails_midway_keeps_the_rest(valkey: Server, model: Path) -> None:
     tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
@@ -82,7 +82,7 @@ def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("setting", [{"namespace": "theirs"}, {"hash_key": "a secret of 16 bytes"}])
-def test_strangers_share_nothing(valkey: Server, model: Path, setting: dict[str, str]) -> None:
+def test_strangers_share_no_kv(valkey: Server, model: Path, setting: dict[str, str]) -> None:
     stranger = tier_settings(valkey.url, **setting)
     with (
         running_instance(model, tier_settings(valkey.url)) as one,
@@ -92,8 +92,8 @@ def test_strangers_share_nothing(valkey: Server, model: Path, setting: dict[str,
         assert other.load(KEYS) == [None] * len(KEYS)
 
 
-def test_after_a_reset_nothing_old_is_found(valkey: Server, model: Path) -> None:
-    """vLLM resets when weights were updated, and names blocks as before."""
+def test_after_a_reset_old_blocks_miss(valkey: Server, model: Path) -> None:
+    """vLLM resets after an update of the weights, and keeps the names of blocks."""
     tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
@@ -104,7 +104,7 @@ def test_after_a_reset_nothing_old_is_found(valkey: Server, model: Path) -> None
         assert other.load(KEYS) == list(blocks.values())
 
 
-def test_names_that_can_be_forged_are_not_used(valkey: Server, model: Path) -> None:
+def test_forgeable_names_are_not_used(valkey: Server, model: Path) -> None:
     short = [block_key(i, num_bytes=16) for i in range(4)]
     with running_instance(model, tier_settings(valkey.url)) as one:
         one.store(blocks_for(one, short))
@@ -113,7 +113,7 @@ def test_names_that_can_be_forged_are_not_used(valkey: Server, model: Path) -> N
         assert other.load(short) == [None] * 4
 
 
-def test_a_silent_server_holds_up_nothing_for_ever(valkey: Server, model: Path) -> None:
+def test_no_call_outlasts_a_silent_server(valkey: Server, model: Path) -> None:
     proxy = FaultProxy(valkey.port)
     try:
         tier = tier_settings(proxy.url, load_deadline_seconds=1.0, redis_timeout_seconds=0.5)

@@ -1,4 +1,4 @@
-"""Files are hashed once: digests come from names, from earlier starts, or from bytes."""
+"""Files are hashed once: digests come from names, earlier starts, or bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def old_file(path: Path, data: bytes) -> Path:
-    """A file that was written long ago, as far as its own times say."""
+    """A file that was written long ago, by its own times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     os.utime(path, ns=(10**18, 10**18))
@@ -50,7 +50,7 @@ def old_file(path: Path, data: bytes) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to wait until the change of a file is two seconds old."""
+    """A file counts as unchanged at once, not after two seconds."""
     monkeypatch.setattr(module, "_SETTLED_NS", -(10**12))
 
 
@@ -77,7 +77,7 @@ def test_a_changed_file_is_read_again(
     file = old_file(tmp_path / "a.bin", b"one")
     file_digests([file], KeptDigests(folder))
     file.write_bytes(b"two")
-    if change == "same times":  # nobody can set back when a file's metadata changed
+    if change == "same times":  # ctime cannot be set back
         os.utime(file, ns=(10**18, 10**18))
     assert file_digests([file], KeptDigests(folder)) == [sha256(b"two")]
 
@@ -114,17 +114,17 @@ def test_a_file_of_the_hub_is_named_by_its_digest(
 def test_a_blob_replaced_by_a_copy_that_keeps_its_times_is_read(
     tmp_path: Path, folder: Path, reads: list[Path]
 ) -> None:
-    """As ``cp -p`` and ``rsync --inplace -t`` do."""
+    """``cp -p`` and ``rsync --inplace -t`` keep them."""
     link = blob(tmp_path, sha256(b"data").hex(), b"data")
     link.write_bytes(b"trained on")
-    while link.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # until the clock has ticked
+    while link.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # the clock ticks
         os.utime(link, ns=(10**18, 10**18))
     assert file_digests([link], KeptDigests(folder)) == [sha256(b"trained on")]
     assert reads == [link]
 
 
 @pytest.mark.parametrize("name", ["a" * 40, "g" * 64, "A" * 64])
-def test_other_names_of_blobs_say_nothing(tmp_path: Path, folder: Path, name: str) -> None:
+def test_other_names_of_blobs_are_ignored(tmp_path: Path, folder: Path, name: str) -> None:
     link = blob(tmp_path, name, b"data")
     assert file_digests([link], KeptDigests(folder)) == [sha256(b"data")]
 
@@ -172,7 +172,7 @@ def test_a_cache_file_that_others_can_write_is_ignored(
     assert reads == [file]
 
 
-def test_what_is_kept_is_bounded(folder: Path) -> None:
+def test_the_cache_is_bounded(folder: Path) -> None:
     kept = KeptDigests(folder)
     kept.add({f"1:{i}:3:4:5": "0" * 64 for i in range(MAX_ENTRIES)})
     kept.add({"1:1:1:1:1": "1" * 64})
@@ -194,7 +194,7 @@ def directory_digest(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> str:
 
 
 def test_an_index_counts(tmp_path: Path) -> None:
-    """It says which of the files are read."""
+    """The index names the files that are read."""
     folder = tmp_path / "m"
     folder.mkdir()
     digests = set()
@@ -204,24 +204,24 @@ def test_an_index_counts(tmp_path: Path) -> None:
         index = f'{{"weight_map": {{"embed": "{name}.safetensors"}}}}'
         (folder / "model.safetensors.index.json").write_text(index)
         digests.add(directory_digest(folder))
-    # The same files in the same order, under the names that this index means otherwise.
+    # The same files in the same order, under swapped names.
     (folder / "b.safetensors").rename(folder / "c.safetensors")
     (folder / "a.safetensors").rename(folder / "b.safetensors")
     digests.add(directory_digest(folder))
     assert len(digests) == 3
 
 
-def test_code_in_packages_counts_also_behind_links(tmp_path: Path) -> None:
+def test_code_files_behind_links_count(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
     (folder / "layers").mkdir(parents=True)
     elsewhere.mkdir()
     for file in (folder / "model.py", folder / "layers" / "norm.py", elsewhere / "rope.py"):
         file.write_text("")
     (folder / "linked").symlink_to(elsewhere)
-    (elsewhere / "back").symlink_to(folder)  # no endless walk
+    (elsewhere / "back").symlink_to(folder)  # a loop of links
     assert sorted(code_files(folder)) == ["layers/norm.py", "linked/rope.py", "model.py"]
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Errno"):
         files_digest({"gone": tmp_path / "gone"})

@@ -1,4 +1,4 @@
-"""Chunk keys: the same everywhere, and different whenever anything differs."""
+"""Chunk keys are the same everywhere, and differ with any part of the identity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOLDEN_KEYED = [
     "6ef121e17f401d8877b6c833e36f70881434c2b2f0d806dfe9bc4e598d7196df",
     "80461298cd4cbdabade39b96387ea2562924bbda1a08bdb11e9dcd4905feccf0",
 ]
-# Of the same chunks, as instances wrote them whose roots named no version of the identity.
+# Keys of the same chunks by version 1, whose roots named no version of the identity.
 KEYS_OF_VERSION_1 = [
     "ebacc38a4d20db774b473d96d88722ae347a205dab155abf4411554e85a6b446",
     "c16516024709bae973a4dc044e9265ad8e226fb419315b3d2cb889c3aa051ea3",
@@ -69,7 +69,7 @@ def test_keys_are_the_same_in_every_process_and_never_change() -> None:
 
 
 def test_instances_of_two_identity_versions_miss_each_other() -> None:
-    """Whatever names weights: version 1 took the word of a label or an audit for it."""
+    """Version 1 named weights by a label or an audit alone."""
     model = {"namespace": "n", "weights": "w"}
     roots = [
         {"salt": "s", "lora": None},
@@ -102,7 +102,7 @@ def test_instances_of_two_identity_versions_miss_each_other() -> None:
     ],
     ids=lambda change: f"{next(iter(change))}={str(next(iter(change.values())))[:12]}",
 )
-def test_anything_that_differs_changes_all_keys(change: dict[str, Any]) -> None:
+def test_any_difference_changes_all_keys(change: dict[str, Any]) -> None:
     assert not set(keys()) & set(keys(**change))
 
 
@@ -119,7 +119,7 @@ def test_one_token_changes_its_chunk_and_all_after_it(
 
 
 @given(tokens=ids, cuts=st.lists(st.integers(0, 40), max_size=6))
-def test_keys_grow_in_pieces_as_they_do_at_once(tokens: list[int], cuts: list[int]) -> None:
+def test_keys_of_tokens_in_pieces_are_the_same(tokens: list[int], cuts: list[int]) -> None:
     identity = RequestIdentity(multimodal=(MultimodalSpan("i", 3, 9),), cache_salt="s")
     pieces = RequestKeys(PrefixHasher({}, CHUNK), identity)
     for cut in [*sorted(cuts), len(tokens)]:
@@ -132,7 +132,7 @@ def test_keys_grow_in_pieces_as_they_do_at_once(tokens: list[int], cuts: list[in
     assert all(len(key) == CHUNK_KEY_BYTES for key in whole.keys)
 
 
-def test_extras_of_one_chunk_cannot_pass_for_tokens_of_the_next() -> None:
+def test_extras_of_a_chunk_cannot_collide_with_later_tokens() -> None:
     hasher = PrefixHasher({}, 1)
     root = hasher.root_key({})
     with_extra = list(hasher.extend(root, [1], [b"\x02\0\0\0"]))
@@ -147,7 +147,7 @@ def test_ids_outside_u32_are_refused(token: int) -> None:
         list(hasher.extend(hasher.root_key({}), [token]))
 
 
-def test_the_digest_of_a_root_differs_where_keys_do_and_does_not_tell_them() -> None:
+def test_a_roots_digest_differs_where_keys_do_and_hides_them() -> None:
     root = {"weights": "w"}
     plain = PrefixHasher({"namespace": "a"}, CHUNK)
     others = [
@@ -161,7 +161,7 @@ def test_the_digest_of_a_root_differs_where_keys_do_and_does_not_tell_them() -> 
     assert not plain.root_key(root).hex().startswith(plain.root_digest(root))
 
 
-def test_canonical_bytes_know_no_order_and_only_plain_values() -> None:
+def test_canonical_bytes_ignore_order_and_refuse_objects() -> None:
     assert canonical_bytes({"b": 1, "a": [None]}) == canonical_bytes({"a": [None], "b": 1})
     with pytest.raises(TypeError):
         canonical_bytes({"a": object()})
@@ -169,7 +169,7 @@ def test_canonical_bytes_know_no_order_and_only_plain_values() -> None:
         canonical_bytes(float("nan"))
 
 
-# -- what is looked ahead to -----------------------------------------------------------------------
+# -- lookahead and tails ---------------------------------------------------------------------------
 
 
 def keys_ahead(tokens: list[int], lookahead: int = 1, **identity: Any) -> list[bytes]:
@@ -177,24 +177,24 @@ def keys_ahead(tokens: list[int], lookahead: int = 1, **identity: Any) -> list[b
     request = RequestKeys(
         PrefixHasher(model, CHUNK, lookahead=lookahead), RequestIdentity(**identity)
     )
-    for end in range(len(tokens) + 1):  # as tokens come in
+    for end in range(len(tokens) + 1):  # one token at a time
         request.extend(tokens[:end])
     return list(request.keys)
 
 
-def test_a_chunk_is_named_once_the_token_after_it_is_known() -> None:
+def test_a_chunk_has_a_key_once_the_next_token_is_known() -> None:
     assert [len(keys_ahead(TOKENS[:n])) for n in (3, 4, 5, 8, 9, 12)] == [0, 0, 1, 1, 2, 2]
     assert [len(keys_ahead(TOKENS[:n], 3)) for n in (4, 6, 7, 11)] == [0, 0, 1, 2]
 
 
-def test_the_token_after_a_chunk_is_in_its_name() -> None:
-    """A drafter's KV of the chunk's last token follows from it."""
+def test_the_next_token_is_in_a_chunks_key() -> None:
+    """A drafter's KV of the chunk's last token depends on it."""
     one, other = keys_ahead(TOKENS), keys_ahead([*TOKENS[:8], 7, *TOKENS[9:]])
     assert one[0] == other[0]
     assert one[1] != other[1]
 
 
-def test_who_looks_ahead_shares_no_key_with_who_does_not() -> None:
+def test_keys_differ_by_lookahead() -> None:
     assert not set(keys_ahead(TOKENS)) & set(keys(TOKENS))
     assert not set(keys_ahead(TOKENS)) & set(keys_ahead(TOKENS, 2))
     assert keys_ahead(TOKENS, 0) == keys(TOKENS)
@@ -202,8 +202,9 @@ def test_who_looks_ahead_shares_no_key_with_who_does_not() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("secret", [None, b"secret"])
-def test_a_tail_has_a_name_of_its_own(secret: bytes | None, lookahead: int) -> None:
-    """Bound to its prompt, its end, every token, and what is looked ahead to; no chunk's."""
+def test_a_tail_has_its_own_key(secret: bytes | None, lookahead: int) -> None:
+    """The key depends on the prompt, the tail's end, every token and the lookahead, and is no
+    chunk's key."""
     hasher = PrefixHasher({"namespace": "a"}, CHUNK, secret, lookahead=lookahead)
     found = set[bytes]()
     prompts = [TOKENS[:length] for length in range(2, 12)]
@@ -221,12 +222,12 @@ def test_a_tail_has_a_name_of_its_own(secret: bytes | None, lookahead: int) -> N
             found |= {request.tail.key, *request.keys}
         else:
             assert request.loadable is request.keys
-    # Eight lengths and two other tokens; another last token counts where it is looked ahead to.
-    # And two chunks.
+    # Eight lengths, two other tokens, another last token where it is looked ahead to, and two
+    # chunks.
     assert len(found) == 8 + 2 + lookahead + 2
 
 
-def test_who_only_sends_a_tail_loads_none() -> None:
+def test_a_sender_loads_no_tail() -> None:
     hasher = PrefixHasher({"namespace": "a"}, CHUNK)
     sent, received = (RequestKeys(hasher, RequestIdentity()) for _ in range(2))
     prompt = TOKENS[: CHUNK + 3]
@@ -238,7 +239,7 @@ def test_who_only_sends_a_tail_loads_none() -> None:
     assert (sent.end_of(2), received.end_of(2)) == (2 * CHUNK, CHUNK + 2)
 
 
-def test_a_tail_of_a_chunks_tokens_is_not_the_chunk() -> None:
+def test_a_full_tail_is_not_the_chunk() -> None:
     hasher = PrefixHasher({"namespace": "a"}, CHUNK)
     parent = hasher.root_key({})
     (chunk,) = hasher.extend(parent, TOKENS[:CHUNK])

@@ -1,4 +1,4 @@
-"""Extras of a chunk against those vLLM puts into the hash of a block of the same tokens."""
+"""Extras of a chunk, compared with those in vLLM's hash of a block of the same tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def chunk_span(at: int, count: int) -> list[tuple[int, int]]:
 
 
 @given(spans)
-def test_spans_of_a_chunk_are_vllms_at_every_border(layout: list[tuple[int, int]]) -> None:
+def test_spans_of_a_chunk_equal_vllms(layout: list[tuple[int, int]]) -> None:
     of = request(mm_features=images(layout))
     ours = identity(of)
     for start, end in chunk_span(0, 8):
@@ -82,7 +82,7 @@ def test_spans_of_a_chunk_are_vllms_at_every_border(layout: list[tuple[int, int]
         assert offsets == theirs
 
 
-def test_a_chunk_that_ends_inside_an_image_knows_which_part_it_holds() -> None:
+def test_each_chunk_inside_an_image_has_its_own_extras() -> None:
     ours = identity(request(mm_features=images([(4, 40)])))
     parts = {ours.extras(start, end) for start, end in chunk_span(0, 6)}
     assert len(parts) == 6
@@ -96,20 +96,20 @@ def test_another_image_at_the_same_place_is_another_chunk() -> None:
     assert len({each.extras(0, 8) for each in (one, two, other)}) == 3
 
 
-def test_prompt_embeddings_separate_chunks_as_they_do_vllms_blocks() -> None:
+def test_prompt_embeddings_separate_chunks_as_vllms_blocks() -> None:
     embeds = torch.arange(32 * 4, dtype=torch.bfloat16).reshape(32, 4)
     changed = embeds.clone()
     changed[9, 2] += 64
     ours = [identity(request(prompt_embeds=e)) for e in (embeds, changed)]
     theirs = [request(prompt_embeds=e) for e in (embeds, changed)]
-    for start, end in chunk_span(0, 5):  # the last holds generated tokens only
+    for start, end in chunk_span(0, 5):  # the last has generated tokens only
         same = vllm_keys(theirs[0], start, end) == vllm_keys(theirs[1], start, end)
         assert (ours[0].extras(start, end) == ours[1].extras(start, end)) == same
         assert same == (start != 8)
 
 
-def test_vllm_adds_nothing_to_its_block_hashes_that_we_do_not_know() -> None:
-    """Fails when vLLM grows a kind of extra key: teach RequestIdentity, then this test."""
+def test_all_extras_of_vllms_block_hashes_are_known() -> None:
+    """For a new kind of extra key: extend RequestIdentity, then this test."""
     everything = [
         request(
             mm_features=images([(0, 4)]),

@@ -1,4 +1,4 @@
-"""What routers are told, report by report."""
+"""KV cache events for routers, report by report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def log_of(keys: str, world_size: int = 1) -> KvEventLog:
     return log
 
 
-def test_each_tier_tells_what_it_takes_in_and_lets_go() -> None:
+def test_each_tier_reports_stored_and_removed_chunks() -> None:
     log = log_of("a")
     log.apply(report(0, admitted="a"))
     log.apply(report(0, written="a", evicted="a"))
@@ -53,7 +53,7 @@ def test_each_tier_tells_what_it_takes_in_and_lets_go() -> None:
     assert len(log) == 0
 
 
-def test_a_chunk_is_there_when_all_ranks_have_it_and_gone_when_one_lacks_it() -> None:
+def test_a_chunk_is_stored_once_all_ranks_have_it_and_removed_with_one() -> None:
     log = log_of("a", world_size=2)
     log.apply(report(0, admitted="a"))
     assert log.take() == []
@@ -67,7 +67,7 @@ def test_a_chunk_is_there_when_all_ranks_have_it_and_gone_when_one_lacks_it() ->
     assert len(log) == 0
 
 
-def test_the_coming_of_a_chunk_that_several_jobs_bring_is_told_whichever_ends_first() -> None:
+def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> None:
     log = log_of("a")
     log.describe([b"a"], 1, lambda i: blocks(b"a"))
     log.settle([b"a"], 0)
@@ -83,7 +83,7 @@ def test_the_coming_of_a_chunk_that_several_jobs_bring_is_told_whichever_ends_fi
     assert len(log) == 0
 
 
-def test_after_a_reset_everything_is_gone_once() -> None:
+def test_a_reset_removes_all_chunks_once() -> None:
     log = log_of("ab")
     log.apply(report(0, admitted="ab", written="a"))
     log.take()
@@ -100,7 +100,7 @@ def test_after_a_reset_everything_is_gone_once() -> None:
 
 
 def removed_from_redis(log: KvEventLog) -> list[str]:
-    """The chunks, by what `log_of` calls them."""
+    """The removed chunks, by their letters in `log_of`."""
     return [
         event.hashes[0][:-1].decode()
         for event in log.take()
@@ -108,15 +108,15 @@ def removed_from_redis(log: KvEventLog) -> list[str]:
     ]
 
 
-def test_so_many_chunks_of_redis_are_remembered_and_the_rest_is_told_as_gone(
+def test_chunks_of_redis_beyond_a_bound_are_removed_least_recent_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody says what Redis evicts. Those go that were neither written nor used for longest."""
+    """Redis does not report its evictions."""
     monkeypatch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 3)
     log = log_of("abcde")
     log.apply(report(0, admitted="abcde", written="abc"))
     log.apply(report(0, evicted="abcde"))
-    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a job uses it
+    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a use
     log.take()
     log.describe([b"d", b"e"], 0, lambda i: blocks(b"de"[i : i + 1]))
     log.apply(report(0, written="d"))
@@ -128,13 +128,13 @@ def test_so_many_chunks_of_redis_are_remembered_and_the_rest_is_told_as_gone(
 
 
 @pytest.mark.parametrize("refresh_ttl", [False, True])
-def test_what_has_outlived_its_lifetime_is_told_as_gone(refresh_ttl: bool) -> None:
+def test_chunks_are_removed_after_their_ttl(refresh_ttl: bool) -> None:
     clock = Clock()
     log = KvEventLog(1, 60.0, refresh_ttl=refresh_ttl, clock=clock)
     log.describe([b"a", b"b"], 0, lambda i: blocks(b"ab"[i : i + 1]))
     log.apply(report(0, written="ab"))
     clock.now += 50
-    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a load of it
+    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a load
     log.apply(report(0))
     assert removed_from_redis(log) == []
     clock.now += 10
@@ -159,7 +159,7 @@ acts = st.lists(
 
 
 @given(acts)
-def test_stored_and_removed_alternate_and_end_with_the_truth(
+def test_events_alternate_and_end_with_the_true_state(
     steps: list[tuple[int, str, str, bool]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -200,29 +200,29 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
         assert {name for name in told if name[0] is Tier.CPU} == {
             name for name in names if name[0] is Tier.CPU
         }
-        assert len(names - told) <= 1  # of four in Redis three are remembered
+        assert len(names - told) <= 1  # three of the four in Redis are kept
 
 
 @pytest.mark.parametrize("tier", [Tier.CPU, Tier.REDIS])
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_lies_in_redis_for_one_instance_alone_stays_its_own(tier: Tier, shared: bool) -> None:
-    """Routers credit every instance with what is told to be ``REMOTE``."""
+def test_only_shared_chunks_of_redis_are_remote(tier: Tier, shared: bool) -> None:
+    """Routers credit every instance with ``REMOTE`` blocks."""
     run = replace(blocks(b"a"), shared=shared)
     for event in (BlocksStored(tier, run), BlocksRemoved(tier, run.hashes, shared)):
         told = to_vllm(event)
         assert told.locality == ("REMOTE" if shared and tier is Tier.REDIS else "LOCAL")
 
 
-def test_of_ranks_that_read_from_each_other_the_owner_counts() -> None:
+def test_the_owners_copy_of_a_shared_chunk_counts() -> None:
     log = log_of("a", world_size=2)
     log.needed = lambda key: 2
     log.apply(report(1, admitted="a", written="a"))
     a = blocks(b"a")
     assert log.take() == [BlocksStored(Tier.REDIS, a), BlocksStored(Tier.CPU, a)]
-    log.apply(report(0, admitted="a"))  # while it could not read it
+    log.apply(report(0, admitted="a"))  # a copy, stored while the owner was away
     log.apply(report(0, evicted="a"))
     assert log.take() == []
-    log.apply(report(0, evicted="a"))  # which it could not read
+    log.apply(report(0, evicted="a"))  # the owner's chunk cannot be read
     assert log.take() == [BlocksRemoved(Tier.CPU, a.hashes)]
     log.apply(report(1, admitted="a"))
     log.clear()

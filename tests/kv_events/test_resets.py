@@ -1,4 +1,4 @@
-"""What routers are told after a reset: credit for what this instance, or others, would hit."""
+"""KV cache events of a reset: routers credit an instance with the hits it would have."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SHAPE = Shape(audit_share=1e-9, num_blocks=40, tier_chunks=40, kv_events=True)
 
 
 class Router:
-    """What an instance has in each tier, as a router knows it."""
+    """The chunks of an instance in each tier, as a router knows them."""
 
     def __init__(self, engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
-        # Else vLLM's scheduler takes them with every step.
+        # Otherwise vLLM's scheduler takes the events with every step.
         monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
         self.known: set[tuple[Tier, bytes]] = set()
 
@@ -44,8 +44,8 @@ def is_shared(event: KvEvent) -> bool:
     return event.blocks.shared if isinstance(event, BlocksStored) else event.shared
 
 
-def test_what_was_stored_of_other_weights_earns_no_credit(router: Router) -> None:
-    """Nothing hits it any more. What comes then can be loaded by whoever was updated alike."""
+def test_chunks_of_old_weights_earn_no_credit(router: Router) -> None:
+    """Old chunks are no hits any more. New ones are hits for instances with the same update."""
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     router.take()
@@ -61,7 +61,7 @@ def test_what_was_stored_of_other_weights_earns_no_credit(router: Router) -> Non
     assert router.known == before, "vLLM's names of the blocks know nothing of weights"
 
 
-def test_what_was_stored_of_the_same_weights_keeps_its_credit(router: Router) -> None:
+def test_chunks_of_the_same_weights_keep_their_credit(router: Router) -> None:
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
     serve(engine, tokens)
     router.take()
@@ -72,7 +72,7 @@ def test_what_was_stored_of_the_same_weights_keeps_its_credit(router: Router) ->
     assert router.known == before
 
 
-def test_what_an_audit_found_wrong_earns_no_credit(router: Router) -> None:
+def test_a_chunk_of_wrong_kv_earns_no_credit(router: Router) -> None:
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
     engine.adapter.auditor.noise.judge = lambda error, **_: Verdict.MISMATCH  # type: ignore[method-assign]
     serve(engine, tokens)
@@ -83,7 +83,7 @@ def test_what_an_audit_found_wrong_earns_no_credit(router: Router) -> None:
     told = router.take()
     assert any(isinstance(event, BlocksRemoved) for event in told)
     assert not any(isinstance(e, BlocksStored) and is_shared(e) for e in told)
-    serve(engine, prompt(2, 3 * CHUNK + 5))  # under a name that no other instance has
+    serve(engine, prompt(2, 3 * CHUNK + 5))  # under keys of this instance alone
     stored = [event for event in router.take() if isinstance(event, BlocksStored)]
     assert stored
     assert not any(map(is_shared, stored))

@@ -1,4 +1,4 @@
-"""What a layout must prove before a byte is copied, and what is refused."""
+"""A layout is checked before a byte is copied."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_tensor_that_does_not_fit_its_spec_is_refused(
         ),
     ],
 )
-def test_layers_that_do_not_belong_together_are_refused(
+def test_layers_that_do_not_fit_together_are_refused(
     tensors: dict[str, torch.Tensor], specs: dict[str, LayerSpec], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -132,7 +132,7 @@ def test_layers_of_different_width_may_share_blocks() -> None:
         (16, [4096], (-1, 0), "no layers"),
     ],
 )
-def test_chunk_buffers_refuse_what_makes_no_sense(
+def test_impossible_chunk_buffers_are_refused(
     block_size: int, addresses: list[int], layers: tuple[int, ...] | None, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -141,7 +141,7 @@ def test_chunk_buffers_refuse_what_makes_no_sense(
 
 @st.composite
 def boxes(draw: st.DrawFn) -> list[Box]:
-    """A few small strided regions close to each other, overlapping or not."""
+    """A few small strided regions close to each other; some overlap."""
     axes = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3)), max_size=3)
     return [
         Box(str(number), draw(st.integers(0, 20)), draw(st.integers(1, 4)), tuple(draw(axes)))

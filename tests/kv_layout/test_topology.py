@@ -1,4 +1,4 @@
-"""Every shard of every layer is written by one rank and read by every rank that holds it."""
+"""One rank writes each shard of each layer, and every rank that holds it reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmcache_connector.kv_parts.owners import Owners, Share
 
 @st.composite
 def tp_sizes_of(draw: st.DrawFn, num_kv_heads: int) -> int:
-    """A size vLLM can run: heads divide evenly, or ranks do."""
+    """A size that vLLM can run: it divides the heads, or the heads divide it."""
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     multiples = [num_kv_heads * n for n in range(2, 5)]
     return draw(st.sampled_from(divisors + multiples))
@@ -58,7 +58,7 @@ def cells(topology: RankTopology) -> set[tuple[int, int]]:
 
 
 @given(instance_pairs(), st.binary(min_size=32, max_size=32))
-def test_what_the_owners_of_a_chunk_hold_is_exactly_what_any_instance_reads(
+def test_the_owners_of_a_chunk_hold_all_that_any_instance_reads_once(
     pair: tuple[list[RankTopology], list[RankTopology]], key: bytes
 ) -> None:
     writer, reader = pair

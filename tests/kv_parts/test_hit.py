@@ -1,4 +1,4 @@
-"""The rule of where a hit may end, against vLLM's own cache managers."""
+"""Where a hit may end, compared with vLLM's own cache managers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def window(span: int, block_size: int = 4) -> Part:
     return Part(Rule.WINDOW, (1,), block_size, span)
 
 
-# -- pictures: chunks of 4 tokens ------------------------------------------------------------------
+# -- examples with chunks of 4 tokens --------------------------------------------------------------
 
 
 def ends(
@@ -49,14 +49,14 @@ def ends(
     return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
 
 
-def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:
+def test_windows_and_states_leave_the_last_token_to_compute() -> None:
     state = Part(Rule.STATE, (1,), 4)
     assert ends([FULL, state], [X] * 3, [X] * 3, num_tokens=12) == (1, 2)
     assert ends([window(5)], [X] * 3, num_tokens=13) == (1, 2, 3)
     assert ends([window(5)], [X] * 3, num_tokens=12) == (1, 2)
 
 
-def test_a_hit_is_cut_only_where_it_may_end() -> None:
+def test_a_hit_is_cut_at_its_ends() -> None:
     assert list(Hit(1, range(2, 6)).up_to(3).ends) == [2, 3]
     assert Hit(1, (2, 5), 7).up_to(4) == Hit(1, (2,), 7)
     assert not Hit(1, range(2, 6)).up_to(0)
@@ -65,7 +65,7 @@ def test_a_hit_is_cut_only_where_it_may_end() -> None:
     assert Hit(1, (2, 5)).stop == 5
 
 
-def test_what_a_load_brings_begins_with_the_first_block_that_is_not_there() -> None:
+def test_a_load_begins_with_the_first_missing_block() -> None:
     assert chunks_to_load(window(6), 8, 0, 24) == range(2, 3)
     assert first_token_to_load(window(6), 0, 24) == 16
     assert first_token_to_load(window(6), 20, 24) == 20
@@ -78,9 +78,9 @@ def test_what_a_load_brings_begins_with_the_first_block_that_is_not_there() -> N
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[KVCacheSpec], list[Part]]:
-    """One to three groups, and the part of each."""
+    """One to three KV cache groups, and their parts."""
     kinds = draw(st.lists(st.sampled_from("fwwcs"), min_size=1, max_size=3))
-    mixed = "c" not in kinds and "s" not in kinds  # else vLLM wants one block size
+    mixed = "c" not in kinds and "s" not in kinds  # otherwise vLLM wants one block size
     specs: list[KVCacheSpec] = []
     parts = []
     for group, kind in enumerate(kinds):
@@ -104,7 +104,7 @@ def models(draw: st.DrawFn) -> tuple[list[KVCacheSpec], list[Part]]:
 
 
 class VllmCache:
-    """vLLM's coordinator, whose cache holds the blocks that a test puts there."""
+    """vLLM's coordinator; a test puts blocks into its cache."""
 
     def __init__(self, specs: list[KVCacheSpec], num_tokens: int) -> None:
         self.block_size = math.lcm(*(spec.block_size for spec in specs))
@@ -126,7 +126,7 @@ class VllmCache:
         self._hashes = [BlockHash(b"%032d" % i) for i in range(num_tokens // self.hash_size)]
 
     def put(self, group: int, start: int, end: int) -> None:
-        """Tokens ``[start, end)``, as far as they fill blocks."""
+        """The full blocks of tokens ``[start, end)``."""
         pool, size = self._coordinator.block_pool, self._specs[group].block_size
         for block in range(-(-start // size), end // size):
             name = self._hashes[(block + 1) * size // self.hash_size - 1]
@@ -147,14 +147,14 @@ class VllmCache:
     rest=st.integers(0, 9),
 )
 @settings(max_examples=300)
-def test_a_hit_ends_exactly_where_vllm_would_take_it_as_its_own(
+def test_a_hit_ends_where_vllms_own_hit_could_end(
     model: tuple[list[KVCacheSpec], list[Part]],
     chunk_blocks: int,
     local_blocks: int,
     seen: st.DataObject,
     rest: int,
 ) -> None:
-    """vLLM's cache is filled with what the tiers hold, and with what vLLM needs for its own hit."""
+    """vLLM's cache holds the chunks of the tiers and the blocks of its own hit."""
     specs, parts = model
     num_chunks = 8
     scheduler_block = math.lcm(*(spec.block_size for spec in specs))
@@ -183,8 +183,8 @@ def test_a_hit_ends_exactly_where_vllm_would_take_it_as_its_own(
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
-def test_a_finished_request_was_part_of_the_steps_under_way(num_batches: int) -> None:
-    """They are all but the one being planned, and the oldest of them ends with each plan."""
+def test_blocks_of_a_finished_request_are_in_use(num_batches: int) -> None:
+    """Until the steps under way have ended: one ends with each plan."""
     blocks = BlocksInUse(num_batches, is_told=True)
     blocks.next_step()
     blocks.freed([[1, 2], [7]])
@@ -204,7 +204,7 @@ def test_after_a_reset_any_block_may_be_in_use() -> None:
     assert not blocks.includes_any({5})
 
 
-def test_windows_leave_blocks_behind_without_a_word() -> None:
+def test_blocks_freed_by_windows_are_in_use() -> None:
     assert BlocksInUse(2, is_told=False).includes_any({5})
     assert not BlocksInUse(1, is_told=False).includes_any({5})
 
@@ -213,7 +213,7 @@ def test_windows_leave_blocks_behind_without_a_word() -> None:
 
 
 KEYS = [random.Random(i).randbytes(32) for i in range(400)]
-# Two stages of four ranks each: a head in pairs, latents in fours, and heads of their own.
+# Two stages of four ranks: heads in pairs, latents in fours, and heads on one rank.
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 OWN = tuple((rank,) for rank in range(8))
@@ -222,7 +222,7 @@ SHARES = [Share(rank, OWNERS) for rank in range(8)]
 BITS = [1 << rank for rank in range(8)]
 
 
-def test_each_group_has_one_owner_of_a_chunk_and_all_take_turns() -> None:
+def test_each_group_has_one_owner_of_a_chunk_in_turn() -> None:
     for part, groups in enumerate(OWNERS.alike):
         owned = [0] * 8
         for key in (part_key(key, part, 3) for key in KEYS):
@@ -234,16 +234,16 @@ def test_each_group_has_one_owner_of_a_chunk_and_all_take_turns() -> None:
         assert all(0.7 * fair < number < 1.3 * fair or number == fair for number in owned)
 
 
-def test_whom_a_rank_shares_with() -> None:
+def test_sharing_ranks() -> None:
     assert SHARES[1].others == {0, 2, 3}
     assert SHARES[6].others == {4, 5, 7}
     assert Share(3).others == frozenset()
     assert Share(3).is_owner(KEYS[0])
 
 
-def test_a_rank_stores_what_it_cannot_read() -> None:
+def test_a_rank_stores_unreadable_chunks() -> None:
     reads = [share.others for share in SHARES]
-    reads[2] = frozenset({0, 1})  # and not from rank 3
+    reads[2] = frozenset({0, 1})  # not from rank 3
     needed = OWNERS.needed(reads)
     for key in KEYS:
         for part in range(3):
@@ -255,7 +255,7 @@ def test_a_rank_stores_what_it_cannot_read() -> None:
     assert {everyone(part_key(key, part, 3)) for key in KEYS for part in range(3)} == {255}
 
 
-def test_a_chunk_builds_on_the_one_before_it_that_has_the_same_owner() -> None:
+def test_a_chunks_parent_is_the_last_chunk_of_the_same_owner() -> None:
     parents = parents_of_part([Part(Rule.PREFIX, (0,), 16)], 0, KEYS, range(100), KEYS[:100], 4)
     pair = Owners((((0, 1, 2, 3),),))
     for rank in range(4):

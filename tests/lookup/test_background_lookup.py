@@ -1,4 +1,4 @@
-"""Look-ups never hold a step longer than asked, and never past their deadline."""
+"""No look-up delays a step longer than asked, or outlasts its deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = [bytes([i]) * 32 for i in range(4)]
 
 
 class GatedLookup(AnyLookup):
-    """Answers when told to."""
+    """Answers when the gate opens."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -70,11 +70,11 @@ def remote(tier: GatedLookup, clock: Clock) -> Iterator[BackgroundLookup]:
 
 
 def answer(pending: PendingLookup) -> Places | None:
-    """Wait for an answer that is on its way, in real seconds."""
+    """Wait for an answer, in real seconds."""
     return pending.answer(4.0)
 
 
-def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLookup) -> None:
+def test_a_pending_look_up_is_polled(remote: BackgroundLookup, tier: GatedLookup) -> None:
     pending = remote.submit(KEYS)
     assert pending.answer(0.0) is None
     assert pending.answer(0.001) is None
@@ -83,16 +83,14 @@ def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLo
     assert tier.asked == [(tuple(KEYS), 105.0)]
 
 
-def test_past_the_deadline_it_is_a_miss(
-    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
-) -> None:
+def test_a_late_answer_is_a_miss(remote: BackgroundLookup, tier: GatedLookup, clock: Clock) -> None:
     pending = remote.submit(KEYS)
     assert tier.started.wait(30)
     clock.now += 5.0
     assert pending.answer(10.0) == MISS, "and it does not wait for it either"
 
 
-def test_who_no_longer_waits_is_not_asked_for(
+def test_ended_look_ups_are_not_sent(
     remote: BackgroundLookup, tier: GatedLookup, clock: Clock
 ) -> None:
     remote.submit(KEYS)

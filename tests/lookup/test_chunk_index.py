@@ -1,4 +1,4 @@
-"""The index of chunks, what workers hear of a prompt, and what is wanted of Redis."""
+"""The index of chunks, prompts sent to workers, and chunks in use that Redis may want."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ acts = st.lists(
 )
 
 
-def test_a_chunk_is_there_when_every_rank_has_it() -> None:
+def test_a_chunk_is_a_hit_once_all_ranks_have_it() -> None:
     index = ChunkIndex(2)
     index.apply(0, [CacheEvent(A, True)])
     assert A not in index
@@ -73,13 +73,13 @@ def test_the_index_agrees_with_plain_sets(events: list[tuple[str, int, bytes]]) 
 
 
 def shared_by_two() -> ChunkIndex:
-    """Of two ranks, each reads what the other owns: rank 0 that of A, rank 1 that of B."""
+    """Two ranks that read each other's chunks: rank 0 owns A, rank 1 owns B."""
     index = ChunkIndex(2)
     index.needed = {A: 1, B: 2, KEYS[2]: 3}.__getitem__
     return index
 
 
-def test_a_chunk_is_there_when_those_that_must_have_it() -> None:
+def test_a_chunk_is_a_hit_once_its_owners_have_it() -> None:
     index = shared_by_two()
     index.apply(0, [CacheEvent(A, True), CacheEvent(KEYS[2], True)])
     assert index.has_each([A, B, KEYS[2]]) == [True, False, False]
@@ -88,18 +88,18 @@ def test_a_chunk_is_there_when_those_that_must_have_it() -> None:
     assert [index.num_firm([key]) for key in (A, B, KEYS[2])] == [0, 0, 1]
 
 
-def test_what_a_rank_could_not_read_is_as_good_as_gone() -> None:
+def test_a_chunk_that_a_rank_cannot_read_is_no_hit() -> None:
     index = shared_by_two()
     index.apply(0, [CacheEvent(A, True)])
     index.apply(1, [CacheEvent(A, False)])
     assert A not in index
     assert len(index) == 0
-    index.apply(0, [CacheEvent(A, True)])  # its owner has found it when it was to store it again
+    index.apply(0, [CacheEvent(A, True)])  # its owner has it, and reports it at the next store
     assert A in index
 
 
-def test_a_copy_beside_the_owners_goes_and_the_chunk_stays() -> None:
-    """Of a rank that has stored it while it could not read its owner."""
+def test_the_owners_chunk_stays_when_a_copy_is_evicted() -> None:
+    """A rank stored the copy while it could not read the owner's chunk."""
     index = shared_by_two()
     index.apply(0, [CacheEvent(A, True)])
     index.apply(1, [CacheEvent(A, True), CacheEvent(A, False)])
@@ -108,7 +108,7 @@ def test_a_copy_beside_the_owners_goes_and_the_chunk_stays() -> None:
     assert A not in index
 
 
-def test_stores_of_other_ranks_are_waited_for() -> None:
+def test_the_first_store_of_another_rank() -> None:
     index = shared_by_two()
     index.plan([A, KEYS[2]], job_id=1)
     assert index.has_each([A, KEYS[2]]) == [True, True]
@@ -118,7 +118,7 @@ def test_stores_of_other_ranks_are_waited_for() -> None:
     assert index.first_stored_elsewhere([A]) == 1
 
 
-# -- what workers hear of a prompt -----------------------------------------------------------------
+# -- prompts sent to workers -----------------------------------------------------------------------
 
 
 PROMPT = [bytes([i]) * 32 for i in range(1, 7)]
@@ -133,28 +133,28 @@ def index_of(*keys: bytes) -> ChunkIndex:
     return index
 
 
-def test_the_last_chunk_held_without_a_gap_stands_for_its_prefix() -> None:
+def test_a_prompt_is_named_by_its_last_chunk_before_a_gap() -> None:
     uses = PrefixUses((FULL,), index_of(*PROMPT[:3], PROMPT[4]))
     uses.add(PROMPT, PINNED)
     assert uses.take() == (PrefixUse(PINNED, (PROMPT[2],)),)
     assert uses.take() == ()
 
 
-def test_nothing_is_told_of_a_prompt_that_nobody_holds() -> None:
+def test_prompts_without_a_chunk_are_not_sent() -> None:
     uses = PrefixUses((FULL,), index_of(PROMPT[1]))
     uses.add(PROMPT, PINNED)
     uses.add([], PINNED)
     assert uses.take() == ()
 
 
-def test_all_windows_held_are_told() -> None:
+def test_all_windows_are_sent() -> None:
     prefix, window = ([part_key(key, part, 2) for key in PROMPT] for part in (0, 1))
     uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]))
     uses.add(PROMPT, Claim())
     assert uses.take() == (PrefixUse(Claim(), (prefix[5], window[1], window[5])),)
 
 
-def test_of_ranks_that_store_in_turn_each_hears_of_its_last_chunk() -> None:
+def test_each_of_the_owners_is_told_of_its_last_chunk() -> None:
     index = index_of(*PROMPT[:4])
     index.share(lambda key: 1, [2])
     uses = PrefixUses((FULL,), index)
@@ -162,13 +162,13 @@ def test_of_ranks_that_store_in_turn_each_hears_of_its_last_chunk() -> None:
     assert uses.take() == (PrefixUse(Claim(), (PROMPT[3], PROMPT[2])),)
 
 
-# -- what is wanted of Redis -----------------------------------------------------------------------
+# -- chunks in use that Redis may want -------------------------------------------------------------
 
 
 MANY = [i.to_bytes(32, "big") for i in range(600)]
 
 
-def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
+def test_chunks_in_use_are_sent_once_per_interval() -> None:
     clock = Clock()
     wanted = WantedChunks(index_of(*MANY[:3]), clock)
     wanted.note_uses(MANY[:5])
@@ -180,7 +180,7 @@ def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
     assert wanted.take() == tuple(MANY[1:3])
 
 
-def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
+def test_a_short_ttl_shortens_the_interval() -> None:
     clock = Clock()
     wanted = WantedChunks(index_of(*MANY[:3]), clock, ttl_seconds=6.0)
     told = 0
@@ -191,7 +191,7 @@ def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
     assert told == 3 * 3
 
 
-def test_a_plan_tells_of_a_bounded_number() -> None:
+def test_a_plan_sends_256_at_most() -> None:
     wanted = WantedChunks(index_of(*MANY), Clock())
     wanted.note_uses(MANY)
     first = wanted.take()

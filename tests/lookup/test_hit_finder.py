@@ -1,4 +1,4 @@
-"""Whether Redis is waited for: a slow answer must not put it aside for good."""
+"""Whether a step waits for Redis: one slow answer does not end it for good."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ONE_PART = (Part(Rule.PREFIX, (0,), 16),)
 
 
 class SlowLookup(AnyLookup):
-    """Takes so many seconds of the test's time for each question in turn; holds everything, unless
-    told otherwise."""
+    """Each question takes the next of ``seconds`` on the test's clock. Redis holds all chunks, or
+    the first ``num_held``."""
 
     def __init__(self, clock: Clock) -> None:
         self._time = clock
@@ -67,7 +67,7 @@ class SlowLookup(AnyLookup):
 
 
 class Told(KvEventLog):
-    """Remembers what Redis is said to lack."""
+    """Records chunks that are reported as missing in Redis."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -78,7 +78,7 @@ class Told(KvEventLog):
 
 
 class Scene:
-    """Prefill is measured: a prompt takes 1 s, of which 0.04 s may go into waiting for Redis."""
+    """Prefill of a prompt takes 1 s; 0.04 s of it may be spent waiting for Redis."""
 
     def __init__(
         self, lookup_wait_seconds: float = 1.0, parts: tuple[Part, ...] = ONE_PART
@@ -112,27 +112,27 @@ class Scene:
         return RequestLookup(SimpleNamespace(num_tokens=num_tokens), keys)
 
     def request(self, seed: int) -> RequestLookup:
-        """A new request whose question is on its way."""
+        """A new request, whose look-up has been sent."""
         asked = self.new_request(seed)
         self.wait.next_step()
         self.finder.ask(asked, 0)
         return asked
 
     def find(self, asked: RequestLookup, is_idle: bool = False) -> int | Pending:
-        """How many chunks can be loaded."""
+        """The number of chunks that can be loaded."""
         self.wait.is_idle = is_idle
         hit = self.finder.find(asked, 0, self.wait)
         return hit if isinstance(hit, Pending) else hit.stop
 
 
 def pending(asked: RequestLookup) -> PendingLookup:
-    """The question that is on its way."""
+    """The request's look-up under way."""
     assert asked.pending is not None
     return asked.pending
 
 
 def num_found(question: PendingLookup) -> int:
-    """Of the chunks asked for, once the answer is there."""
+    """The number of chunks found, once the answer is there."""
     answer = question.answer(4.0)
     assert answer is not None
     return len(answer)
@@ -146,19 +146,19 @@ def scene() -> Iterator[Scene]:
     scene.remote.close()
 
 
-def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
+def test_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     scene.tier.seconds = [0.5, 0.5, 0.0, 0.0]
     assert num_found(pending(scene.request(1))) == 4
 
     scene.tier.gate.clear()
-    scene.remote.submit([])  # still on its way when the next request is scheduled
+    scene.remote.submit([])  # still under way when the next request is scheduled
     hasty = scene.request(2)
     given_up = pending(hasty)
     assert scene.find(hasty) == 0
     assert scene.tally.total("lookups_given_up") == 1
 
     scene.tier.gate.set()
-    assert num_found(given_up) == 4  # nobody waits for it, but it says that Redis is quick
+    assert num_found(given_up) == 4  # its request has gone on, but Redis is quick again
     patient = scene.request(3)
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
@@ -166,8 +166,8 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     assert scene.tally.total("lookups_given_up") == 1
 
 
-def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
-    """While it did, another one stored what they share."""
+def test_a_queued_request_is_looked_up_once_more(scene: Scene) -> None:
+    """Meanwhile another request stored their common prefix."""
     scene.tier.seconds = [0.0, 0.0]
     scene.tier.num_held = 1
     asked = scene.request(1)
@@ -188,8 +188,7 @@ def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
 
 
 def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
-    """Its question waited behind another request's until it was too late for it. ``seconds``: how
-    long Redis takes for one question after the other."""
+    """A request whose look-up expired behind another one. ``seconds``: Redis' times per look-up."""
     scene.tier.gate.clear()
     scene.tier.seconds = list(seconds)
     first, second = scene.request(1), scene.request(2)
@@ -200,12 +199,10 @@ def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
     return second
 
 
-def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
-    scene: Scene,
-) -> None:
-    """Many requests came at once. Nobody is told that Redis lacks what it was not asked for."""
+def test_an_expired_look_up_is_repeated_for_a_fetch_ahead(scene: Scene) -> None:
+    """Many requests came at once."""
     second = asked_without_a_turn(scene, 6.0, 0.0)
-    scene.clock.now -= 6.0  # it was asked a moment ago
+    scene.clock.now -= 6.0  # right after the look-up was sent
     assert scene.finder.find_ahead(second, 0) is PENDING
     scene.clock.now += 1.0
     assert scene.finder.find_ahead(second, 0) is PENDING
@@ -215,7 +212,7 @@ def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
     assert (ahead.stop, len(ahead.missing)) == (4, 4)
 
 
-def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) -> None:
+def test_an_expired_look_up_tells_of_no_missing_chunk(scene: Scene) -> None:
     told = scene.finder.kv_events = Told()
     second = asked_without_a_turn(scene, 6.0)
     scene.clock.now -= 6.0
@@ -223,8 +220,8 @@ def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) ->
     assert told.missing_keys == []
 
 
-def test_what_memory_lost_while_a_request_queued_is_asked_of_redis(scene: Scene) -> None:
-    """Redis had all that memory lacked when it came; it has the beginning as well."""
+def test_chunks_evicted_while_a_request_queued_come_from_redis(scene: Scene) -> None:
+    """Redis was asked only for the chunks that memory lacked then; it has all."""
     scene.tier.seconds = [0.0, 0.0]
     asked = scene.new_request(1)
     scene.index.apply(0, [CacheEvent(key, True) for key in asked.keys.keys[:2]])
@@ -235,8 +232,8 @@ def test_what_memory_lost_while_a_request_queued_is_asked_of_redis(scene: Scene)
     assert scene.find(asked) == 4
 
 
-def test_a_long_step_is_lost_only_for_a_hit_that_may_be_expected() -> None:
-    """To be asked again costs a request a quarter of its prompt's compute, hit or miss."""
+def test_a_long_step_is_lost_only_for_a_likely_hit() -> None:
+    """Another step takes a quarter of the prompt's compute, hit or miss."""
     scene = Scene(lookup_wait_seconds=0.0)
     scene.tier.seconds = [0.0] * 20
     calibrate(scene.policy.model, Tier.REDIS, 1e9, 0.0)
@@ -267,7 +264,7 @@ def test_a_long_step_is_lost_only_for_a_hit_that_may_be_expected() -> None:
 
 
 class Unanswered:
-    """A question without an answer yet, that notes for how long it was waited for."""
+    """A look-up without an answer that records how long it was waited for."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
@@ -280,7 +277,7 @@ class Unanswered:
     ("setting", "is_idle", "waits"),
     [(0.001, False, [0.001, 0.0]), (0.001, True, [0.005, 0.0]), (0.0, True, [0.0, 0.0])],
 )
-def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
+def test_a_step_waits_once_and_longer_if_the_engine_is_idle(
     setting: float, is_idle: bool, waits: list[float]
 ) -> None:
     scene = Scene(lookup_wait_seconds=setting)
@@ -313,13 +310,13 @@ def admit(scene: Scene, asked: RequestLookup, part: int, *chunks: int) -> None:
 
 
 def asked_for(scene: Scene, asked: RequestLookup) -> list[tuple[int, int]]:
-    """Part and chunk of every key that Redis is asked for."""
+    """The part and the chunk of each key that is looked up."""
     scene.finder.ask(asked, 0)
     chunks = [key[:-1] for key in asked.keys.keys]
     return [(part_of(key, 2), chunks.index(key[:-1])) for key in asked.asked_keys]
 
 
-def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
+def test_both_parts_missing_in_memory_are_looked_up(windowed: Scene) -> None:
     windowed.tier.seconds = [0.0]
     asked = windowed.new_request(1)
     admit(windowed, asked, 0, 0, 1, 3)
@@ -330,7 +327,7 @@ def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
 
 
 def storing(scene: Scene) -> tuple[RequestLookup, Sequence[bytes]]:
-    """A request of whose four chunks another rank has two, and stores the third."""
+    """A request of four chunks: another rank has two of them and stores the third."""
     asked = scene.new_request(1)
     keys = asked.keys.keys
     scene.tier.seconds, scene.tier.num_held = [0.0] * 4, 0
@@ -341,7 +338,7 @@ def storing(scene: Scene) -> tuple[RequestLookup, Sequence[bytes]]:
     return asked, keys
 
 
-def test_a_store_of_another_rank_is_waited_for_no_longer_than_its_chunks_take_to_compute() -> None:
+def test_a_hit_waits_for_a_store_no_longer_than_its_chunks_take_to_compute() -> None:
     scene = Scene()
     asked, _ = storing(scene)
     assert scene.find(asked) is PENDING
@@ -352,7 +349,7 @@ def test_a_store_of_another_rank_is_waited_for_no_longer_than_its_chunks_take_to
     scene.remote.close()
 
 
-def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
+def test_a_hit_waits_for_another_ranks_store() -> None:
     scene = Scene()
     asked, keys = storing(scene)
     assert scene.find(asked) is PENDING
@@ -369,9 +366,7 @@ def test_a_hit_waits_for_what_another_rank_is_storing() -> None:
     ],
     ids=["window", "state"],
 )
-def test_a_hit_waits_for_no_store_of_what_it_does_not_load(
-    part: Part, held: range, stored: int
-) -> None:
+def test_a_hit_ignores_stores_of_chunks_outside_it(part: Part, held: range, stored: int) -> None:
     scene = Scene(parts=(Part(Rule.PREFIX, (0,), 16), part))
     asked = scene.new_request(1, 8 * CHUNK)
     scene.tier.seconds, scene.tier.num_held = [0.0] * 6, 0

@@ -21,7 +21,7 @@ from lmcache_connector.storage.chunk_codec import ValueFault
 from lmcache_connector.storage.redis.counters import WriteEnd
 from tests.support.prometheus import prom_metrics
 
-# Numbers that floats add up exactly, in any order.
+# Numbers whose float sums are exact, in any order.
 amounts = st.integers(1, 1 << 20)
 
 
@@ -37,7 +37,7 @@ def samples(draw: st.DrawFn) -> Samples:
 
 
 @given(st.lists(samples(), max_size=6), st.integers(0, 6))
-def test_samples_add_up_however_they_are_grouped(parts: list[Samples], cut: int) -> None:
+def test_samples_add_up_in_any_grouping(parts: list[Samples], cut: int) -> None:
     one_by_one, head, tail = Samples(), Samples(), Samples()
     for index, part in enumerate(parts):
         one_by_one.merge(part)
@@ -51,10 +51,8 @@ counts = st.tuples(st.sampled_from(["cpu", "redis"]), st.integers(0, 1 << 20))
 
 
 @given(st.lists(st.one_of(counts, st.none()), max_size=30))
-def test_what_was_taken_and_what_is_left_add_up_to_the_totals(
-    steps: list[tuple[str, int] | None],
-) -> None:
-    """``None`` stands for a look at what is new."""
+def test_samples_taken_and_left_add_up_to_the_totals(steps: list[tuple[str, int] | None]) -> None:
+    """``None``: take the new samples."""
     tally, taken = Tally(), Samples()
     for step in steps:
         if step is None:
@@ -80,12 +78,12 @@ ENUMS: dict[str, Iterable[Enum]] = {
     "decisions": set(Reason) - {Reason.NO_HIT},
     "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
 }
-"""What a label may be; rates and increases need the series before the first event."""
+"""Values of labels; rates and increases need their series before the first event."""
 
 
 def test_names_follow_the_conventions() -> None:
-    """https://prometheus.io/docs/practices/naming: base units last, counters without the suffix
-    that the client library adds."""
+    """https://prometheus.io/docs/practices/naming: base units last, counters without ``_total``,
+    which the client library adds."""
     units = ("bytes", "seconds", "tokens", "bytes_per_second", "jobs", "chunks")
     for metric in METRICS.values():
         assert re.fullmatch(r"vllm:lmcache_[a-z0-9_]+", metric.full_name)
@@ -98,7 +96,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_series_that_alerts_watch_exist_from_the_start(name: str) -> None:
+def test_series_of_alerts_exist_from_the_start(name: str) -> None:
     known = {labels[0] for labels in METRICS[name].known}
     assert {one.value for one in ENUMS[name]} <= known
 
@@ -106,7 +104,7 @@ def test_series_that_alerts_watch_exist_from_the_start(name: str) -> None:
 # -- Prometheus ------------------------------------------------------------------------------------
 
 
-def test_each_engine_and_rank_reaches_prometheus_as_itself() -> None:
+def test_prometheus_gets_each_engine_and_rank() -> None:
     registry = CollectorRegistry()
     prom = prom_metrics(registry, engines=2)
     ranks = [Samples(), Samples()]
@@ -136,8 +134,8 @@ def test_each_engine_and_rank_reaches_prometheus_as_itself() -> None:
     assert value("load_seconds_bucket", engine="1", tier="cpu", le="0.001") == 0
 
 
-def test_vllm_adds_up_the_ranks_and_ships_the_sum() -> None:
-    """vLLM's own aggregation over ranks, one of which has nothing to tell, and serialisation."""
+def test_vllm_sums_the_ranks_and_sends_the_sum() -> None:
+    """By vLLM's own aggregation and serialisation. One rank has no samples."""
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -170,7 +168,7 @@ def test_vllm_adds_up_the_ranks_and_ships_the_sum() -> None:
     assert registry.get_sample_value("vllm:lmcache_loaded_bytes_total", labels) == 1200
 
 
-def test_the_log_line_reads_as_one_line() -> None:
+def test_the_log_is_one_line() -> None:
     interval = Samples()
     interval.count("queried_tokens", amount=10000)
     interval.count("hit_tokens", "cpu", amount=6144)

@@ -13,15 +13,15 @@ KINDS = ("fix", "promise", "slip")
 
 
 class StaleError(Exception):
-    """The product has changed: the bug cannot be planted."""
+    """The bug's text is no longer in the product."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """In ``file``, ``old`` becomes ``new``, which breaks what ``breaks`` says.
+    """In ``file``, ``old`` becomes ``new``, which breaks the behaviour ``breaks``.
 
-    ``tests`` are asked first. ``simulation``: a pattern of the failure by which the simulation
-    alone must find it; empty where it need not.
+    ``tests`` run first. ``simulation``: a pattern of the failure by which the simulation alone must
+    find the bug; empty if it need not.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Mutant:
         return planted
 
     def is_meant_by(self, word: str) -> bool:
-        """Whether ``word`` is its name, its file, or a folder that the file is in."""
+        """Whether ``word`` is its name, its file, or a folder that has the file."""
         folder = word.rstrip("/") + "/"
         inside = self.file.startswith((folder, f"lmcache_connector/{folder}"))
         return inside or word in (self.name, self.file)
 
 
 def load(root: Path, words: Sequence[str] = ()) -> list[Mutant]:
-    """Those that the words mean; all without. Raises ``ValueError`` or ``TypeError`` for an entry
-    that is none, and for a word that means none."""
+    """The bugs that the words select; all without words. Raises ``ValueError`` or ``TypeError`` for
+    a malformed entry and for a word that selects none."""
     entries = tomllib.loads((root / LIST).read_text())
     mutants = [
         Mutant(name=name, **{**entry, "tests": tuple(entry.get("tests", ()))})

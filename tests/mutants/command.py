@@ -22,7 +22,7 @@ _ROUNDS = 3
 
 
 def main(argv: Sequence[str], root: Path = ROOT, preloaded: Sequence[str] = PRELOADED) -> int:
-    """The exit status: 0 if every bug was planted and found, 2 for a run that cannot begin."""
+    """The exit status: 0 if every bug was planted and found, 2 if the run cannot begin."""
     arguments = _parse(argv)
     try:
         chosen = load(root, arguments.names)
@@ -70,7 +70,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_stale(root: Path, mutant: Mutant) -> bool:
-    """Whether it cannot be planted; says so."""
+    """Whether the bug cannot be planted; prints so."""
     try:
         mutant.plant((root / mutant.file).read_text())
     except (OSError, StaleError) as error:
@@ -92,7 +92,7 @@ class _Run:
         self.ledger = Ledger(root)
 
     def all(self, mutants: Sequence[Mutant]) -> dict[str, Verdict]:
-        """Verdicts on those that are found, by tests that pass without them."""
+        """Verdicts on the selected bugs, by tests that pass without them."""
         try:
             return self._all(mutants)
         finally:
@@ -133,7 +133,7 @@ class _Run:
         with ThreadPoolExecutor(num_jobs) as pool:
             try:
                 return dict(pool.map(judge, todo))
-            except BaseException:  # an interrupt: what runs would go on for minutes
+            except BaseException:  # an interrupt: tests would go on for minutes
                 for copy in self._copies:
                     copy.close()
                 raise
@@ -157,7 +157,7 @@ class _Run:
         return verdict
 
     def _sick(self, found: dict[str, Verdict]) -> set[str]:
-        """Finders that find something where there is no bug."""
+        """Finders that fail without a bug."""
         new = {verdict.finder for verdict in found.values() if verdict.finder} - self.ledger.sound
         if self._arguments.simulation or not new:
             return set()

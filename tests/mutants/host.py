@@ -1,9 +1,9 @@
-"""Runs modules, each in a process forked from this one: vLLM is imported, and nothing of ours.
+"""Runs modules, each in a fork of this process, which has imported vLLM and nothing of ours.
 
-vLLM, torch and LMCache take 17 s of a core to import. This is a script of its own, so that nothing
-of `tests` is imported from the tree it lies in. It takes lines of JSON: ``folder``, ``module``,
-``arguments``, ``output`` (a file) and ``anew``, whether in a new interpreter. It answers each with
-the number of the process, and then with its exit status.
+vLLM, torch and LMCache take 17 s of a core to import. The script imports nothing of `tests`, so
+that each copy of the tree uses its own. It reads lines of JSON: ``folder``, ``module``,
+``arguments``, ``output`` (a file) and ``anew`` (use a new interpreter), and answers each with a
+process id and then its exit status.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def main(preloaded: list[str]) -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or each collection in a child would walk through all of that
-    os.environ.pop("PYTHONHASHSEED", None)  # of this process: the simulation needs one, no child
+    gc.freeze()  # otherwise each collection in a child would visit all of it
+    os.environ.pop("PYTHONHASHSEED", None)  # the simulation's: this process starts with it
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
@@ -57,7 +57,7 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
     if module == "tests.simulation":
         os.environ["PYTHONHASHSEED"] = "0"
         for name in [name for name in sys.modules if name.split(".")[0] == "redis"]:
-            del sys.modules[name]  # vLLM has imported it, and the simulation has its own
+            del sys.modules[name]  # imported by vLLM; the simulation has its own
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -70,12 +70,12 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
 
 
 def _end_with_parent() -> None:
-    """However that ends: tests under way would go on for minutes."""
+    """However the parent ends: tests would go on for minutes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _exit(code: object) -> NoReturn:
-    """As Python ends, but for the seconds in which it would unload vLLM."""
+    """Ends as Python does, without the seconds that unloading vLLM takes."""
     if isinstance(code, str):
         print(code)
     for thread in threading.enumerate():

@@ -1,7 +1,7 @@
-"""Asks the tests about one planted bug, in a copy of the tree.
+"""Runs tests against one planted bug, in a copy of the tree.
 
-First those that the list names, that mirror the file or import it, then the simulation, then the
-folder of the mirror and all that import what imports the file, and real engines last.
+First the tests that the list names, that mirror the file or import it; then the simulation; then
+the mirror's folder and all tests that import the file indirectly; real engines last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.mutants.relevance import Imports, mirror
 
 _LEFT_OUT = {".git", ".venv", ".cache", ".hypothesis", "build", "dist", "__pycache__"}
 _QUICK = "not engine and not soak and not cuda"
-_TEST_SECONDS = 90  # for one test; the suite's own limit is longer than a bug is worth
+_TEST_SECONDS = 90  # for one test; the suite's own limit is longer than a bug deserves
 _SIMULATION_SECONDS = 45.0
 _START_SECONDS = 120.0
 _SIMULATION = "the simulation"
@@ -45,8 +45,8 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """``finder``: the test, or the simulation's seed; empty if none has found the bug. ``how``:
-    what the failure says. ``seconds``: since the bug was planted."""
+    """``finder``: the test, or the simulation's seed; empty if the bug was not found. ``how``: the
+    failure's message. ``seconds``: since the bug was planted."""
 
     finder: str = ""
     how: str = ""
@@ -54,8 +54,8 @@ class Verdict:
 
 
 class Copy:
-    """A copy of the tree that bugs are planted in, and a process that runs its tests, which has
-    imported ``preloaded``. One thread owns it."""
+    """A copy of the tree for bugs, and a process that runs its tests, which has imported
+    ``preloaded``. Used by one thread."""
 
     def __init__(self, root: Path, folder: Path, preloaded: Sequence[str] = PRELOADED) -> None:
         self.folder = folder
@@ -84,15 +84,14 @@ class Copy:
         )
 
     def check(self, modules: Sequence[str]) -> None:
-        """Raises ``RuntimeError`` unless Python imports these from the copy, and not from where
-        the product is installed."""
+        """Raises ``RuntimeError`` unless Python imports these modules from the copy."""
         output, code = self.run("tests.mutants.where", modules, 120.0)
         if code:
             raise RuntimeError(output[-2000:])
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """With the bug, for as long as that. Raises `StaleError`."""
+        """The copy with the bug, inside the context. Raises `StaleError`."""
         file = self.folder / mutant.file
         text = file.read_text()
         self._write(file, mutant.plant(text))
@@ -104,7 +103,7 @@ class Copy:
     def run(
         self, module: str, arguments: Sequence[str], seconds: float, *, anew: bool = False
     ) -> tuple[str, int]:
-        """Output and exit status, which is negative if ``seconds`` were not enough."""
+        """Output and exit status, which is negative after ``seconds``."""
         assert self._host.stdin is not None
         assert self._host.stdout is not None
         self._output.write_text("")
@@ -122,7 +121,7 @@ class Copy:
         return self._output.read_text(errors="replace"), code
 
     def close(self) -> None:
-        """End what runs, and all that would. From any thread."""
+        """End all runs, current and later. May be called from any thread."""
         self._host.kill()
         self._kill()
         self._host.wait()
@@ -139,7 +138,7 @@ class Copy:
 
 @dataclass
 class Judge:
-    """``sick``: tests that fail without any bug, and find none. ``limit``: seconds for a bug."""
+    """``sick``: tests that fail without any bug; they find none. ``limit``: seconds for a bug."""
 
     imports: Imports
     limit: float
@@ -147,7 +146,7 @@ class Judge:
     sick: set[str] = field(default_factory=set)
 
     def find(self, mutant: Mutant, copy: Copy, known: str) -> Verdict:
-        """``known``: what found it in another tree, asked first. Raises `StaleError`."""
+        """``known``: its finder in another tree, which runs first. Raises `StaleError`."""
         started, found = time.monotonic(), Verdict()
 
         def left() -> float:
@@ -160,7 +159,7 @@ class Judge:
         return replace(found, seconds=round(time.monotonic() - started, 1))
 
     def find_simulated(self, mutant: Mutant, copy: Copy, num_seeds: int) -> Verdict:
-        """By the simulation alone, which must fail by what the mutant says."""
+        """By the simulation alone, whose failure must match the mutant's pattern."""
         started = time.monotonic()
         with copy.planted(mutant):
             more = ["--seeds", str(num_seeds), "--until", mutant.simulation]
@@ -168,7 +167,7 @@ class Judge:
         return replace(found, seconds=round(time.monotonic() - started, 1))
 
     def fail_without(self, finders: Sequence[str], copy: Copy) -> set[str]:
-        """Those that find something where there is no bug."""
+        """The finders that fail without a bug."""
         tests = sorted({finder for finder in finders if finder.startswith("tests/")})
         sick = set()
         if tests:
@@ -217,12 +216,12 @@ class Judge:
     def _pytest(
         self, copy: Copy, tests: Sequence[str], seconds: float, more: Sequence[str]
     ) -> tuple[str, int]:
-        # Under load a test may fail for want of time: it has to fail twice.
+        # Under load a test may be too slow: it has to fail twice.
         options = ["-q", "-p", "no:cacheprovider", "--tb=line", "--reruns=1"]
         options += [f"--timeout={_TEST_SECONDS}", *(f"--deselect={test}" for test in self.sick)]
         anew = any(
             test.startswith("tests/engine/") for test in tests
-        )  # engines are particular about imports
+        )  # engines need a clean interpreter
         return copy.run("pytest", [*options, *more, *tests], seconds, anew=anew)
 
     def _simulate(self, copy: Copy, more: Sequence[str], seconds: float, says: str = "") -> Verdict:

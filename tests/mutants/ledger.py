@@ -1,5 +1,5 @@
-"""What is known already: in ``.cache/mutants``, by the hash of the tree that it was found in, and
-in `tests/MUTANTS.md`, for people and for the next tree."""
+"""Known verdicts: in ``.cache/mutants`` by the hash of their tree, and in `tests/MUTANTS.md` for
+readers and for the next tree."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HASHED = ("lmcache_connector", "storage", "tests")
 
 
 class Ledger:
-    """Verdicts hold until a file of the product or of its tests changes. Then ``finders``, who has
-    found what, are asked first. ``sound``: those that pass without a bug."""
+    """Verdicts are valid until a file of the product or its tests changes. Afterwards ``finders``,
+    the last finder of each bug, run first. ``sound``: tests that pass without a bug."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / ".cache" / "mutants"
         self._file = self.folder / "verdicts.json"
         self._page = root / PAGE
         self._tree = _hash(root)
-        self._verdicts: dict[str, tuple[str, Verdict]] = {}  # by name: of which entry
+        self._verdicts: dict[str, tuple[str, Verdict]] = {}  # by name: its entry and verdict
         self.finders = self._read_page()
         self.sound: set[str] = set()
         kept = json.loads(self._file.read_text()) if self._file.exists() else {}
@@ -39,19 +39,19 @@ class Ledger:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Raises ``BlockingIOError`` if somebody else plants bugs here."""
+        """Raises ``BlockingIOError`` if another process plants bugs here."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
     def get(self, mutant: Mutant) -> Verdict | None:
-        """Of this very tree and entry."""
+        """The verdict of this tree and entry."""
         digest, verdict = self._verdicts.get(mutant.name, ("", None))
         return verdict if digest == mutant.digest else None
 
     def put(self, mutant: Mutant, verdict: Verdict | None) -> None:
-        """``None``: take it back."""
+        """``None``: remove it."""
         self._verdicts.pop(mutant.name, None)
         self.finders.pop(mutant.name, None)
         if verdict is not None:
@@ -67,7 +67,7 @@ class Ledger:
         draft.replace(self._file)
 
     def write_page(self, mutants: Sequence[Mutant]) -> None:
-        """The page's table anew: who found what last."""
+        """Write the page's table: the last finder of each bug."""
         rows = []
         for m in mutants:
             verdict, finder = self.get(m), self.finders.get(m.name, "")

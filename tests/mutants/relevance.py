@@ -1,4 +1,4 @@
-"""Which test files have most to do with a module: those that import it by the shortest way."""
+"""The test files most relevant to a module: those that import it by the shortest way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGE, TESTS = "lmcache_connector", "tests"
 
 
 class Imports:
-    """Who imports whom in a tree, the product and its tests."""
+    """The imports of a tree, product and tests."""
 
     def __init__(self, root: Path) -> None:
         files = {_name(root, file): file for file in _files(root)}
@@ -26,7 +26,7 @@ class Imports:
                     self._importers[imported].add(name)
 
     def tests_of(self, module: str, *, directly: bool = False) -> list[str]:
-        """Test files that import it, or what imports it, the nearest first."""
+        """Test files that import the file, or its importers; the nearest first."""
         names = sorted(self._importers.get(module, ())) if directly else self._reach(module)
         return [self._tests[name] for name in names if name in self._tests]
 
@@ -44,7 +44,7 @@ class Imports:
 
 
 def mirror(file: str) -> Path:
-    """The test file that stands for a file of the product."""
+    """The test file at a product file's place."""
     path = Path(file.removeprefix(f"{PACKAGE}/"))
     return Path(TESTS) / path.parent / f"test_{path.name}"
 
@@ -62,7 +62,7 @@ def _name(root: Path, file: Path) -> str:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Names of modules, and of what may be one; not those for types alone."""
+    """Names of imported modules, and of names that may be modules; none of type-only imports."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -55,7 +55,7 @@ def _tree(root: Path) -> None:
         (root / name).write_text(text)
 
 
-def test_every_bug_of_the_list_can_be_planted() -> None:
+def test_every_listed_bug_can_be_planted() -> None:
     for mutant in load(ROOT):
         mutant.plant((ROOT / mutant.file).read_text())
 

@@ -1,4 +1,4 @@
-"""Fails unless the modules named are imported from the folder that this runs in."""
+"""Fails unless the named modules are imported from the current folder."""
 
 import sys
 from importlib.util import find_spec

@@ -3,7 +3,7 @@ from __future__ import annotations
 from lmcache_connector.net.deadline import Deadline
 
 
-def test_what_remains_shrinks_to_zero_and_no_further() -> None:
+def test_remaining_time_stops_at_zero() -> None:
     now = 100.0
     deadline = Deadline(101.5, lambda: now)
     assert deadline.remaining() == 1.5

@@ -1,4 +1,4 @@
-"""A peer that is slow is waited for as long as it moves; one that hardly moves is not."""
+"""A slow peer is waited for while its bytes move; one that hardly moves has stalled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pem() -> Iterator[Certificates]:
 
 
 class SlowPeer:
-    """Reads ``piece`` bytes, then sleeps, ``num_bytes`` in all; then it answers."""
+    """Reads ``num_bytes`` in pieces, with a pause after each, then replies."""
 
     def __init__(self, num_bytes: int, piece: int, pem: Certificates | None = None) -> None:
         self._num_bytes, self._piece, self._pem = num_bytes, piece, pem
@@ -74,7 +74,7 @@ class SlowPeer:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_progress_within_one_large_value_counts(tls: bool, pem: Certificates) -> None:
-    """4 MiB at 64 KiB a turn take several times as long as silence may."""
+    """4 MiB at 64 KiB a turn take several times the idle time-out."""
     data = bytes(4 << 20)
     peer = SlowPeer(len(data), 1 << 16, pem if tls else None)
     with closing(peer), closing(peer.connect(SMALL_BUFFER)) as wire:
@@ -84,8 +84,8 @@ def test_progress_within_one_large_value_counts(tls: bool, pem: Certificates) ->
         assert wire.receive_line(FAR) == b"+OK"
 
 
-def test_an_answer_is_waited_for_until_what_it_answers_has_arrived() -> None:
-    """The system takes in megabytes at once, and gets rid of them slowly."""
+def test_a_reply_is_waited_for_until_its_command_has_arrived() -> None:
+    """The system buffers megabytes at once, and sends them slowly."""
     data = bytes(3 << 20)
     with closing(SlowPeer(len(data), 1 << 16)) as peer, closing(peer.connect()) as wire:
         wire.send([data], FAR)
@@ -93,7 +93,7 @@ def test_an_answer_is_waited_for_until_what_it_answers_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_peer_that_takes_a_few_bytes_at_a_time_has_stalled(tls: bool, pem: Certificates) -> None:
+def test_a_peer_that_reads_a_few_bytes_at_a_time_has_stalled(tls: bool, pem: Certificates) -> None:
     peer = SlowPeer(4 << 20, 100, pem if tls else None)
     with closing(peer), closing(peer.connect(SMALL_BUFFER)) as wire:
         with pytest.raises(WireError) as caught:
@@ -101,7 +101,7 @@ def test_a_peer_that_takes_a_few_bytes_at_a_time_has_stalled(tls: bool, pem: Cer
         assert caught.value.fault is WireFault.STALLED
 
 
-def test_a_line_that_comes_byte_by_byte_has_stalled() -> None:
+def test_a_line_that_trickles_has_stalled() -> None:
     here, there = socket.socketpair()
     stop = threading.Event()
 

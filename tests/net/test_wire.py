@@ -1,4 +1,4 @@
-"""Bytes over a socket pair: scattered, bounded in time, and each way to end has its name."""
+"""Bytes over a socket pair: scattered, bounded in time, and with a name for each fault."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def fault_of(work: Callable[[], object]) -> WireError:
     return error.value
 
 
-def test_bytes_come_and_go_scattered_over_any_buffers(wire: tuple[Wire, socket.socket]) -> None:
+def test_bytes_are_scattered_over_any_buffers(wire: tuple[Wire, socket.socket]) -> None:
     near, far = wire[0], Wire(wire[1].dup(), time.monotonic, IDLE_SECONDS)
     rng = random.Random(0)
     data = rng.randbytes(3_000_000)
-    cuts = sorted(rng.choices(range(len(data)), k=2000))  # more buffers than one system call takes
+    cuts = sorted(rng.choices(range(len(data)), k=2000))  # more than one system call takes
     pieces = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
     target = bytearray(len(data))
     views = [memoryview(target)[a:b] for a, b in itertools.pairwise([0, *cuts[::3], len(data)])]
@@ -53,7 +53,7 @@ def test_bytes_come_and_go_scattered_over_any_buffers(wire: tuple[Wire, socket.s
     far.close()
 
 
-def test_lines_are_cut_out_of_whatever_comes_together(wire: tuple[Wire, socket.socket]) -> None:
+def test_lines_are_split_at_any_packets(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"+OK\r\n:12\r\n-half")
     assert near.receive_line(soon()) == b"+OK"
@@ -64,7 +64,7 @@ def test_lines_are_cut_out_of_whatever_comes_together(wire: tuple[Wire, socket.s
     assert near.is_fresh()
 
 
-def test_bytes_left_over_from_lines_end_the_connection(wire: tuple[Wire, socket.socket]) -> None:
+def test_surplus_bytes_end_the_connection(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"+OK\r\nsurplus")
     near.receive_line(soon())
@@ -72,7 +72,7 @@ def test_bytes_left_over_from_lines_end_the_connection(wire: tuple[Wire, socket.
     assert error.fault is WireFault.OUT_OF_STEP
 
 
-def test_what_is_given_back_comes_again(wire: tuple[Wire, socket.socket]) -> None:
+def test_unread_bytes_are_read_again(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"5\r\nabcde4\r\n")
     taken = bytearray(11)
@@ -98,9 +98,7 @@ def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -
     assert fault_of(lambda: near.receive_line(soon())).fault is WireFault.OUT_OF_STEP
 
 
-def test_a_pause_tells_how_much_has_come_and_may_give_up(
-    wire: tuple[Wire, socket.socket],
-) -> None:
+def test_a_pause_gets_the_bytes_received_and_may_raise(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     peer.sendall(b"12345")
 

@@ -1,4 +1,4 @@
-"""Every dial is watched: nobody sleeps until it may have ended."""
+"""Dials are watched, so that no test sleeps until one may have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers under attack, or out of luck: who serves serves the others, who reads has a miss."""
+"""Hostile and slow peers: the server goes on serving the others, a reader has a miss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.redis.chunks import (
     chunk_key,
 )
 
-BIG = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)  # 8 MiB a chunk, half of it a value
+BIG = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)  # 8 MiB a chunk, 4 MiB a value
 BIG_PARTS = PartGeometries((BIG,))
 
 
@@ -38,7 +38,7 @@ def big_chunks(count: int) -> HeldChunks:
 
 
 def read_value(sock: socket.socket, num_bytes: int) -> bool:
-    """Whether so much comes in time."""
+    """Whether ``num_bytes`` come in time."""
     while num_bytes > 0:
         try:
             data = sock.recv(min(num_bytes, 1 << 20))
@@ -52,7 +52,7 @@ def read_value(sock: socket.socket, num_bytes: int) -> bool:
 
 @contextmanager
 def lying(indices: Sequence[int]) -> Iterator[PeerServer]:
-    """Its values have the headers of what it should send, and other bytes."""
+    """A server whose values have right headers and wrong payloads."""
     with serving(HeldChunks(indices)) as server:
         queue = server._queue
 
@@ -81,7 +81,7 @@ def test_a_range_of_many_digits_holds_no_chunk(digits: int) -> None:
         assert chunks.await_leased(lambda count: count == 0)
 
 
-def test_a_pattern_that_would_take_for_ever_is_refused() -> None:
+def test_a_pattern_with_several_stars_is_refused() -> None:
     with (
         serving(HeldChunks(range(2))) as server,
         redis.Redis.from_url(url(server, SECRET.decode()), protocol=2) as client,
@@ -94,7 +94,7 @@ def test_a_pattern_that_would_take_for_ever_is_refused() -> None:
 
 
 class GatedChunks(HeldChunks):
-    """Whoever asks for what is not here waits at a gate, and the server with it."""
+    """A lease of a chunk that is not held blocks the server until the gate opens."""
 
     def __init__(self, count: int) -> None:
         super().__init__(range(count), BIG_PARTS)
@@ -109,8 +109,8 @@ class GatedChunks(HeldChunks):
         return super().lease(key)
 
 
-def test_nobody_is_forgotten_who_asked_while_too_much_was_leased() -> None:
-    """In one turn it became too much, somebody was put off, and there was room again."""
+def test_a_client_deferred_for_leases_is_served_after_others_end() -> None:
+    """In one turn leases reach their limit, a client is deferred, and leases end."""
     chunks = GatedChunks(4)
     limits = Limits(leased_bytes=12 << 20, stall_seconds=60.0)
     with (
@@ -124,15 +124,15 @@ def test_nobody_is_forgotten_who_asked_while_too_much_was_leased() -> None:
         assert chunks.await_leased(lambda count: count == 1)
         holder.sendall(get(9))
         assert chunks.is_waiting.wait(10.0)
-        other.sendall(get(1))  # with this it is too much
+        other.sendall(get(1))  # over the limit
         asker.sendall(get(2))
         leaver.close()
         chunks.gate.set()
         assert read_value(asker, BIG.shard_bytes)
 
 
-def test_who_asks_for_much_leaves_others_their_turn() -> None:
-    """As long as it takes what it gets, it could be served for ever."""
+def test_a_client_of_many_commands_takes_turns() -> None:
+    """The client reads all replies, so the server could go on serving it alone."""
     chunks = GatedChunks(2)
     chunks.data = {chunk_key(i): chunk_data(i) for i in range(2)}
     with (
@@ -154,8 +154,8 @@ def test_who_asks_for_much_leaves_others_their_turn() -> None:
     assert chunks.order.index(chunk_key(1)) < 50
 
 
-def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
-    """A little more than a silent one takes, and all that may be leased."""
+def test_trickling_clients_do_not_block_others_by_leases() -> None:
+    """Such clients read slowly and hold all leases that the limit allows."""
     chunks, is_over = big_chunks(8), threading.Event()
     limits = Limits(stall_seconds=0.5, leased_bytes=16 << 20)
 
@@ -185,7 +185,7 @@ def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
                 thread.join(20.0)
 
 
-def test_a_flood_of_commands_keeps_nobody_waiting() -> None:
+def test_a_flood_of_commands_delays_no_client() -> None:
     chunks = HeldChunks(range(2))
     flood = b"*1\r\n$4\r\nPING\r\n" * 20_000
     with serving(chunks) as server, ExitStack() as stack:
@@ -204,8 +204,8 @@ def test_a_flood_of_commands_keeps_nobody_waiting() -> None:
 # -- the reader ----------------------------------------------------------------------------------
 
 
-def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
-    """A seal that does not fit: nobody reads from it for a while, and another one's count."""
+def test_a_peer_of_wrong_checksums_is_avoided() -> None:
+    """No read goes to it for a while; chunks of another peer are hits."""
     with ExitStack() as stack:
         liar = stack.enter_context(lying(range(4)))
         good = stack.enter_context(serving(HeldChunks(range(3))))
@@ -215,7 +215,7 @@ def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
             hits = read(tier, range(4), 1.0)[0].hits[:3]
             return hits == [True] * 3 and tier.counts().misses["bad_checksum"] > 0
 
-        once_dialled(has_lied)  # either of the two may be dialled first
+        once_dialled(has_lied)  # the peers are dialled in any order
         lied = tier.counts().misses["bad_checksum"]
         for _ in range(5):
             assert read(tier, range(4), 1.0)[0].hits[:3] == [True] * 3
@@ -223,10 +223,10 @@ def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("use", [take_socket, lambda client: client.execute_command("PEER")])
-def test_whoever_comes_to_the_port_of_a_connection_is_asked_who_it_is(
+def test_a_lost_connection_is_not_redialled_without_a_greeting(
     use: Callable[[Client], object],
 ) -> None:
-    """redis-py dials again where a connection is lost, and asks nobody."""
+    """redis-py would dial again, and take another server at the port for the peer."""
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
         port = first.enter_context(serving(HeldChunks([]))).port

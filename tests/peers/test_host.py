@@ -1,4 +1,4 @@
-"""Engines of one host find each other in a folder, and nobody else in it does harm."""
+"""Engines of one host find each other in a folder; anything else in the folder does no harm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 from tests.support.waits import within
 
 FOUND_SECONDS = 20.0
-"""It takes two. A stop watch would measure this machine."""
+"""Two are enough; a busy machine may need more."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
 
 @contextmanager
 def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
-    """One whose thread tends it, as that of the scheduler side does."""
+    """A look-up that a thread maintains, as on the scheduler side."""
     peers = PeerLookup(CONFIG, [PARTS], topology(path, own))
     lookup = AnyLookup({Tier.PEER: peers}, time.monotonic)
     try:
@@ -71,7 +71,7 @@ def holds(lookup: AnyLookup, index: int) -> bool:
     return lookup.find([chunk_key(index)], time.monotonic() + 0.1) == [Tier.PEER]
 
 
-def test_an_engine_is_found_soon_and_so_is_what_it_stores(path: Path) -> None:
+def test_an_engine_and_its_new_chunks_are_found_soon(path: Path) -> None:
     chunks = HeldChunks([0])
     with looking(path) as lookup:
         assert not holds(lookup, 0)
@@ -87,8 +87,8 @@ def test_an_engine_is_found_soon_and_so_is_what_it_stores(path: Path) -> None:
             assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
 
 
-def test_who_is_not_of_our_kind_is_not_asked(path: Path) -> None:
-    """Itself, other namespaces, other ranks, other numbers of them."""
+def test_other_kinds_of_engines_are_ignored(path: Path) -> None:
+    """The engine itself, other namespaces, other ranks, and other numbers of ranks."""
     folder = HostFolder(path)
     others = (
         name_of("reader"),
@@ -104,7 +104,7 @@ def test_who_is_not_of_our_kind_is_not_asked(path: Path) -> None:
         assert found.peers() == ()
 
 
-def test_what_else_is_in_the_folder_is_left_alone(path: Path) -> None:
+def test_foreign_files_of_the_folder_stay(path: Path) -> None:
     folder, chunks = HostFolder(path), HeldChunks([0])
     strange = str(name_of("strange"))
     (path / strange).write_bytes(b"no socket")
@@ -120,9 +120,9 @@ def test_what_else_is_in_the_folder_is_left_alone(path: Path) -> None:
         assert folder.engines(digest("default"), 0, 1) == [name_of("one")]
 
 
-def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
+def test_a_dead_engines_socket_is_removed_by_others(path: Path) -> None:
     folder = HostFolder(path)
-    folder.listen(name_of("dead")).close()  # as a kill leaves it
+    folder.listen(name_of("dead")).close()  # a killed engine leaves its name
     assert (path / str(name_of("dead"))).exists()
     with looking(path) as lookup:
 
@@ -141,7 +141,7 @@ def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Waits until a server has looked for its name, from now on."""
+    """Waits until a server has checked its socket's name twice from now on."""
     looks, renew = threading.Semaphore(0), HostSocket.renew
 
     def note(host_socket: HostSocket) -> socket.socket | None:
@@ -171,10 +171,10 @@ def replace_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("remove", [remove_name, shutil.rmtree, replace_folder])
-def test_a_cleaner_of_the_folder_parts_engines_for_seconds_alone(
+def test_a_cleaner_of_the_folder_parts_engines_for_seconds(
     path: Path, remove: Callable[[Path], None]
 ) -> None:
-    """Cleaners of /tmp remove what is old; a live socket without its name looks like that."""
+    """Cleaners of /tmp remove old files, and names of live sockets with them."""
     with engine(path, HeldChunks([0, 1])), looking(path) as lookup:
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
         remove(path)
@@ -184,9 +184,7 @@ def test_a_cleaner_of_the_folder_parts_engines_for_seconds_alone(
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(
-    path: Path, looked: Callable[[], None]
-) -> None:
+def test_a_folder_with_another_mode_is_not_used(path: Path, looked: Callable[[], None]) -> None:
     with engine(path, HeldChunks([0])), looking(path) as lookup:
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
         shutil.rmtree(path)
@@ -199,10 +197,10 @@ def test_a_folder_that_another_user_has_made_meanwhile_is_not_used(
             assert within(FOUND_SECONDS, lambda: holds(late, 0))
 
 
-def test_a_folder_that_cannot_be_made_again_is_not_looked_for_at_each_question(
+def test_a_lost_folder_is_not_looked_for_at_each_look_up(
     tmp_path: Path, looked: Callable[[], None]
 ) -> None:
-    """As at the end of a login: ``/run/user/ID`` goes with it. Each look would take a thread."""
+    """The end of a login removes ``/run/user/ID``. Each attempt would take a thread."""
     path = tmp_path / "user" / "host"
     path.parent.mkdir()
     with engine(path, HeldChunks([0])):
@@ -225,7 +223,7 @@ def names_of_peers(found: PeerTopology) -> tuple[str, ...]:
     return found.peers()
 
 
-def test_an_engine_takes_away_no_name_but_its_own(path: Path) -> None:
+def test_an_engine_removes_only_its_own_name(path: Path) -> None:
     with ExitStack() as stack:
         folder = HostFolder(path)
         first = HostSocket(folder, name_of("one"))
@@ -237,8 +235,8 @@ def test_an_engine_takes_away_no_name_but_its_own(path: Path) -> None:
         assert second.renew() is None
 
 
-def test_an_engine_that_has_gone_is_no_server_any_more(path: Path) -> None:
-    """Each start has another name, and an open circuit would be an alarm for ever."""
+def test_an_ended_engine_is_no_server_any_more(path: Path) -> None:
+    """Each start has a new name, so the open circuit of the old one would stay open for ever."""
     with looking(path) as lookup:
         for number in range(3):
             with engine(path, HeldChunks([0]), f"start-{number}"):
@@ -257,7 +255,7 @@ def test_two_engines_of_one_name_do_not_replace_each_other(path: Path) -> None:
     folder.listen(name_of("one")).close()  # after its death
 
 
-def test_engines_that_come_at_the_same_time_are_all_seen(path: Path) -> None:
+def test_engines_that_start_at_the_same_time_are_found(path: Path) -> None:
     """A file system's clock ticks every few milliseconds."""
     found, folder = topology(path), HostFolder(path)
     tick = time.time_ns() + 10**9
@@ -311,7 +309,7 @@ def test_without_the_default_folder_nothing_is_shared(
 
 
 def test_paths_may_be_long(tmp_path: Path) -> None:
-    """Those of sockets are 107 bytes at most."""
+    """A socket's path has 107 bytes at most."""
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
     with engine(deep / "host", HeldChunks([0])), looking(deep / "host") as lookup:

@@ -1,4 +1,4 @@
-"""Chunks copied out of the memory of another process: the right bytes, or another way."""
+"""Chunks copied from the memory of another process: right bytes, or else the socket's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def of(indices: list[int]) -> list[bytes]:
     return [bytes(chunk_data(i)) for i in indices]
 
 
-def test_what_is_there_is_copied_and_nothing_crosses_the_socket(
+def test_chunks_of_shared_memory_do_not_cross_the_socket(
     path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with owner(path, chunks), reader(path) as tier:
@@ -87,33 +87,33 @@ def _forbidden(*args: object) -> None:
 
 
 @pytest.mark.parametrize("hash_key", [None, HASH_KEY])
-def test_bytes_that_change_under_the_reader_are_no_hit(path: Path, hash_key: bytes | None) -> None:
-    """As if it had been stopped for longer than its leases hold."""
+def test_bytes_that_change_during_a_copy_miss(path: Path, hash_key: bytes | None) -> None:
+    """A reader that was stopped for longer than its leases copies such bytes."""
     held = HeldChunks(range(2))
     shared = held.share()
     with owner(path, held, hash_key=hash_key), reader(path, hash_key=hash_key) as tier:
         assert tier._mapped is not None
         original = held.data[chunk_key(1)]
-        shared[held.offsets[chunk_key(1)]] ^= 1  # what is sealed stays as it was
+        shared[held.offsets[chunk_key(1)]] ^= 1  # the seal stays
         keys = [chunk_key(0), chunk_key(1)]
         buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in keys]
         limit = Deadline(time.monotonic() + 5.0, time.monotonic)
         (node,) = tier._topology.peers()
         views = [memoryview(b) for b in buffers]
         assert tier._mapped.read(keys, views, node, limit) == [True, False]
-        result, data = read(tier, [0, 1])  # and the socket brings what it is
+        result, data = read(tier, [0, 1])  # the socket brings the sealed bytes
         assert result.hits == [True, True]
         assert data[1] == bytes(original)
 
 
-def test_without_memory_to_map_the_socket_brings_it(path: Path) -> None:
+def test_without_shared_memory_the_socket_is_used(path: Path) -> None:
     with owner(path, HeldChunks(range(3))), reader(path) as tier:
         result, data = read(tier, [0, 1, 2])
         assert (result.hits, data) == ([True] * 3, of([0, 1, 2]))
         assert tier.num_fallbacks == 0, "that is no failure"
 
 
-def test_an_owner_that_has_gone_and_come_back_is_mapped_anew(path: Path) -> None:
+def test_an_owner_that_restarts_is_mapped_again(path: Path) -> None:
     first, second = HeldChunks([0, 1]), HeldChunks([1, 0, 2])
     first.share(), second.share()
     with ExitStack() as owning:
@@ -129,10 +129,10 @@ def test_an_owner_that_has_gone_and_come_back_is_mapped_anew(path: Path) -> None
                 assert tier.num_mapped == before + 3
 
 
-def test_memory_of_an_owner_that_has_gone_is_let_go_though_nobody_reads(
+def test_memory_of_an_ended_owner_is_unmapped_without_a_read(
     path: Path, chunks: HeldChunks
 ) -> None:
-    """As long as a reader maps it, the system cannot give it to an owner that starts again."""
+    """While a reader maps it, the system cannot free it for an owner that starts again."""
     before = _num_mapped()
     with ExitStack() as owning:
         owning.enter_context(owner(path, chunks))
@@ -143,12 +143,12 @@ def test_memory_of_an_owner_that_has_gone_is_let_go_though_nobody_reads(
 
 
 def _num_mapped() -> int:
-    """Pieces of memory here that were mapped for reading only."""
+    """Number of this process's read-only mappings of shared chunks."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:chunks" in line and " r--s " in line for line in maps)
 
 
-def test_who_has_leases_and_is_silent_loses_them(path: Path, chunks: HeldChunks) -> None:
+def test_leases_of_a_silent_client_expire(path: Path, chunks: HeldChunks) -> None:
     with owner(path, chunks, Limits(stall_seconds=0.2)), asking(path) as ask:
         names = [b"lmc:{default:" + chunk_key(0).hex().encode() + b"}"]
         suffix = _suffixes()
@@ -158,10 +158,10 @@ def test_who_has_leases_and_is_silent_loses_them(path: Path, chunks: HeldChunks)
         assert chunks.await_leased(lambda count: count == 0, 10.0)
 
 
-def test_leases_do_not_pile_up(path: Path, chunks: HeldChunks) -> None:
+def test_a_lease_ends_the_last(path: Path, chunks: HeldChunks) -> None:
     with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
         name = b"lmc:{default:" + chunk_key(0).hex().encode() + b"}" + _suffixes()[0]
-        for _ in range(3):  # each ends the one before
+        for _ in range(3):  # each lease ends the last
             assert ask(b"LEASE", name).startswith(b"*1\r\n$136")
             assert chunks.await_leased(lambda count: count == 1)
     with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
@@ -198,7 +198,7 @@ def test_one_command_leases_no_more_than_a_share(
     chunks.share()
     with owner(path, chunks):
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(HostFolder(path).address(name_of("one")))  # its path may be too long
+            sock.connect(HostFolder(path).address(name_of("one")))  # a path may be too long
             tags = [chunk_tag("default", key) + b":0-4:0" for key in chunks.data]
             sock.sendall(command(b"LEASE", *tags))
             assert chunks.await_leased(lambda count: count == 2)
@@ -208,7 +208,7 @@ def test_one_command_leases_no_more_than_a_share(
         assert chunks.await_leased(lambda count: count == 0)
 
 
-def test_strangers_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
+def test_clients_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
     with serving(chunks) as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.settimeout(10.0)
         for words in ((b"MAP",), (b"LEASE", b"x")):
@@ -226,8 +226,8 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_owner_that_lies_is_no_hit(path: Path, lie: str) -> None:
-    """Nor a fault: it says places outside of its memory, and headers of other values."""
+def test_wrong_leases_are_no_hit(path: Path, lie: str) -> None:
+    """Nor a crash: the places lie outside of the memory, the headers are of other values."""
     with liar(path, LIES[lie]):
         found = topology(path)
         found.prepare()
@@ -254,7 +254,7 @@ def liar(path: Path, place: bytes) -> Iterator[None]:
             asked = sock.recv(1 << 16)
             count = int(asked[1 : asked.index(b"\r\n")]) - 1
             sock.sendall(b"*%d\r\n" % count + b"$%d\r\n%b\r\n" % (len(place), place) * count)
-            with contextlib.suppress(OSError):  # it has left
+            with contextlib.suppress(OSError):  # the reader has left
                 sock.recv(1 << 16)
                 sock.sendall(b"+OK\r\n")
 
@@ -277,8 +277,7 @@ def test_memory_that_may_shrink_is_not_mapped() -> None:
 
 
 def reader_of_one(path: Path, seconds: float) -> tuple[mapped.MappedPeers, Callable[[], object]]:
-    """And a call that reads a chunk of the one owner that there is, until so many seconds from now
-    at most."""
+    """Peers of the folder's one owner, and a call that reads a chunk of it within ``seconds``."""
     found = topology(path)
     found.prepare()
     (node,) = found.peers()
@@ -288,8 +287,8 @@ def reader_of_one(path: Path, seconds: float) -> tuple[mapped.MappedPeers, Calla
     return peers, lambda: peers.read([chunk_key(0)], [buffer], node, limit)
 
 
-def test_a_load_that_was_late_itself_blames_no_owner(path: Path, chunks: HeldChunks) -> None:
-    """Or the next loads would not come out of its memory, and its rank would count as away."""
+def test_a_load_past_its_deadline_blames_no_owner(path: Path, chunks: HeldChunks) -> None:
+    """Otherwise later loads would not use its memory, and its rank would count as away."""
     with HostFolder(path).listen(name_of("one")):
         peers, read = reader_of_one(path, 0.0)
         for number in (1, 2):
@@ -301,10 +300,8 @@ def test_a_load_that_was_late_itself_blames_no_owner(path: Path, chunks: HeldChu
         assert not peers.is_silent(f"host {name_of('one').engine}")
 
 
-def test_an_owner_whose_answer_trickles_is_waited_for_no_longer_than_the_load_may_take(
-    path: Path,
-) -> None:
-    """Each byte is in time, and all of them are not."""
+def test_a_trickling_reply_of_an_owner_ends_with_the_loads_deadline(path: Path) -> None:
+    """Each byte comes soon; the reply never ends."""
     with HostFolder(path).listen(name_of("one")) as listener:
         thread = threading.Thread(target=_trickle, args=(listener,))
         thread.start()
@@ -320,7 +317,7 @@ def _trickle(listener: socket.socket) -> None:
     held.share()
     assert held.memory is not None
     sock, _ = listener.accept()
-    with sock, contextlib.suppress(OSError):  # it has left
+    with sock, contextlib.suppress(OSError):  # the reader has left
         sock.recv(1 << 16)
         socket.send_fds(sock, [b"+OK\r\n"], [held.memory])
         while True:

@@ -1,4 +1,4 @@
-"""Which KV transfer a request is part of, and whom it may have dialled."""
+"""The KV transfer that a request is part of, and the hosts that it may name."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def consume(**more: Any) -> dict[str, Any]:
         (TWO, "r", {"remote_prefiller": PLACE | {"kv_request_id": "x"}}, Receive("x", OTHER)),
         (TWO, "r", {"remote_kv_source": PLACE | {"kv_request_id": "x"}}, Receive("", OTHER)),
         (PREFILL, "r", {"remote_kv_source": PLACE}, None),
-        # vLLM puts a prefix before the id, and random digits behind it.
+        # vLLM puts a prefix before the id, and random digits after it.
         (TWO, f"cmpl-{NAME}-0123abcd", None, Receive(NAME, OTHER)),
         (DECODE, NAME, None, Receive(NAME, OTHER)),
         (PREFILL, f"{NAME}-76543210", None, Send(NAME, answers=False)),
         (TWO, f"___prefill_addr_{OWN}___decode_addr_{OTHER}_1", None, "sends"),
     ],
 )
-def test_what_a_request_says(
+def test_requests_are_parsed(
     router: Router, name: str, params: dict[str, Any] | None, part: object
 ) -> None:
     found = router.part_in(name, params)
@@ -83,10 +83,10 @@ def test_what_a_request_says(
         ("___prefill_addr_a:1___decode_addr_b:99999_x", None),
         (NAME + NAME, None),
         (f"___decode_addr_{OWN}___prefill_addr_{OTHER}_x", None),
-        ("___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_x", None),  # neither is this one
+        ("___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_x", None),  # both are foreign
     ],
 )
-def test_what_cannot_be_understood_is_said_so(name: str, params: Any) -> None:
+def test_malformed_requests_raise(name: str, params: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         TWO.part_in(name, params)
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_understood_is_said_so(name: str, params: Any) -> None:
         ("::1", ("::1",), True),
     ],
 )
-def test_whom_a_request_may_name(host: str, hosts: tuple[str, ...], may: bool) -> None:
+def test_allowed_hosts(host: str, hosts: tuple[str, ...], may: bool) -> None:
     assert may_dial(host, hosts) is may
     router = Router(OWN, sends=True, receives=True, hosts=hosts)
     if may:
@@ -116,6 +116,6 @@ def test_whom_a_request_may_name(host: str, hosts: tuple[str, ...], may: bool) -
             router.part_in("r", consume(remote_host=host))
 
 
-def test_a_heartbeat_survives_a_router_that_is_not_there() -> None:
+def test_a_heartbeat_survives_without_its_router() -> None:
     mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
     Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()

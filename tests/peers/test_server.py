@@ -1,4 +1,4 @@
-"""A peer server, as Redis clients, the Redis tier's own reader, and strangers find it."""
+"""A peer server as Redis clients, the Redis tier and strangers see it."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
     return chunk_tag("default", chunk_key(index)) + f":{layers}:{head}".encode()
 
 
-# -- who reads -----------------------------------------------------------------------------------
+# -- readers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value_bytes", [4096, 1 << 22])
 @pytest.mark.parametrize("hash_key", [None, b"a secret of enough bytes"])
-def test_the_redis_tier_reads_from_it(
+def test_the_redis_tier_reads_a_peer(
     chunks: HeldChunks, hash_key: bytes | None, value_bytes: int
 ) -> None:
     settings = {"hash_key": hash_key, "max_value_bytes": value_bytes}
@@ -106,7 +106,7 @@ def test_many_chunks_are_asked_for_at_once(server: PeerServer) -> None:
             asked(*wrong)
 
 
-def test_values_as_clients_see_them(server: PeerServer) -> None:
+def test_redis_commands_read_values(server: PeerServer) -> None:
     with redis.Redis.from_url(url(server), protocol=2) as client:
         whole = client.get(name(0))
         assert whole[HEADER_BYTES:] == chunk_data(0)[: GEOMETRY.shard_bytes]
@@ -128,16 +128,14 @@ def test_values_as_clients_see_them(server: PeerServer) -> None:
 @pytest.mark.parametrize(
     "words", [("SET", "x", "y"), ("DEL", "x"), ("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*")]
 )
-def test_nothing_is_written_and_nothing_else_is_told(
-    server: PeerServer, words: tuple[str, ...]
-) -> None:
+def test_other_commands_of_redis_are_unknown(server: PeerServer, words: tuple[str, ...]) -> None:
     with redis.Redis.from_url(url(server), protocol=2) as client:
         with pytest.raises(redis.ResponseError, match="unknown command"):
             client.execute_command(*words)
         assert client.get(name(0)) is not None
 
 
-def test_names_are_told_after_auth(server: PeerServer) -> None:
+def test_auth_opens_the_listing(server: PeerServer) -> None:
     with redis.Redis.from_url(url(server), protocol=2) as client:
         for ask in (client.scan, client.dbsize):
             with pytest.raises(redis.exceptions.NoPermissionError):
@@ -156,7 +154,7 @@ def test_names_are_told_after_auth(server: PeerServer) -> None:
                 client.execute_command("AUTH", "guess")
 
 
-def test_without_a_secret_nobody_lists(chunks: HeldChunks) -> None:
+def test_no_secret_means_no_listing(chunks: HeldChunks) -> None:
     with (
         serving(chunks, secret=None) as server,
         redis.Redis.from_url(url(server), protocol=2) as client,
@@ -167,7 +165,7 @@ def test_without_a_secret_nobody_lists(chunks: HeldChunks) -> None:
             client.scan()
 
 
-# -- what a client may cost ----------------------------------------------------------------------
+# -- bounds of a client's cost -------------------------------------------------------------------
 
 
 def dial(server: PeerServer, buffer_bytes: int = 0) -> socket.socket:
@@ -207,7 +205,7 @@ def memory_of_self() -> int:
     return memory_of(os.getpid())
 
 
-def test_silent_strangers_displace_nobody_who_asks(chunks: HeldChunks) -> None:
+def test_silent_strangers_displace_no_client(chunks: HeldChunks) -> None:
     ping = b"*1\r\n$4\r\nPING\r\n"
     with (
         serving(chunks, limits=Limits(num_clients=4)) as server,
@@ -222,8 +220,8 @@ def test_silent_strangers_displace_nobody_who_asks(chunks: HeldChunks) -> None:
         assert asker.recv(100) == b"+PONG\r\n"
 
 
-def test_who_takes_nothing_is_left_and_keeps_nothing(chunks: HeldChunks) -> None:
-    """What is leased meanwhile is bounded, and all of it comes back."""
+def test_clients_that_read_nothing_are_dropped(chunks: HeldChunks) -> None:
+    """Their leases are bounded, and all end."""
     large = HeldChunks([])
     big = replace(GEOMETRY, layer_widths=(1 << 14,) * 4)
     parts = PartGeometries((big,))
@@ -237,14 +235,14 @@ def test_who_takes_nothing_is_left_and_keeps_nothing(chunks: HeldChunks) -> None
         assert not large.await_leased(lambda count: count > 8 + 2, 0.4)
         quick = config(url(server), max_value_bytes=1 << 22, read_timeout_seconds=10.0)
         with open_tier(quick.url, big, max_value_bytes=1 << 22, read_timeout_seconds=10.0) as tier:
-            assert get_all(tier, range(8), 20.0)[0] == [True] * 8  # once the slow ones are left
+            assert get_all(tier, range(8), 20.0)[0] == [True] * 8  # the slow clients are dropped
         assert large.await_leased(lambda count: count == 0)
         for sock in slow:
             assert is_closed(sock)
             sock.close()
 
 
-def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
+def test_trickling_readers_lose(chunks: HeldChunks) -> None:
     big = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)
     held = HeldChunks([])
     held.data = {chunk_key(0): chunk_data(0, big)}
@@ -264,7 +262,7 @@ def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
         assert held.num_leased == 0
 
 
-def test_half_a_command_is_left(chunks: HeldChunks) -> None:
+def test_half_a_command_ends(chunks: HeldChunks) -> None:
     clock = Clock(0.0)
     with serving(chunks, clock=clock) as server, dial(server) as sock:
         sock.sendall(get(1) + get(0)[:-5])
@@ -277,7 +275,7 @@ def test_half_a_command_is_left(chunks: HeldChunks) -> None:
         raise AssertionError("it waits for the rest for ever")
 
 
-def test_commands_are_answered_in_order_however_they_are_cut(server: PeerServer) -> None:
+def test_commands_in_pieces_are_answered_in_order(server: PeerServer) -> None:
     said = b"".join(get(i) for i in range(NUM_CHUNKS)) + b"*1\r\n$4\r\nQUIT\r\n"
     with dial(server) as sock:
         for place in range(0, len(said), 7):
@@ -303,13 +301,13 @@ def test_a_taken_port_is_an_error(chunks: HeldChunks, server: PeerServer) -> Non
         *(b"lmcache-connector 1 x y", b"lmcache-connector 9999999 x", b"lmcache-connector -1 x"),
     ],
 )
-def test_a_greeting_of_somebody_else(line: object) -> None:
+def test_foreign_greetings_fail(line: object) -> None:
     with pytest.raises(ValueError, match="no peer server"):
         Greeting.parse(line)
 
 
-def test_while_nobody_wants_anything_the_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shares its process with an engine, which steps meanwhile."""
+def test_an_idle_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server shares the process of an engine's worker."""
     turns, seconds = threading.Semaphore(0), list[float]()
     with (
         serving(HeldChunks([0])) as server,

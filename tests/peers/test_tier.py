@@ -1,4 +1,4 @@
-"""Chunks of peers: found with whoever has them, read as from Redis; nobody waits for the dead."""
+"""Chunks of peers: each read from a peer that has it, without a delay by peers that are away."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reading(addresses: Sequence[str], **more: object) -> Iterator[PeerTier]:
 
 
 def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
-    """Tries again while connections are made."""
+    """Reads until all are hits, while connections are being made."""
     done: list[ReadResult] = []
 
     def is_whole() -> bool:
@@ -93,13 +93,13 @@ def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
 
 
 def silent_server() -> socket.socket:
-    """Takes connections and says nothing: a stopped process."""
+    """Accepts connections and never replies, like a stopped process."""
     return socket.create_server(("127.0.0.1", 0), backlog=64)
 
 
 @pytest.mark.parametrize("trouble", ["nobody", "silent", "other ranks", "itself"])
 def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
-    """What another one has is read, and soon the one in trouble is left alone."""
+    """Chunks of another peer are hits; the circuit of the one in trouble opens."""
     with ExitStack() as stack:
         good = stack.enter_context(serving(HeldChunks(range(4))))
         if trouble == "nobody":
@@ -113,13 +113,13 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
             bad = stack.enter_context(serving(HeldChunks(range(8)), engine_id=name)).port
         tier = stack.enter_context(reading(at(bad, good), read_timeout_seconds=0.3))
         assert read_once_connected(tier, range(4)).hits == [True] * 4
-        if trouble != "itself":  # which is no server of the tier's at all
+        if trouble != "itself":  # the engine itself is no peer
             once_dialled(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
         assert read(tier, range(4))[0].hits == [True] * 4
-        assert read(tier, [4])[0].hits == [False]  # other ranks have other heads
+        assert read(tier, [4])[0].hits == [False]  # another rank has other heads
 
 
-def test_a_peer_that_goes_away_and_comes_back() -> None:
+def test_a_peer_that_restarts_is_read_again() -> None:
     chunks, port = HeldChunks(range(4)), free_ports(1)
     with reading(at(port), read_timeout_seconds=0.3) as tier:
         assert read(tier, range(4), 0.5)[0].hits == [False] * 4
@@ -130,8 +130,8 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
             assert result.hits == [False] * 4
 
 
-def test_a_name_that_stands_for_several() -> None:
-    """Looked up beside everything else; one that nobody knows keeps nobody out."""
+def test_a_dns_name_is_resolved() -> None:
+    """An unknown name keeps no other address out."""
     with serving(HeldChunks(range(2))) as server:
         port = server.port
         topology = topology_of([f"dns:localhost:{port}", f"dns:nobody.invalid:{port}"])
@@ -181,7 +181,7 @@ def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
         assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
 
 
-def test_a_prompt_of_more_chunks_than_one_question_names() -> None:
+def test_a_prompt_of_several_questions_is_looked_up() -> None:
     held = HeldChunks([0])
     held.data = {chunk_key(i): held.data[chunk_key(0)] for i in range(3000) if i % 7}
     with (
@@ -193,7 +193,7 @@ def test_a_prompt_of_more_chunks_than_one_question_names() -> None:
 
 
 @pytest.mark.parametrize("said", [b"+111", b"+12", b"+1x", b":1", b"+", b"-ERR no", b"$2"])
-def test_an_answer_that_is_none_is_a_miss_and_ends_the_connection(said: bytes) -> None:
+def test_a_malformed_reply_misses_and_opens_the_circuit(said: bytes) -> None:
     with (
         patch.object(Commands, "_holds", lambda *_: Reply((said, b"\r\n"))),
         serving(HeldChunks([0, 1])) as liar,
@@ -207,7 +207,7 @@ def test_an_answer_that_is_none_is_a_miss_and_ends_the_connection(said: bytes) -
 
 
 class LateChunks(HeldChunks):
-    """Once it ``is_late``, the server says nothing until somebody opens the ``gate``."""
+    """While ``is_late``, the server's look-up blocks until the ``gate`` opens."""
 
     is_late = False
 
@@ -221,8 +221,8 @@ class LateChunks(HeldChunks):
         return super().holds(key)
 
 
-def test_a_peer_that_answers_late_is_not_waited_for() -> None:
-    """Though it is connected, and nobody else has the chunk."""
+def test_a_look_up_does_not_wait_for_a_late_peer() -> None:
+    """Although it is connected, and no other peer has the chunk."""
     late = LateChunks([2])
     with (
         serving(late) as slow,
@@ -259,7 +259,7 @@ def test_addresses(text: str, address: Address, is_loopback: bool) -> None:
     assert (found, str(found), found.is_loopback) == (address, text, is_loopback)
 
 
-# -- ranks that hold the same, of which one owns each chunk --------------------------------------
+# -- replicated KV heads, whose chunks have an owner each ----------------------------------------
 
 PAIR = Owners((((0, 1),),))
 HEAD = replace(GEOMETRY, shards=(0,), num_shards_total=1)
@@ -269,7 +269,7 @@ SHARES = [Share(rank, PAIR) for rank in range(2)]
 
 @contextmanager
 def a_pair(indices: Sequence[int]) -> Iterator[str]:
-    """The address of an engine whose two ranks have these chunks, each those that it owns."""
+    """The address of an engine of two ranks, each with the chunks that it owns."""
     port = free_ports(2)
     with ExitStack() as stack:
         for rank, share in enumerate(SHARES):
@@ -290,7 +290,7 @@ def pair_topology(address: str, rank: int) -> PeerTopology:
 
 
 def read_heads(tier: PeerTier, count: int, source: PeerSource | None = None) -> list[bool]:
-    """Which of the first chunks have come."""
+    """The hits among the first ``count`` chunks."""
     buffers = [bytearray(HEAD.chunk_bytes) for _ in range(count)]
     keys, views = [chunk_key(i) for i in range(count)], [memoryview(b) for b in buffers]
     hits = tier.read(keys, views, time.monotonic() + 5.0, source=source).hits

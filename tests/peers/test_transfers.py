@@ -1,4 +1,4 @@
-"""KV transfers of one rank, and those who wait for them."""
+"""KV transfers of one rank, and readers that wait for them."""
 
 from __future__ import annotations
 
@@ -58,16 +58,14 @@ def names(*indices: int) -> bytes:
 def send(
     transfers: Transfers, name: str, indices: Sequence[int], *job_ids: int, held: str = ""
 ) -> None:
-    """From its announcement to its end, after these stores."""
+    """Announce a transfer, then complete it, with ``job_ids`` as its stores."""
     transfers.apply([TransferUpdate(name)])
     transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
     transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
 
 
-def test_chunks_that_a_reader_will_ask_for_are_sealed_as_they_are_stored(
-    transfers: Transfers,
-) -> None:
-    """And no others. Not under the lock that the engine's step takes."""
+def test_chunks_of_a_transfer_are_sealed_as_they_are_stored(transfers: Transfers) -> None:
+    """No other chunk is. The lock that the engine's step takes is not held."""
     sealed = list[bytes]()
 
     def seal(keys: Iterable[bytes]) -> None:
@@ -81,10 +79,10 @@ def test_chunks_that_a_reader_will_ask_for_are_sealed_as_they_are_stored(
     assert sealed == [KEYS[1]]
 
 
-# -- what is kept, and for how long --------------------------------------------------------------
+# -- how long chunks are leased ------------------------------------------------------------------
 
 
-def test_it_is_over_when_its_stores_have_ended(transfers: Transfers, chunks: HeldChunks) -> None:
+def test_a_transfer_ends_with_its_stores(transfers: Transfers, chunks: HeldChunks) -> None:
     assert transfers.state(b"d", "t") is IncompleteTransfer.UNKNOWN
     transfers.store_begins(7)
     transfers.store_begins(8)
@@ -100,13 +98,13 @@ def test_it_is_over_when_its_stores_have_ended(transfers: Transfers, chunks: Hel
     assert transfers.state(b"d", "t") == names(0, 1, 5)
 
 
-def test_what_was_not_stored_is_not_offered(transfers: Transfers) -> None:
+def test_missing_chunks_are_not_offered(transfers: Transfers) -> None:
     send(transfers, "t", (3, 4))
     assert transfers.state(b"d", "t") == names(3)
 
 
 def test_two_readers(transfers: Transfers, chunks: HeldChunks) -> None:
-    """Both have it until both are done, and a third one finds what is still there."""
+    """Leases last until both are done; a third reader finds the chunks that are left."""
     send(transfers, "t", (0, 1))
     assert transfers.state(b"one", "t") == transfers.state(b"two", "t") == names(0, 1)
     transfers.done(b"one", "t")
@@ -127,7 +125,7 @@ def test_two_transfers_of_one_chunk(transfers: Transfers, chunks: HeldChunks) ->
     assert chunks.num_leased == 1
 
 
-def test_a_lease_ends_at_its_time_unless_somebody_asks(
+def test_a_lease_expires_unless_a_reader_renews_it(
     transfers: Transfers, chunks: HeldChunks, clock: Clock
 ) -> None:
     for name in ("asked", "unasked"):
@@ -155,7 +153,7 @@ def test_a_share_of_the_tier_bounds_all_transfers(chunks: HeldChunks) -> None:
     assert chunks.num_leased == 0
 
 
-def test_the_same_name_again_is_another_transfer(transfers: Transfers) -> None:
+def test_a_reused_name_is_another_transfer(transfers: Transfers) -> None:
     send(transfers, "t", (0,))
     transfers.store_begins(3)
     send(transfers, "t", (1,), 3)
@@ -164,7 +162,7 @@ def test_the_same_name_again_is_another_transfer(transfers: Transfers) -> None:
     assert transfers.state(b"d", "t") == names(1)
 
 
-def test_requests_are_let_go_of_whatever_becomes_of_the_transfer(transfers: Transfers) -> None:
+def test_requests_finish_whatever_becomes_of_their_transfer(transfers: Transfers) -> None:
     transfers.store_begins(1)
     send(transfers, "t", (0,), 1, held="first")
     transfers.store_begins(2)
@@ -176,7 +174,7 @@ def test_requests_are_let_go_of_whatever_becomes_of_the_transfer(transfers: Tran
     assert transfers.take_finished() == {"first"}
 
 
-def test_a_tier_that_fails_holds_nobody_up(transfers: Transfers, chunks: HeldChunks) -> None:
+def test_a_failing_tier_blocks_nothing(transfers: Transfers, chunks: HeldChunks) -> None:
     """Neither the store lane nor vLLM's blocks."""
 
     def fail(key: bytes) -> None:
@@ -190,7 +188,7 @@ def test_a_tier_that_fails_holds_nobody_up(transfers: Transfers, chunks: HeldChu
     assert transfers.state(b"d", "t") == b""
 
 
-def test_readers_by_the_thousand_take_little(transfers: Transfers) -> None:
+def test_the_readers_kept_are_bounded(transfers: Transfers) -> None:
     send(transfers, "t", (0,))
     for number in range(1000):
         assert transfers.state(b"%d" % number, "t") == names(0)
@@ -202,7 +200,7 @@ def test_readers_by_the_thousand_take_little(transfers: Transfers) -> None:
 
 
 class HeardTransfers(Transfers):
-    """Whose readers a test can wait for."""
+    """Transfers that record which were asked for."""
 
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
@@ -216,7 +214,7 @@ class HeardTransfers(Transfers):
         return found
 
     def await_reader(self, name: str) -> None:
-        """Somebody has asked for it."""
+        """Waits until a reader has asked for the transfer ``name``."""
         with self._heard:
             assert self._heard.wait_for(lambda: name in self._names, 20.0)
 
@@ -247,7 +245,7 @@ def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
     return awaited.value
 
 
-def test_who_waits_is_told_at_once(
+def test_a_waiting_reader_is_told(
     served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
     transfers, server = served
@@ -263,13 +261,13 @@ def test_who_waits_is_told_at_once(
     assert chunks.await_leased(lambda count: count == 0)
 
 
-def test_who_asks_while_another_waits_waits_for_nobody(
+def test_a_reader_does_not_wait_behind_another(
     served: tuple[HeardTransfers, PeerServer],
     watch: TransferWatch,
     chunks: HeldChunks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither for the answer that the other waits for, nor to say that it has read."""
+    """Neither for the other's answer, nor with its own ``DONE``."""
     monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
@@ -286,11 +284,11 @@ def test_who_asks_while_another_waits_waits_for_nobody(
     assert coming.value is None
 
 
-def test_nobody_knows_it(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
+def test_unknown_ids(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
 
-def test_what_a_peer_holds(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
+def test_chunks_of_a_peer(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
     coming = watch.ask(at(server), "never", 60.0)
@@ -301,13 +299,13 @@ def test_what_a_peer_holds(served: tuple[HeardTransfers, PeerServer], watch: Tra
     assert coming.value is None
 
 
-def test_nobody_is_there(watch: TransferWatch) -> None:
+def test_unreachable(watch: TransferWatch) -> None:
     source = Address("127.0.0.1", free_ports(1))
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
 
 
-def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChunks) -> None:
-    """For whoever is asked next: a fleet is larger, and requests may name anybody."""
+def test_idle_pollers_make_room(watch: TransferWatch, chunks: HeldChunks) -> None:
+    """The number of pollers is bounded; requests may name any number of instances."""
     for number in range(1, 150):
         source = Address(f"127.0.1.{number}", 9)
         assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
@@ -316,7 +314,7 @@ def test_who_has_nothing_to_do_makes_room(watch: TransferWatch, chunks: HeldChun
     assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
-def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWatch) -> None:
+def test_a_silent_source_delays_one_request_at_a_time(watch: TransferWatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Address("127.0.0.1", silent.getsockname()[1])
         first = watch.ask(source, "", 60.0, KEYS)
@@ -329,10 +327,10 @@ def test_a_source_that_is_silent_delays_one_request_at_a_time(watch: TransferWat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_who_comes_back_is_asked_who_it_is(
+def test_a_new_engine_at_a_port_is_noticed(
     watch: TransferWatch, chunks: HeldChunks, num_ranks: int
 ) -> None:
-    """Another engine, with as many ranks or others, at the address where one was before."""
+    """With another number of ranks, or the same."""
     first = free_ports(2)
     with serving(chunks, engine_id="old", port=first):
         answer = answer_of(watch.ask(Address("127.0.0.1", first), "", 60.0, KEYS))
@@ -352,10 +350,10 @@ def test_who_comes_back_is_asked_who_it_is(
 
 
 @pytest.mark.parametrize("engine_id", ["one", "two"])
-def test_nobody_else_is_told_what_requests_say(
+def test_other_instances_learn_no_names(
     watch: TransferWatch, chunks: HeldChunks, engine_id: str
 ) -> None:
-    """At the port of a rank may be another instance."""
+    """Another instance may listen at the port of a rank."""
     transfers, first = HeardTransfers(chunks), free_ports(2)
     ranks: dict[str, Any] = {"ranks": [PARTS] * 2, "transfers": transfers}
     with (
@@ -368,7 +366,7 @@ def test_nobody_else_is_told_what_requests_say(
     assert bool(transfers._names) == (engine_id == "one")
 
 
-def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) -> None:
+def test_a_server_ends_during_a_poll(watch: TransferWatch, chunks: HeldChunks) -> None:
     transfers = HeardTransfers(chunks)
     with serving(chunks, transfers=transfers) as server:
         transfers.apply([TransferUpdate("t")])
@@ -393,7 +391,7 @@ def test_a_wait_ends_with_the_next_command(served: tuple[HeardTransfers, PeerSer
 
 
 @pytest.mark.parametrize("words", [[], ["x"], ["1", "reader"], ["-1", "r", "t"], ["x" * 99, "r"]])
-def test_strange_questions_are_answered(
+def test_bad_commands_are_answered(
     served: tuple[HeardTransfers, PeerServer], words: list[str]
 ) -> None:
     with redis.Redis(port=served[1].port, protocol=2) as client:
@@ -403,9 +401,7 @@ def test_strange_questions_are_answered(
         assert client.ping()
 
 
-def test_what_another_rank_stores_is_not_missing_here(
-    transfers: Transfers, chunks: HeldChunks
-) -> None:
+def test_chunks_of_another_rank_are_offered(transfers: Transfers, chunks: HeldChunks) -> None:
     chunks.elsewhere = {KEYS[5]}
     send(transfers, "t", (0, 4, 5))
     assert transfers.state(b"d", "t") == names(0, 5)

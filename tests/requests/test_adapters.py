@@ -1,4 +1,4 @@
-"""Stamps notice every change of an adapter's files, and digests are those of one state of them."""
+"""Stamps notice every change of an adapter's files; a digest is of one state of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_change_that_keeps_size_and_times_is_noticed(folder: Path) -> None:
     file = folder / "adapter_model.bin"
     before, times = adapter_stamp(folder), file.stat()
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # only the change time moves
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # sets ctime only
     file.write_bytes(b"two")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert adapter_stamp(folder) != before
@@ -29,7 +29,7 @@ def test_a_change_that_keeps_size_and_times_is_noticed(folder: Path) -> None:
         digests.digest(folder, before)
 
 
-def test_the_weights_that_vllm_reads_count_and_their_format(folder: Path) -> None:
+def test_the_digest_is_of_the_files_that_vllm_reads(folder: Path) -> None:
     digests = AdapterDigests()
     binary = digests.digest(folder)
     (folder / "README.md").write_text("notes")
@@ -44,7 +44,7 @@ def test_the_weights_that_vllm_reads_count_and_their_format(folder: Path) -> Non
     assert digests.digest(folder) != preferred
 
 
-def test_a_link_that_points_elsewhere_is_another_adapter(tmp_path: Path) -> None:
+def test_a_link_to_another_folder_is_another_adapter(tmp_path: Path) -> None:
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")

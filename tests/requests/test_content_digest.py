@@ -1,4 +1,4 @@
-"""What a multimodal item is: names, types, shapes and bytes of what the model is given."""
+"""The digest of a multimodal item: names, types, shapes and bytes of the model's input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def item(field: Any = None, **values: Any) -> MultiModalKwargsItem:
 PIXELS = torch.arange(12, dtype=torch.float32)
 
 
-def test_equal_content_is_equal_in_whatever_order_and_memory() -> None:
+def test_equal_content_in_other_order_and_memory_is_equal() -> None:
     strided = torch.stack([PIXELS, PIXELS], dim=1)[:, 0]
     assert not strided.is_contiguous()
     assert item_digest(item(a=PIXELS, b=1)) == item_digest(item(b=1, a=strided))
@@ -76,13 +76,13 @@ def test_any_difference_is_another_item() -> None:
         item(a=PIXELS.to_sparse()),
     ],
 )
-def test_what_is_not_here_has_no_digest(missing: Any) -> None:
-    """A handle to shared memory above all: its digest would be that of an address."""
+def test_absent_content_has_no_digest(missing: Any) -> None:
+    """A handle to shared memory, for one: its digest would be that of an address."""
     with pytest.raises(NoContentError):
         item_digest(missing)
 
 
-def test_an_object_is_read_once_and_another_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_object_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Any] = []
 
     def counted(wanted: Any) -> str:

@@ -1,7 +1,7 @@
-"""What lies in vLLM's encoder cache under a name, whoever chose it.
+"""The content in vLLM's encoder cache under a name that a client may have chosen.
 
-Against vLLM's real manager of that cache, and both kinds of worker: one replaces an output that is
-there already, the other keeps it.
+Runs against vLLM's real manager of that cache and both kinds of worker: one replaces an output that
+exists, the other keeps it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spans_of(of: Request, *contents: str) -> Spans:
 
 
 class Step:
-    """One step of a witness: what is encoded for whom, and what is freed before."""
+    """One step of a witness: outputs that are freed, and inputs that are encoded."""
 
     def __init__(self, witness: EncoderWitness) -> None:
         self.witness = witness
@@ -95,10 +95,10 @@ ASKS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("12")), max_si
 
 
 @given(asks=ASKS, keeps=st.booleans(), room=st.integers(1, 3))
-def test_what_it_vouches_for_is_what_the_worker_reads(
+def test_vouched_outputs_are_what_the_worker_reads(
     asks: list[tuple[str, str]], keeps: bool, room: int
 ) -> None:
-    """``keeps``: the worker keeps an output that is there. ``room``: for so many outputs."""
+    """``keeps``: the worker keeps outputs that exist. ``room``: outputs that fit the cache."""
     manager = EncoderCacheManager(cache_size=room * LENGTH)
     witness, outputs = EncoderWitness(), dict[str, str]()
     num_vouched = 0

@@ -1,4 +1,4 @@
-"""Who shares KV with whom, and who stays out."""
+"""Which requests share KV, and which bypass the tiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(pooling: bool = False, request_id: str = "r", **more: Any) -> Reques
 
 
 class Identified:
-    """An identifier whose requests come one after the other."""
+    """An identifier that gets one request after the other."""
 
     def __init__(self, require_cache_salt: bool = False, ranks: int = 1) -> None:
         self.loaded = LoadedAdapters(ranks)
@@ -68,7 +68,7 @@ class Identified:
         self.identifier.adapters.next_step()
 
     def answer(self) -> None:
-        """All ranks list what they have."""
+        """All ranks list their adapters."""
         question = self.loaded.take_question()
         for rank, adapters in enumerate(self.on_ranks):
             self.loaded.update(rank, LoadedAdapterList(question, tuple(adapters.items())))
@@ -92,20 +92,20 @@ def picture(item: Any, name: str = "one", **position: Any) -> MultiModalFeatureS
 
 
 @pytest.mark.parametrize("salt", [None, ""])
-def test_where_salts_are_required_unsalted_requests_stay_out(salt: str | None) -> None:
+def test_unsalted_requests_bypass_where_salts_are_required(salt: str | None) -> None:
     identified = Identified(require_cache_salt=True)
     assert identified.of(request(cache_salt=salt)) is Bypass.NO_SALT
     assert isinstance(identified.of(request(cache_salt="s")), RequestIdentity)
 
 
-def test_pooling_requests_and_open_sessions_stay_out() -> None:
+def test_pooling_requests_and_open_sessions_bypass() -> None:
     identified = Identified()
     assert identified.of(request(pooling=True)) is Bypass.POOLING
     assert identified.of(request(resumable=True)) is Bypass.SESSION
     assert identified.counts == {"pooling": 1, "session": 1}, "each once, however often asked"
 
 
-def test_requests_with_a_field_that_nobody_knows_stay_out() -> None:
+def test_requests_with_an_unknown_field_bypass() -> None:
     unheard_of: Any = request()
     unheard_of.attention_sinks = 4
     assert Identified().of(unheard_of) is Bypass.UNKNOWN_FIELD
@@ -114,7 +114,7 @@ def test_requests_with_a_field_that_nobody_knows_stay_out() -> None:
 # -- images and embeddings -------------------------------------------------------------------------
 
 
-def test_an_image_is_its_content_whatever_it_is_called() -> None:
+def test_an_image_is_its_content_not_its_name() -> None:
     identified = Identified()
     one, two = MultiModalKwargsItem.dummy(8), MultiModalKwargsItem.dummy(8)
     one["dummy"].data.fill_(1)
@@ -139,13 +139,13 @@ def test_an_image_is_its_content_whatever_it_is_called() -> None:
     assert len(set(map(extras, different))) == len(different)
 
 
-def test_an_image_that_is_not_here_stays_out() -> None:
+def test_an_image_without_data_bypasses() -> None:
     identified = Identified()
     assert identified.of(request(mm_features=[picture(None)])) is Bypass.MULTIMODAL
     assert identified.counts == {"multimodal": 1}
 
 
-def test_what_takes_too_long_stays_out(tmp_path: Path) -> None:
+def test_a_slow_digest_bypasses(tmp_path: Path) -> None:
     identified = Identified()
     wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
     assert identified.identifier.identify(wanted) is UNREAD
@@ -155,7 +155,7 @@ def test_what_takes_too_long_stays_out(tmp_path: Path) -> None:
     assert identified.identifier.identify(wanted) is Bypass.ADAPTER
 
 
-def test_a_request_that_runs_before_it_is_known_stays_out() -> None:
+def test_a_request_that_runs_unidentified_bypasses() -> None:
     identified = Identified()
     wanted = request(mm_features=[picture(MultiModalKwargsItem.dummy(8))])
     identified.identifier.identify(wanted)
@@ -164,7 +164,7 @@ def test_a_request_that_runs_before_it_is_known_stays_out() -> None:
     identified.identifier.give_up("unheard of")
 
 
-def test_embeddings_count_by_chunk_and_so_does_where_they_stand() -> None:
+def test_embeddings_and_their_places_count_by_chunk() -> None:
     embeds = torch.arange(64, dtype=torch.bfloat16).reshape(16, 4)
     changed = embeds.clone()
     changed[9] += 64
@@ -194,7 +194,7 @@ def test_an_adapter_is_its_content_not_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_that_cannot_be_read_stays_out(
+def test_an_unreadable_adapter_bypasses(
     tmp_path: Path, lacks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     identified = Identified()
@@ -206,7 +206,7 @@ def test_an_adapter_that_cannot_be_read_stays_out(
     assert identified.counts == {"adapter": 2}
 
 
-def test_an_adapter_stays_out_while_a_rank_has_loaded_another(
+def test_an_adapter_bypasses_while_a_rank_has_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     identified = Identified(ranks=2)
@@ -225,7 +225,7 @@ def test_an_adapter_stays_out_while_a_rank_has_loaded_another(
     assert identified.lora(path) == name
 
 
-def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Path) -> None:
+def test_an_adapter_is_checked_again_after_its_request_queued(tmp_path: Path) -> None:
     identified = Identified()
     path = adapter(tmp_path / "a")
     waiting = request(lora_request=LoRARequest("a", 1, str(path)))

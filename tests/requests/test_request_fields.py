@@ -1,4 +1,4 @@
-"""Every field of a vLLM request is in the key, makes it bypass, or is excused with a reason."""
+"""Every field of a vLLM request is in the key, bypasses the tiers, or is excused with a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def request() -> Request:
 @pytest.mark.newest
 @pytest.mark.parametrize("kind", FIXED, ids=lambda kind: kind.__name__)
 def test_every_field_of_a_part_is_known(kind: type) -> None:
-    """A new one: does it change the KV of given tokens? Key it or excuse it, with the reason."""
+    """For a new field: does it change the KV of given tokens? Key it or excuse it, with the
+    reason."""
     assert set(fixed_fields(kind)) == known_fields(kind.__name__)
 
 
@@ -43,15 +44,15 @@ def test_every_field_of_a_request_is_known() -> None:
     assert set(vars(request())) == known_fields("Request")
 
 
-def test_nothing_else_comes_with_a_request() -> None:
-    """What a client's side sends beyond the request's own fields."""
+def test_no_field_comes_beside_the_request() -> None:
+    """The fields of EngineCoreRequest are known, too."""
     gone = {"external_req_id", "data_parallel_rank", "current_wave", "reasoning_ended"}
-    gone |= {"reasoning_parser_kwargs"}  # both become part of structured_output_request
+    gone |= {"reasoning_parser_kwargs"}  # ends in structured_output_request
     sent = set(EngineCoreRequest.__struct_fields__)
     assert sent - gone <= known_fields("Request")
 
 
-def test_a_field_of_a_newer_vllm_makes_its_users_stay_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_used_field_of_a_newer_vllm_bypasses(caplog: pytest.LogCaptureFixture) -> None:
     unknown, plain, user = UnknownFields(), request(), request()
     nothing: tuple[Any, ...] = (None, False, 0, "", [], {})
     for unset in nothing:

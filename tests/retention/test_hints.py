@@ -1,4 +1,4 @@
-"""What requests may ask of the CPU tier, and what of it is believed."""
+"""Hints of requests for the CPU tier, and which are taken."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_hints_come_in_vllms_own_envelope() -> None:
     assert (hints.num_taken, hints.num_ignored) == (2, 1)
 
 
-def test_actions_for_others_are_none_of_ours() -> None:
+def test_actions_of_other_types_are_ignored() -> None:
     hints = read_hints(None, None, envelope({"pin": True}, action_type="prefetch"))
     assert hints.claim == Claim()
     assert hints.num_ignored == 1
@@ -62,7 +62,7 @@ def test_actions_for_others_are_none_of_ours() -> None:
         "pin",
     ],
 )
-def test_what_is_out_of_bounds_is_ignored_and_counted(params: Any) -> None:
+def test_bad_hints_are_ignored_and_counted(params: Any) -> None:
     hints = read_hints(None, params, None)
     assert hints.claim == Claim()
     assert (hints.num_taken, hints.num_ignored) == (0, 1)
@@ -76,22 +76,22 @@ _JSON = st.recursive(
 
 
 @given(_JSON, _JSON)
-def test_whatever_a_client_sends_is_read(params: Any, payload: Any) -> None:
+def test_arbitrary_json_is_read(params: Any, payload: Any) -> None:
     hints = read_hints(None, params, envelope(payload))
     num_objects = sum(isinstance(each, dict) or each is None for each in (params, payload))
     assert hints.num_ignored >= 2 - num_objects
 
 
-def test_huge_hints_cost_nothing() -> None:
+def test_huge_hints_are_bounded() -> None:
     params = {f"key {i}": "x" * 100 for i in range(100_000)} | {"priority": 2}
     many = envelope(*({"pin": True} for _ in range(10_000)))
     hints = read_hints(None, params, many)
     assert hints.claim == Claim(pin=True, priority=2)
-    assert hints.num_ignored == 15  # of sixteen actions; no more are looked at
+    assert hints.num_ignored == 15  # of the sixteen actions that are read
 
 
 def test_a_tenant_is_a_digest_of_its_salt() -> None:
     assert tenant_of(None) == tenant_of("") == b""
     assert tenant_of("a") != tenant_of("b")
     assert b"secret" not in tenant_of("secret" * 100)
-    assert len(tenant_of("\ud800")) == 16  # no text, and yet a salt
+    assert len(tenant_of("\ud800")) == 16  # no valid text, but a salt

@@ -1,4 +1,4 @@
-"""What a plan loads inside its step is there when the plan comes, whatever is evicted meanwhile."""
+"""Chunks that a plan loads inside its step exist when the plan arrives, whatever is evicted."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ class Plan:
 
 @dataclass
 class World:
-    """``depth`` plans are under way at once: the last ones were made without the reports of those
-    before them."""
+    """``depth`` plans are under way at once: each is made without the reports of the others."""
 
     chance: random.Random
     depth: int
@@ -121,7 +120,7 @@ class World:
         assert all(map(rank.has_memory_of, plan.loads)), "a load inside a step found a chunk gone"
         if plan.acked:
             rank.leaving.note_acked(plan.acked[rank.number])
-        for _ in range(self.chance.randrange(4)):  # the lanes, while the model computes
+        for _ in range(self.chance.randrange(4)):  # other threads, beside the forward pass
             key = self.chance.choice(KEYS)
             act = self.chance.randrange(7)
             if act < 3:
@@ -142,7 +141,7 @@ class World:
         fate = self.chance.random()
         for rank, report in reports:
             if fate < 0.05:
-                continue  # a step that failed: nobody hears of it
+                continue  # a failed step: its reports are lost
             if fate < 0.1:
                 rank.tell_again()
                 continue
@@ -151,7 +150,7 @@ class World:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_load_inside_a_step_finds_a_chunk_gone(depth: int, world_size: int) -> None:
+def test_loads_inside_steps_find_all_their_chunks(depth: int, world_size: int) -> None:
     num_loads = num_evicted = num_refused = num_unannounced = 0
     for seed in range(150):
         ranks = [Rank(number) for number in range(world_size)]
@@ -168,7 +167,7 @@ def test_no_load_inside_a_step_finds_a_chunk_gone(depth: int, world_size: int) -
     assert num_unannounced > 300
 
 
-def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> None:
+def test_an_announced_chunk_that_is_used_again_is_not_evicted() -> None:
     rank, index = Rank(0), ChunkIndex(1)
     for key in KEYS[:CAPACITY]:
         rank.store(key)
@@ -179,7 +178,7 @@ def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> 
     first, second = KEYS[:2]
     assert not index.num_firm([first])
     assert not index.num_firm([second])
-    assert first in index  # a hit all the same, for loads beside the steps
+    assert first in index  # still a hit, for loads outside steps
     rank.ledger.use([first], Claim(), [b""])
     index.apply(0, *rank.report())
     assert index.num_firm([first])
@@ -189,7 +188,7 @@ def test_a_chunk_that_is_used_again_stays_and_is_loaded_inside_steps_again() -> 
     assert first in rank.held
 
 
-def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
+def test_a_wait_for_a_plan_ends_with_it_or_between_steps() -> None:
     leaving = LeavingChunks(lambda keys: None)
     assert not leaving.wait(0)  # nothing was announced
     assert not leaving.announce(KEYS[:1])
@@ -200,7 +199,7 @@ def test_who_waits_for_a_plan_goes_on_with_it_or_between_steps() -> None:
     leaving.note_acked(number)
     waiting.join(5.0)
     assert leaving.announce(KEYS[:1])
-    assert leaving.wait(0)  # it has come meanwhile
+    assert leaving.wait(0)  # the plan has arrived
     leaving.announce(KEYS[1:2])
     leaving.await_plans(may_come=False)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What goes first when the CPU tier is full, and what stays."""
+"""The order in which the full CPU tier evicts chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt(name: str, num_chunks: int, first: int = 0) -> list[bytes]:
 
 
 class Tier:
-    """A tier of ``capacity`` chunks as LMCache would run it: it evicts one by one for room."""
+    """A tier of ``capacity`` chunks that evicts one by one, as LMCache does."""
 
     def __init__(self, capacity: int = 100, tenant_share: float = 1.0, pin_share: float = 0.0):
         self.clock = Clock(1000.0)
@@ -32,7 +32,7 @@ class Tier:
         self.busy: set[bytes] = set()
 
     def store(self, keys: Sequence[bytes], claim: Claim = Claim(), before: bytes = b"") -> None:  # noqa: B008
-        """Chunks of one prompt, which go on from the chunk ``before``."""
+        """Chunks of one prompt that continue the chunk ``before``."""
         self.clock.now += 1
         num_bytes = SIZE * len(set(keys) - self.held)
         self.ledger.expect(claim.tenant, num_bytes)
@@ -66,16 +66,16 @@ class Tier:
         return victims
 
     def has(self, keys: Sequence[bytes]) -> int:
-        """How many."""
+        """The number of ``keys`` in the tier."""
         return len(self.held.intersection(keys))
 
     def going(self) -> Iterator[str]:
-        """What goes, one after the other, until nothing may."""
+        """The chunks in the order of their eviction, until none may go."""
         while victims := self.evict():
             yield victims[0].decode()
 
 
-def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
+def test_a_use_of_a_chunk_counts_for_its_whole_prefix() -> None:
     tier = Tier()
     tier.store(prompt("x", 3))
     tier.store(prompt("y", 1))
@@ -83,10 +83,10 @@ def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
     assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
 
 
-# -- times -----------------------------------------------------------------------------------------
+# -- lifetimes -------------------------------------------------------------------------------------
 
 
-def test_no_request_ends_what_another_needs() -> None:
+def test_a_lifetime_spares_shared_chunks() -> None:
     tier = Tier()
     tier.store(prompt("x", 2))
     tier.store(prompt("x", 4), Claim(ttl_seconds=1))
@@ -97,7 +97,7 @@ def test_no_request_ends_what_another_needs() -> None:
 
 
 @pytest.mark.parametrize("after", [5, 20])
-def test_a_use_without_a_time_lifts_it(after: float) -> None:
+def test_a_use_without_ttl_lifts_it(after: float) -> None:
     tier = Tier()
     tier.store(prompt("x", 1), Claim(ttl_seconds=10))
     tier.clock.now += after
@@ -112,7 +112,7 @@ def test_a_use_without_a_time_lifts_it(after: float) -> None:
 # -- priority --------------------------------------------------------------------------------------
 
 
-def test_each_step_of_priority_doubles_the_time() -> None:
+def test_each_priority_step_doubles_the_time() -> None:
     tier = Tier()
     tier.store(prompt("x", 1), Claim(priority=2))  # at 1001
     tier.clock.now = 1030.0
@@ -126,7 +126,7 @@ def test_each_step_of_priority_doubles_the_time() -> None:
 # -- pins ------------------------------------------------------------------------------------------
 
 
-def test_pins_keep_within_their_bounds_and_leave_no_hole() -> None:
+def test_pins_stay_within_bounds_and_leave_no_hole() -> None:
     tier = Tier(capacity=20, pin_share=0.5, tenant_share=0.5)
     for i in range(9):
         tier.store(prompt(f"a{i}-", 4), Claim(A, pin=True))
@@ -140,7 +140,8 @@ def test_pins_keep_within_their_bounds_and_leave_no_hole() -> None:
 
 
 def test_a_pin_ends() -> None:
-    """Without a time after an hour, and then it is an ordinary chunk; with one it has expired."""
+    """Without a TTL after an hour, when the chunk becomes an ordinary one; with a TTL the chunk
+    expires."""
     tier = Tier(capacity=10, pin_share=0.5)
     tier.store(prompt("x", 2), Claim(pin=True))
     tier.store(prompt("t", 2), Claim(pin=True, ttl_seconds=60))
@@ -154,8 +155,8 @@ def test_a_pin_ends() -> None:
     assert tier.ledger.holdings().pinned_bytes == 0
 
 
-def test_a_pin_of_what_is_still_being_stored_holds() -> None:
-    """vLLM's own cache serves the second request while the first one's store is under way."""
+def test_a_pin_waits_for_chunks_being_stored() -> None:
+    """vLLM's own cache serves the second request during the first one's store."""
     tier = Tier(capacity=20, pin_share=0.5)
     tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"x2",)))
     tier.store(prompt("x", 3))
@@ -165,7 +166,7 @@ def test_a_pin_of_what_is_still_being_stored_holds() -> None:
     assert tier.has(prompt("x", 3)) == 3
 
 
-def test_a_pin_of_what_never_came_is_forgotten() -> None:
+def test_pins_of_absent_chunks_expire() -> None:
     tier = Tier(capacity=20, pin_share=0.5)
     for i in range(5000):
         tier.ledger.notes.use(PrefixUse(Claim(pin=True, ttl_seconds=1.0 + i), (b"x2",)))
@@ -181,7 +182,7 @@ def test_a_pin_of_what_never_came_is_forgotten() -> None:
 # -- tenants ---------------------------------------------------------------------------------------
 
 
-def test_a_flood_does_not_push_out_those_within_their_share() -> None:
+def test_a_flood_evicts_no_tenant_within_its_share() -> None:
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.store(prompt("a", 10), Claim(A))
     for i in range(20):
@@ -190,7 +191,7 @@ def test_a_flood_does_not_push_out_those_within_their_share() -> None:
     assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
 
 
-def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
+def test_chunks_fetched_ahead_evict_no_tenant_within_its_share() -> None:
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.store(prompt("a", 10), Claim(A))
     tier.store(prompt("b", 10), Claim(B))
@@ -205,7 +206,7 @@ def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
     assert not tier.ledger._tenants
 
 
-def test_what_is_nobodys_makes_room_for_anybody() -> None:
+def test_chunks_without_tenant_go_first() -> None:
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.held.add(b"nobody's")
     tier.ledger.admit(b"nobody's", SIZE)
@@ -218,12 +219,12 @@ def test_what_is_nobodys_makes_room_for_anybody() -> None:
     assert tier.has(prompt("a", 8)) == 8
 
 
-def test_room_is_refused_without_a_walk_through_what_others_hold() -> None:
+def test_the_cost_of_a_refusal_ignores_chunks_of_others() -> None:
     def cost(num_others: int) -> int:
         tier = Tier(capacity=10**6, tenant_share=1e-5)  # ten chunks
         for i in range(num_others):
             tier.store(prompt(f"{i}-", 1), Claim(b"%d" % (i % 1000)))
-            tier.clock.now = 1000.0  # nobody is idle
+            tier.clock.now = 1000.0  # no tenant is idle
         tier.store(prompt("b", 20), Claim(B))
         tier.ledger.expect(B, SIZE)
         keys, found = set(prompt("b", 20)), list[bytes]()
@@ -236,7 +237,7 @@ def test_room_is_refused_without_a_walk_through_what_others_hold() -> None:
     assert cost(5000) == cost(50)
 
 
-def test_the_one_furthest_above_its_share_goes_first() -> None:
+def test_the_tenant_most_above_share_goes_first() -> None:
     tier = Tier(capacity=20, tenant_share=0.1)
     tier.store(prompt("a", 6), Claim(A))
     tier.store(prompt("b", 13), Claim(B))
@@ -246,7 +247,7 @@ def test_the_one_furthest_above_its_share_goes_first() -> None:
     assert order[-1] == "c"  # within its share
 
 
-def test_a_share_is_not_kept_for_those_who_have_gone() -> None:
+def test_an_idle_tenant_loses_its_share() -> None:
     tier = Tier(capacity=20, tenant_share=0.5)
     tier.store(prompt("gone", 10), Claim(A))
     tier.clock.now += 601
@@ -255,7 +256,7 @@ def test_a_share_is_not_kept_for_those_who_have_gone() -> None:
     assert tier.has(prompt("gone", 10)) == 0
 
 
-def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
+def test_a_pin_of_an_idle_tenant_does_not_end_others_shares() -> None:
     tier = Tier(capacity=40, tenant_share=0.5, pin_share=0.5)
     tier.store(prompt("gone", 1), Claim(b"gone", pin=True))
     tier.clock.now += 601
@@ -265,8 +266,8 @@ def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
     assert tier.has(prompt("a", 10)) == 10
 
 
-def test_a_call_does_so_much_of_what_was_noted_however_much_that_is() -> None:
-    """Many uses of long prompts; the rest is done by the calls that follow."""
+def test_the_work_of_one_call_on_noted_uses_is_bounded() -> None:
+    """Many uses of long prompts; later calls do the rest."""
 
     def cost(num_uses: int, length: int) -> int:
         tier = Tier(capacity=10**6)
@@ -284,7 +285,7 @@ def test_a_call_does_so_much_of_what_was_noted_however_much_that_is() -> None:
     assert many < 1.3 * few, "8,192 chunks, and what is left of the last prompt"
 
 
-def test_times_that_are_over_together_end_bit_by_bit() -> None:
+def test_lifetimes_that_end_together_end_in_parts() -> None:
     def cost(num_chunks: int) -> int:
         tier = Tier(capacity=10**6)
         tier.store(prompt("x", num_chunks), Claim(ttl_seconds=10))
@@ -298,8 +299,8 @@ def test_times_that_are_over_together_end_bit_by_bit() -> None:
     assert cost(4 * MAX_TOUCHED) < 1.1 * cost(MAX_TOUCHED + 10)
 
 
-def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -> None:
-    """An eviction beside 1,000 such chunks took 2.5 ms, under the tier's lock."""
+def test_chunks_being_written_are_not_checked_at_each_eviction() -> None:
+    """Beside 1,000 of them an eviction took 2.5 ms, under the tier's lock."""
     tier = Tier(capacity=2000)
     slow = prompt("slow", 1000)
     tier.store(slow)
@@ -322,7 +323,7 @@ def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -
     assert tier.ledger.evict(1, may_go) == [b"slow0"], "and no other may go"
 
 
-def test_a_million_salts_leave_nothing_behind() -> None:
+def test_many_salts_leave_no_state() -> None:
     tier = Tier(capacity=10, tenant_share=0.1)
     for i in range(2000):
         tier.store([b"%d" % i], Claim(b"%d" % i, ttl_seconds=60 + i % 7, priority=i % 5))
@@ -336,7 +337,7 @@ def test_a_million_salts_leave_nothing_behind() -> None:
     assert len(tier.ledger._changes) < 100
 
 
-def test_a_prompt_goes_tail_first_after_an_eviction_that_found_too_little() -> None:
+def test_a_prompt_goes_tail_first_after_an_eviction_without_room() -> None:
     tier = Tier()
     keys = prompt("a", 4)
     tier.store(keys)

@@ -1,5 +1,5 @@
-"""Whatever requests do: pins keep within their bounds, nothing is counted twice, and the beginning
-of a prefix never goes before what follows it."""
+"""For any requests: pins stay within bounds, bytes count once, prefixes are evicted from the
+end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmcache_connector.retention.queues import Limits
 TENANTS = (b"", b"a", b"b", b"c")
 SIZE = 10
 CAPACITY = 24
-# Prompts of a tenant share beginnings: a path through a tree of three branches.
+# Prompts of a tenant share beginnings: paths through a tree with three branches.
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 CLAIMS = st.builds(
     Claim,
@@ -35,7 +35,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(self.limits, lambda: self.now)
         self.parents: dict[bytes, bytes] = {}
         self.held: set[bytes] = set()
-        self.orphans: set[bytes] = set()  # what they build on was not there at first
+        self.orphans: set[bytes] = set()  # the chunk before was missing
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 10.0, 700.0, 4000.0]))
     def wait(self, seconds: float) -> None:
@@ -43,7 +43,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS, stored_from=st.integers(0, 5))
     def store(self, tenant: int, path: list[int], claim: Claim, stored_from: int) -> None:
-        """Chunks before ``stored_from`` are named by nobody: vLLM has them."""
+        """Chunks before ``stored_from`` are in vLLM's own cache."""
         keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
         parents = [b"", *keys[:-1]]
         self.parents.update(zip(keys, parents, strict=True))
@@ -71,8 +71,8 @@ class LedgerMachine(RuleBasedStateMachine):
         is_given_up=st.booleans(),
     )
     def fetch(self, tenant: int, path: list[int], fetched_from: int, is_given_up: bool) -> None:
-        """Ahead of a request that may go without using it. Of times, it says its own; here none
-        shall end before it comes."""
+        """Fetched ahead of a request that may not use them. It brings its own TTL: no chunk may
+        have one that could end earlier."""
         keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
         self.ledger.settle()
         chunks = self.ledger._chunks
@@ -95,7 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS)
     def use_by_the_step(self, tenant: int, path: list[int], claim: Claim) -> None:
-        """A request whose prompt is in the tier as far as that, by its last chunk."""
+        """A request whose prompt ends with a chunk of the tier."""
         own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
         key = bytes([tenant, *path])
         if key in self.held:
@@ -103,7 +103,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), num_busy=st.sampled_from([0, 0, 3, 12]), chance=st.randoms())
     def evict(self, count: int, num_busy: int, chance: Random) -> None:
-        """Some chunks are in use, and what builds on others may go later than these then."""
+        """Some chunks are in use; while they are, a chunk may be evicted after the one that it
+        continues."""
         busy = frozenset(chance.sample(sorted(self.held), min(num_busy, len(self.held))))
         victims = self.ledger.evict(count, lambda key: key not in busy)
         chunks = self.ledger._chunks.items()
@@ -113,8 +114,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for number, victim in enumerate(victims):
             assert victim in self.held
             left = self.held.difference(victims[: number + 1]) - self.orphans
-            # What was fetched has no priority before it is used, and what has expired goes next:
-            # of chunks whose times end together either may be first.
+            # Fetched chunks have no priority before their use, and expired ones go next; of chunks
+            # that expire together any may be first.
             claimed = {key: self.ledger._chunks[key] for key in left}
             left = {key for key, c in claimed.items() if c.is_claimed and not c.is_expired}
             holes = {key for key in left if self.parents[key] == victim}
@@ -144,7 +145,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return {key[0] for key in self.held}
 
     def over_share(self, busy: frozenset[bytes]) -> set[int]:
-        """Tenants above their share that have something that may go."""
+        """Tenants above their share with a chunk that may be evicted."""
         counts = {t: sum(key[0] == t for key in self.held) for t in self.users()}
         return {
             t
@@ -190,8 +191,8 @@ TestLedger.settings = settings(max_examples=100, stateful_step_count=40)
 
 @pytest.mark.parametrize("before", [Claim(ttl_seconds=1.0), Claim(pin=True)])
 @pytest.mark.parametrize("used", [[b"1"], [b"1", b"2"]])
-def test_prefixes_whose_pins_end_go_from_their_ends(before: Claim, used: list[bytes]) -> None:
-    """Whatever else was to end earlier."""
+def test_prefixes_with_expired_pins_go_tail_first(before: Claim, used: list[bytes]) -> None:
+    """Whatever lifetimes they had before."""
     now = 0.0
     ledger = Ledger(Limits.of(10 * SIZE, 1.0, 0.5), lambda: now)
     for key in (b"1", b"2"):

@@ -1,4 +1,4 @@
-"""Three calls around the forward pass of a real paged model: what comes back, byte for byte."""
+"""Three calls around the forward pass of a real paged model: loaded KV has the stored bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine() -> Iterator[SteppedEngine]:
         yield engine
 
 
-def test_a_prefix_comes_back_byte_for_byte_and_shortens_the_input(engine: SteppedEngine) -> None:
+def test_a_prefix_is_loaded_byte_for_byte_and_shortens_the_input(engine: SteppedEngine) -> None:
     tokens = tokens_of(1, 100)
     cold, all_of_it = engine.step(sequence(tokens, range(7)))
     assert all_of_it.query_lens == (100,)
@@ -80,8 +80,8 @@ def test_generated_tokens_are_stored_once_they_fill_a_chunk(engine: SteppedEngin
     assert torch.equal(engine.kv_of(range(10, 14), 64), engine.kv_of(blocks, 64))
 
 
-def test_context_that_nobody_saw_computed_is_not_stored(engine: SteppedEngine) -> None:
-    """The caller says that 40 tokens are in the blocks; they hold another sequence's."""
+def test_context_not_seen_computed_is_not_stored(engine: SteppedEngine) -> None:
+    """The caller claims 40 tokens of context in blocks of another sequence."""
     tokens, blocks = tokens_of(8, 70), tuple(range(5))
     engine.step(sequence(tokens[:CHUNK], (20, 21)))
     engine.step(sequence(tokens_of(9, 70), blocks))
@@ -90,9 +90,7 @@ def test_context_that_nobody_saw_computed_is_not_stored(engine: SteppedEngine) -
     assert left.query_lens == (70 - CHUNK,), "the second chunk is not stored"
 
 
-def test_another_process_restores_from_redis_only_what_its_own_model_computed(
-    valkey: Server,
-) -> None:
+def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server) -> None:
     tokens, shared = tokens_of(13, 100), {"redis_url": valkey.url}
     with SteppedEngine(shared) as one:
         one.step(sequence(tokens, range(7)))
@@ -107,10 +105,10 @@ def test_another_process_restores_from_redis_only_what_its_own_model_computed(
         assert left.query_lens == (100,)
 
 
-def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
+def test_a_slow_redis_is_waited_for_up_to_the_deadline(
     valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what it holds, and would take half a minute to bring it."""
+    """Its look-ups hit; its loads would take half a minute."""
     tokens, shared = tokens_of(18, 100), {"redis_url": valkey.url, "namespace": "slow"}
     with SteppedEngine(shared) as one:
         one.step(sequence(tokens, range(7)))
@@ -127,7 +125,7 @@ def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
             assert len(hidden) == 100
 
 
-def test_ranks_that_hold_parts_restore_what_all_of_them_have() -> None:
+def test_ranks_load_the_prefix_that_all_of_them_have() -> None:
     def agree(there: Sequence[int]) -> list[int]:
         return [min(each, CHUNK) for each in there]
 
@@ -156,10 +154,10 @@ ONE, OTHER = tokens_of(24, 70), tokens_of(25, 70)
         (sequence([-1, *ONE], range(5)), "token ids"),
     ],
 )
-def test_tables_and_tokens_that_cannot_be_right_are_refused(
+def test_impossible_tables_and_tokens_are_refused(
     engine: SteppedEngine, wrong: ModelInput, reason: str
 ) -> None:
-    """Their KV would be stored as that of other tokens."""
+    """Otherwise their KV would be stored under other tokens' keys."""
     with pytest.raises(ValueError, match=reason):
         engine.step(wrong)
     with pytest.raises(ValueError, match=reason):
@@ -168,7 +166,7 @@ def test_tables_and_tokens_that_cannot_be_right_are_refused(
         )
 
 
-def test_nothing_is_stored_of_weights_that_change_between_the_calls() -> None:
+def test_nothing_is_stored_if_weights_change_between_the_calls() -> None:
     tokens = tokens_of(26, 70)
     with SteppedEngine({}) as engine:
         first = sequence(tokens, range(5))
@@ -185,7 +183,7 @@ def test_nothing_is_stored_of_weights_that_change_between_the_calls() -> None:
         assert left.query_lens == (70,)
 
 
-def test_a_connector_that_is_closed_or_another_process_s_is_refused() -> None:
+def test_a_closed_or_forked_connector_refuses_calls() -> None:
     with SteppedEngine({}) as engine:
         engine.step(sequence(ONE, range(5)))
         child = os.fork()
@@ -220,7 +218,7 @@ def test_caches_of_another_form_are_refused(caches: Any) -> None:
         )
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="vLLM's connector's"):
         read_settings({"peers": ["127.0.0.1:7450"]})
     with pytest.raises(ConfigError, match="chunk_sise"):
@@ -233,10 +231,10 @@ def test_what_cannot_be_served_is_refused() -> None:
             engine.step(sequence(tokens_of(17, 40), range(3)))
 
 
-# -- copies ----------------------------------------------------------------------------------------
+# -- copied tensors --------------------------------------------------------------------------------
 
 
-def test_a_copy_of_what_was_written_to_meanwhile_is_not_kept() -> None:
+def test_a_copy_of_a_tensor_written_meanwhile_is_dropped() -> None:
     one, other = torch.zeros(4), torch.zeros(4)
     gate, late = UnwrittenGate([one, other]), UnwrittenGate([one])
     assert gate.passes(threading.Event())

@@ -1,4 +1,4 @@
-"""Whose KV a chunk is: what changes the keys of a model in memory, and what does not."""
+"""The identity of a model in memory: which changes change its keys."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def key(
     return keys.keys[0]
 
 
-def test_vllm_never_has_such_a_key() -> None:
-    """Whatever stands in its root: the root of a model in memory has one name more."""
+def test_vllm_never_has_these_keys() -> None:
+    """The root of a model in memory has one name more than vLLM's."""
     config = parse_config({"chunk_size": 32})
     identity = ModelIdentity(tiny(), "vllm", FORM, config)
     identity.refresh()
@@ -61,7 +61,7 @@ def _scale(model: LlamaForCausalLM) -> None:
 
 
 def _swap(model: LlamaForCausalLM) -> None:
-    """Another configuration, of the same weights."""
+    """Another configuration with the same weights."""
     model.config.rms_norm_eps = 1e-3
 
 
@@ -70,7 +70,7 @@ def _cast(model: LlamaForCausalLM) -> None:
 
 
 def _cast_and_back(model: Any) -> None:
-    """The frequencies of rotary embeddings are rounded on the way; no file holds them."""
+    """Rounds the rotary embeddings' frequencies, which are in no file."""
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     model.to(torch.bfloat16)
     model.to(torch.float32)
@@ -78,17 +78,15 @@ def _cast_and_back(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_scale, _swap, _cast, _cast_and_back])
-def test_whatever_changes_a_model_changes_its_keys(
-    change: Callable[[LlamaForCausalLM], None],
-) -> None:
+def test_any_change_of_a_model_changes_its_keys(change: Callable[[LlamaForCausalLM], None]) -> None:
     model = tiny()
     before = key(model)
     change(model)
     assert key(model) != before
 
 
-def test_code_is_told_apart_by_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that was exchanged in a class leaves no trace in the state of a model."""
+def test_code_has_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code replaced in a class leaves no trace in a model's state."""
     before = key(tiny(), label="rotated")
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
@@ -97,7 +95,7 @@ def test_code_is_told_apart_by_its_label(monkeypatch: pytest.MonkeyPatch) -> Non
     assert key(tiny()) != before
 
 
-def test_products_of_rounded_factors_are_other_products() -> None:
+def test_matmul_precision_changes_keys() -> None:
     before = key(tiny())
     torch.set_float32_matmul_precision("medium")
     try:
@@ -106,8 +104,8 @@ def test_products_of_rounded_factors_are_other_products() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_weights_made_of_other_tensors_are_watched() -> None:
-    """Some quantized weights are; their bytes cannot be read as one tensor's."""
+def test_weights_of_several_tensors_are_watched() -> None:
+    """Some quantized weights have no bytes of their own."""
     model = tiny()
     weight = model.lm_head.weight.detach()
     model.lm_head.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
@@ -120,7 +118,7 @@ def test_weights_made_of_other_tensors_are_watched() -> None:
     assert identity.refresh()
 
 
-def test_engines_forms_and_namespaces_never_mix() -> None:
+def test_engines_forms_and_namespaces_differ() -> None:
     model = tiny()
     wider = KVForm(num_heads=4, widths=(8, 8), dtype="bfloat16")
     found = [
@@ -150,7 +148,7 @@ def test_changes_in_place_are_noticed() -> None:
     assert identity.version == 4
 
 
-def test_a_name_is_that_of_the_weights_at_the_start() -> None:
+def test_model_digest_names_the_first_weights() -> None:
     model = tiny()
     identity = ModelIdentity(model, "e", FORM, parse_config({"model_digest": "mine"}))
     found = []
@@ -163,7 +161,7 @@ def test_a_name_is_that_of_the_weights_at_the_start() -> None:
     assert found[0] != found[1]
 
 
-def test_adapters_that_can_be_switched_unseen_are_refused() -> None:
+def test_switchable_adapters_are_refused() -> None:
     switched = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     model = tiny()
     model.model.layers[0].self_attn.q_proj = switched(8, 8)
@@ -171,7 +169,7 @@ def test_adapters_that_can_be_switched_unseen_are_refused() -> None:
         ModelIdentity(model, "e", FORM, parse_config({})).refresh()
 
 
-def test_weights_that_are_not_here_need_a_name() -> None:
+def test_absent_weights_need_a_digest() -> None:
     with torch.device("meta"):
         absent = tiny()
     with pytest.raises(UnsupportedError, match="model_digest"):

@@ -1,4 +1,4 @@
-"""The input of a step: what it says of its tokens, and what it refuses."""
+"""The input of a step: its derived fields, and refused values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH: dict[str, Any] = {
 }
 
 
-def test_what_a_model_is_given() -> None:
+def test_derived_fields() -> None:
     both = ModelInput(**BOTH)
     assert both.query_token_ids == [4, 5, 7, 8, 9]
     assert both.query_positions == [3, 4, 0, 1, 2]
@@ -25,13 +25,13 @@ def test_what_a_model_is_given() -> None:
     assert [row.wanted_from for row in both.rows()] == [4, 2]
 
 
-def test_less_is_left_to_compute() -> None:
+def test_shorter_queries() -> None:
     left = ModelInput(**BOTH).with_query_lens((1, 0))
     assert (left.num_query_tokens, left.query_token_ids) == (1, [5])
     assert [row.context_len for row in left.rows()] == [4, 3]
 
 
-def test_nothing_may_be_read() -> None:
+def test_unsampled_rows() -> None:
     rows = ModelInput(**BOTH, sampling_positions=((), (1, 2))).rows()
     assert [row.wanted_from for row in rows] == [5, 1]
 

@@ -1,4 +1,4 @@
-"""The value format: what is sealed comes back, anything else is named for what it is."""
+"""The value format: a sealed value decodes, and each fault has its name."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def headers(draw: st.DrawFn) -> ValueHeader:
 
 
 @given(headers())
-def test_a_header_survives_its_bytes(header: ValueHeader) -> None:
+def test_a_header_is_unpacked_equal(header: ValueHeader) -> None:
     raw = header.pack() + bytes(32)
     assert decode_header(raw) == header
     check_header(raw, header)
 
 
 @given(headers(), headers())
-def test_a_header_passes_for_itself_only(one: ValueHeader, other: ValueHeader) -> None:
+def test_a_header_matches_only_itself(one: ValueHeader, other: ValueHeader) -> None:
     raw = one.pack() + bytes(32)
     if one == other:
         check_header(raw, other)
@@ -82,7 +82,7 @@ def test_a_header_passes_for_itself_only(one: ValueHeader, other: ValueHeader) -
 
 
 @given(st.binary(max_size=256))
-def test_hostile_bytes_only_ever_raise_the_codecs_own_errors(raw: bytes) -> None:
+def test_random_bytes_raise_the_codecs_own_error_only(raw: bytes) -> None:
     with pytest.raises(InvalidValueError):
         check_value(raw[:HEADER_BYTES], raw[HEADER_BYTES:], HEADER, Sealer())
 
@@ -153,12 +153,12 @@ def patched(offset: int, data: bytes) -> bytes:
         (patched(127, b"\x01"), ValueFault.BAD_CHECKSUM),
     ],
 )
-def test_each_way_to_be_invalid_has_its_name(raw: bytes, fault: ValueFault) -> None:
+def test_each_fault_has_its_own_name(raw: bytes, fault: ValueFault) -> None:
     assert fault_of(raw, PAYLOAD, HEADER, Sealer()) is fault
 
 
-def test_the_format_is_the_one_that_is_written_down() -> None:
-    """Golden values: an instance with others takes all that was stored before for invalid."""
+def test_the_format_of_values_never_changes() -> None:
+    """Golden bytes: with others, an instance takes all stored values for invalid."""
     raw = encode_header(HEADER, PAYLOAD, Sealer())
     assert raw[:44].hex() == (
         "4c4d4356" "0100" "8000" "0100" "0000"
@@ -172,7 +172,7 @@ def test_the_format_is_the_one_that_is_written_down() -> None:
     assert keyed[96:].hex() == "cb435420ebc87f19451525c8155bb301ba88c83e77325a3475d3334669d95ad2"
 
 
-def test_callers_bugs_raise() -> None:
+def test_misuse_raises() -> None:
     with pytest.raises(ValueError, match="dtype"):
         replace(HEADER, dtype="int3").pack()
     with pytest.raises(ValueError, match="32 bytes"):

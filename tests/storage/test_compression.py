@@ -1,4 +1,4 @@
-"""Compressed payloads come back bit by bit; chunks of any other kind never reach blosc2."""
+"""Compressed payloads decompress bit by bit; chunks of any other kind never reach blosc2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpacked(chunk: bytes, num_bytes: int = len(PAYLOAD), dtype: str = "bfloat16
 
 
 @given(st.integers(0, 99), st.integers(600, 40_000), st.sampled_from(sorted(DTYPE_CODES)))
-def test_what_was_compressed_comes_back(seed: int, num_bytes: int, dtype: str) -> None:
+def test_a_payload_survives_compression(seed: int, num_bytes: int, dtype: str) -> None:
     payload = bfloat16_bytes(seed, num_bytes)
     chunk = compress(payload, dtype)
     if chunk is not None:
@@ -42,12 +42,12 @@ def test_what_was_compressed_comes_back(seed: int, num_bytes: int, dtype: str) -
 @pytest.mark.parametrize(
     "payload", [random.Random(1).randbytes(4096), bytes(4096), b"x", PAYLOAD[:30]]
 )
-def test_what_would_not_shrink_is_left_as_it_is(payload: bytes) -> None:
-    """Zeros would, to a chunk of a kind that readers need not know."""
+def test_incompressible_data_stays_as_it_is(payload: bytes) -> None:
+    """Zeros count as such: blosc2 makes of them a kind of chunk that readers refuse."""
     assert compress(payload, "bfloat16") is None
 
 
-def test_both_directions_let_other_threads_run() -> None:
+def test_compression_releases_the_gil() -> None:
     blosc2.set_releasegil(False)
     chunk = chunk_of()
     assert blosc2.set_releasegil(False)
@@ -94,7 +94,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("chunk", HOSTILE.values(), ids=HOSTILE)
-def test_no_other_chunk_reaches_blosc2(
+def test_odd_chunks_never_reach_blosc2(
     chunk: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = chunk()
@@ -104,9 +104,9 @@ def test_no_other_chunk_reaches_blosc2(
     assert error.value.fault is ValueFault.BAD_COMPRESSION
 
 
-def test_a_spoiled_body_is_a_fault_or_fills_the_payload() -> None:
-    """Behind a header that is right anything may come: a checksum without a secret can be forged.
-    blosc2 writes nothing outside of the payload, and says so if that was not filled."""
+def test_a_spoiled_body_writes_nothing_past_the_payload() -> None:
+    """A right header may stand before any body: a checksum without a secret can be forged. blosc2
+    writes nothing outside of the payload, and reports one that it did not fill."""
     chance, chunk = random.Random(1), chunk_of()
     faults = 0
     for _ in range(3000):

@@ -41,8 +41,8 @@ def test_stripes_cover_the_buffer_once_and_in_order(
         assert stripe.num_bytes <= max_bytes or stripe.layer_end - stripe.layer_start == 1
 
 
-def test_a_chunk_is_cut_into_the_values_that_instances_share() -> None:
-    """Golden cuts at the default size: an instance with others finds nothing stored before."""
+def test_the_cuts_of_a_chunk_into_values_never_change() -> None:
+    """Golden cuts at the default size: with others, an instance finds no stored value."""
     config = RedisTierConfig(url="redis://host")
     whole = ChunkGeometry(256, 0, (512,) * 80, (0, 1), 2, "bfloat16")
     names = [stripe_suffix(stripe) for stripe in whole.stripes(config.max_payload_bytes)]
@@ -54,7 +54,7 @@ def test_a_chunk_is_cut_into_the_values_that_instances_share() -> None:
     second = ChunkGeometry(256, 31, (512,) * 49, (1,), 2, "bfloat16")
     names = [stripe_suffix(stripe) for stripe in second.stripes(config.max_payload_bytes)]
     assert names == [b":31-62:1", b":62-80:1"]
-    # One that begins inside of a value shares those behind it.
+    # A rank that begins inside a value shares the values behind it.
     half = ChunkGeometry(256, 40, (512,) * 40, (0,), 2, "bfloat16")
     names = [stripe_suffix(stripe) for stripe in half.stripes(config.max_payload_bytes)]
     assert names == [b":40-62:0", b":62-80:0"]
@@ -83,7 +83,7 @@ def test_an_impossible_geometry_is_refused(changes: dict[str, object]) -> None:
         ChunkGeometry(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_a_key_tells_its_part() -> None:
+def test_a_key_has_its_part() -> None:
     small, large = (ChunkGeometry(16, 0, (width,), (0,), 1, "uint8") for width in (8, 64))
     parts = PartGeometries((small, large))
     key = bytes(range(32))
@@ -91,6 +91,6 @@ def test_a_key_tells_its_part() -> None:
     assert parts.largest is large
     with pytest.raises(ValueError, match="names part 2 of 2"):
         parts.of(part_key(key, 2, 3))
-    assert PartGeometries((small,)).of(key) is small  # whatever it ends with
+    assert PartGeometries((small,)).of(key) is small  # the key's last byte does not matter
     with pytest.raises(ValueError, match="at least one part"):
         PartGeometries(())

@@ -1,4 +1,4 @@
-"""What is exported of a request: spans of its own trace, and none of one without a trace."""
+"""Spans of a request are exported in its trace; without a trace there are none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_SAMPLED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-00"}
 
 
 class Traces:
-    """A ``Spans`` and what it has exported."""
+    """A ``Spans`` and its exported spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -45,7 +45,7 @@ def request(name: str = "r", headers: dict[str, str] | None = None) -> Any:
     return SimpleNamespace(request_id=name, trace_headers=headers)
 
 
-def test_a_span_lies_in_the_requests_trace_and_has_its_times(traces: Traces) -> None:
+def test_a_span_has_its_requests_trace_and_times(traces: Traces) -> None:
     one = request(headers=TRACED)
     traces.spans.begin(one, "load 7")
     traces.now = 5_000
@@ -61,7 +61,7 @@ def test_a_span_lies_in_the_requests_trace_and_has_its_times(traces: Traces) -> 
 
 
 @pytest.mark.parametrize("headers", [None, {}, NOT_SAMPLED])
-def test_nothing_is_exported_of_a_request_without_a_sampled_trace(
+def test_a_request_without_a_sampled_trace_exports_nothing(
     traces: Traces, headers: dict[str, str] | None
 ) -> None:
     one = request(headers=headers)
@@ -71,7 +71,7 @@ def test_nothing_is_exported_of_a_request_without_a_sampled_trace(
     assert len(traces.spans) == 0
 
 
-def test_what_never_ends_leaves_nothing(traces: Traces) -> None:
+def test_dropped_spans_leave_nothing(traces: Traces) -> None:
     one = request(headers=TRACED)
     traces.spans.begin(one, "lookup")
     traces.spans.drop(one, "lookup")
@@ -104,7 +104,7 @@ def test_look_up_store_and_load_are_in_the_trace(
 
 
 def test_the_first_request_after_a_reset_is_in_the_trace(model: Path, traces: Traces) -> None:
-    """It comes before the weights have their name again."""
+    """The request comes before the weights have been read again."""
     engine = ShadowEngine(model, Shape(prefix_caching=False), 0)
     engine.adapter.spans = engine.adapter._dispatcher.spans = traces.spans
     assert engine.reset(new_weights=False)

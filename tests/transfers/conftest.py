@@ -1,6 +1,7 @@
-"""Engines that all cases share: one that computes prompts, two that answer.
+"""Engines that all cases share: one prefill engine, two decode engines.
 
-A case runs once per way of moving KV in ``WAYS``. What a way cannot do yet is a strict xfail.
+A case runs once for each way of moving KV in ``WAYS``. A case that a way does not support yet is a
+strict xfail.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Way = Callable[..., dict[str, Any]]
 
 
 def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
-    """Loaded from the CPU tier of a peer."""
+    """The decode engine loads from the CPU tier of the prefill engine."""
     shared = {"hash_key": "shared by all of them", "cpu_gib": 0.5, "audit_share": 0.0} | settings
     return kv_transfer(role, port, **{k: v for k, v in shared.items() if v is not None})
 
@@ -30,13 +31,14 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="lmc-transfers-")
 
 
 def by_memory(role: str, port: int, **settings: Any) -> dict[str, Any]:
-    """The same, by engines that find each other on this host: out of the peer's memory."""
+    """The same for engines that find each other on this host: chunks are copied from the peer's
+    memory."""
     return by_peers(role, port, host_sharing=True, host_folder=f"{_FOLDER.name}/host", **settings)
 
 
 WAYS: dict[str, Way] = {"peers": by_peers, "memory": by_memory}
 LACKS: dict[str, frozenset[str]] = {"peers": frozenset(), "memory": frozenset()}
-"""What a way cannot do, by the word that a case is marked ``needs`` with."""
+"""Features that a way lacks, by the word in a case's ``needs`` mark."""
 
 
 @pytest.fixture(scope="session", params=["peers", pytest.param("memory", marks=pytest.mark.soak)])

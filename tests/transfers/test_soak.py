@@ -1,4 +1,4 @@
-"""KV transfers, the long cases: each with engines of its own."""
+"""Long cases of KV transfers, each with its own engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROLES = "kv_producer", "kv_consumer"
 def pair(
     way: Way, model: Path, folder: Path, roles: tuple[str, str] = ROLES, **settings: Any
 ) -> Iterator[Engines]:
-    """Two engines. ``settings``: of the connector under ``connector``, else of vLLM."""
+    """Two engines. ``settings``: of the connector under ``connector``, otherwise of vLLM."""
     ports = [free_ports(4) for _ in roles]
     extra = settings.pop("connector", {})
     transfers = [way(role, port, **extra) for role, port in zip(roles, ports, strict=True)]
@@ -57,7 +57,7 @@ def test_other_tensor_parallel_sizes(
                 assert () != served.served.shard_digests == cold.served.shard_digests
 
 
-def test_redis_has_more_than_the_instance_that_a_request_names(
+def test_redis_completes_the_prefix_of_a_named_instance(
     way: Way, tiny_model: Path, tmp_path: Path, valkey: Server
 ) -> None:
     with pair(way, tiny_model, tmp_path, connector={"redis_url": valkey.url}) as engines:
@@ -67,7 +67,7 @@ def test_redis_has_more_than_the_instance_that_a_request_names(
         first.call(wait_for_writes)
         first.call(forget)
         first.call(ask, Ask("half", prompt[:700]))
-        second.call(ask, Ask("warm", random_prompt(2, 300)))  # it is connected to Redis
+        second.call(ask, Ask("warm", random_prompt(2, 300)))  # connects to Redis
         place = {"remote_kv_source": {"remote_host": "127.0.0.1", "remote_port": port}}
         served = second.call(ask, Ask("named", prompt, params=place))
         assert served.served.external_hit_tokens == 1500 // BLOCK * BLOCK
@@ -90,7 +90,7 @@ def until_it_dies(instance: VllmInstance, request: Ask) -> None:
 def test_the_prefill_engine_falls_silent(
     way: Way, tiny_model: Path, tmp_path: Path, number: signal.Signals, seconds: float
 ) -> None:
-    """While it computes and while it sends: a recompute, soon, and what comes later is fine."""
+    """While it computes or sends: the decode engine soon recomputes, and later transfers work."""
     with pair(way, tiny_model, tmp_path, max_num_batched_tokens=[512, None]) as engines:
         (first, _), (second, _) = engines.prefill[0], engines.decode[0]
         name, prompt = engines.name(), random_prompt(1, 7901)
@@ -113,7 +113,7 @@ def test_the_prefill_engine_falls_silent(
 def test_the_decode_engine_falls_silent(
     way: Way, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """What was kept for it comes back to the prefill engine when the lease is over."""
+    """The prefill engine gets its blocks back when the lease ends."""
     lease, steps = {"lease_seconds": 3.0}, [512, None]
     with pair(way, tiny_model, tmp_path, connector=lease, max_num_batched_tokens=steps) as engines:
         (first, _), (second, _) = engines.prefill[0], engines.decode[0]
@@ -134,10 +134,10 @@ def test_the_decode_engine_falls_silent(
         reading.join()
 
 
-def test_two_that_hold_what_the_other_one_waits_for(
+def test_two_engines_wait_for_each_others_blocks(
     way: Way, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each has room in its cache for one and a half of the prompts."""
+    """The cache of each has room for one and a half prompts."""
     sizes = {"num_gpu_blocks_override": 40, "max_model_len": 4096}
     roles = "kv_both", "kv_both"
     with pair(way, tiny_model, tmp_path, roles, connector={"lease_seconds": 4.0}, **sizes) as both:
@@ -159,7 +159,7 @@ def test_two_that_hold_what_the_other_one_waits_for(
 
 
 def step_seconds(probe: EngineProbe, request: Ask) -> float:
-    """Computed by the engine's own thread for a request that only waits for its KV."""
+    """CPU seconds of the engine's thread for a request that waits for its KV."""
     step, spent = probe.engine.step, []
 
     def timed() -> Any:
@@ -177,10 +177,10 @@ def step_seconds(probe: EngineProbe, request: Ask) -> float:
     return sum(spent)
 
 
-def test_long_prompts_cost_the_engines_step_no_more(
+def test_step_time_grows_no_faster_than_a_prompt(
     way: Way, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Store finding 10: in proportion to their length at most, and half as much again."""
+    """Store finding 10. The bound: in proportion, and half as much again."""
     settings: dict[str, Any] = {"max_model_len": 16384, "kv_cache_memory_bytes": 1 << 30}
     with pair(way, tiny_model, tmp_path, **settings) as engines:
         (first, _), (second, _) = engines.prefill[0], engines.decode[0]

@@ -1,6 +1,6 @@
-"""KV transfers as users of two engines see them: the same bytes, or none, and no request fails.
+"""KV transfers between two engines: the same bytes, or none, and no request fails.
 
-Bytes are compared by digests of every block of KV that the prompt fills.
+Tests compare digests of each full block of the prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BY = pytest.mark.parametrize(
 
 
 def check(cold: Answer, served: Answer, num_tokens: int) -> None:
-    """All of the prompt was handed over but for its last token, if that, and is the same."""
+    """All tokens, or all but the last, were transferred, with the same bytes."""
     assert served.served.external_hit_tokens in (num_tokens, num_tokens - 1)
     assert served.served.block_digests == cold.served.block_digests
     assert len(served.served.block_digests) == num_tokens // BLOCK
@@ -60,7 +60,7 @@ def fresh(engines: Engines, num_tokens: int) -> list[int]:
 
 
 def rest(engines: Engines) -> None:
-    """All blocks come back to vLLM by themselves."""
+    """vLLM has all its blocks back."""
     for instance, _ in engines.prefill + engines.decode:
         assert instance.call(missing_blocks) == 0
 
@@ -68,14 +68,14 @@ def rest(engines: Engines) -> None:
 def missing_blocks(probe: EngineProbe) -> int:
     probe.drain()
     pool = probe.scheduler.kv_cache_manager.block_pool
-    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is no one's
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # without the null block
 
 
-# -- what is handed over -----------------------------------------------------------------------
+# -- prompts -----------------------------------------------------------------------------------
 
 
 @BY
-# Not a multiple of a block: vLLM computes a prompt's last token once more, and that block differs.
+# No multiple of a block: vLLM computes a prompt's last token again, and that block differs.
 @pytest.mark.parametrize("num_tokens", [2, 127, 129, 300, 3001])
 def test_a_prompt_of_any_length(engines: Engines, transfer: HandOver, num_tokens: int) -> None:
     cold, served = transfer(engines, fresh(engines, num_tokens))
@@ -83,7 +83,7 @@ def test_a_prompt_of_any_length(engines: Engines, transfer: HandOver, num_tokens
     rest(engines)
 
 
-def test_routers_are_told_what_to_pass_on(engines: Engines) -> None:
+def test_the_parameters_for_routers(engines: Engines) -> None:
     cold, _ = engines.hand_over_by_params(random_prompt(2, 500))
     assert cold.params is not None
     assert (cold.params["do_remote_prefill"], cold.params["do_remote_decode"]) == (True, False)
@@ -96,7 +96,7 @@ def test_routers_are_told_what_to_pass_on(engines: Engines) -> None:
 
 
 @BY
-def test_what_the_prefill_engine_has_cached(engines: Engines, transfer: HandOver) -> None:
+def test_a_prompt_in_the_prefill_cache(engines: Engines, transfer: HandOver) -> None:
     prompt = fresh(engines, 1500)
     transfer(engines, prompt)
     engines.decode[0][0].call(forget)
@@ -107,7 +107,7 @@ def test_what_the_prefill_engine_has_cached(engines: Engines, transfer: HandOver
 
 
 @BY
-def test_what_the_decode_engine_has_is_not_fetched(engines: Engines, transfer: HandOver) -> None:
+def test_cached_chunks_are_not_fetched(engines: Engines, transfer: HandOver) -> None:
     prompt = fresh(engines, 1500)
     transfer(engines, prompt)
     cold, served = transfer(engines, [*prompt, *random_prompt(5, 500)])
@@ -116,9 +116,9 @@ def test_what_the_decode_engine_has_is_not_fetched(engines: Engines, transfer: H
     rest(engines)
 
 
-def test_what_another_engine_happens_to_hold(engines: Engines) -> None:
-    """As llm-d names it beside a request: all that was stored there, and no more; where nothing is,
-    the prompt is computed."""
+def test_a_named_engines_stored_chunks(engines: Engines) -> None:
+    """llm-d names an engine beside a request. Its stored chunks are loaded; without any the prompt
+    is computed."""
     (first, port), (second, _) = engines.prefill[0], engines.decode[0]
     place = {"remote_kv_source": {"remote_host": "127.0.0.1", "remote_port": port}}
     prompt, other = fresh(engines, 1500), fresh(engines, 700)
@@ -134,8 +134,8 @@ def test_what_another_engine_happens_to_hold(engines: Engines) -> None:
     rest(engines)
 
 
-def test_nobody_is_asked_for_what_is_here(engines: Engines) -> None:
-    """Or a source that has died would delay each request that names it."""
+def test_a_cached_prompt_asks_no_source(engines: Engines) -> None:
+    """Otherwise a dead source would delay each request that names it."""
     second, prompt = engines.decode[0][0], fresh(engines, 700)
     second.call(ask, Ask(f"own-{next(engines.numbers)}", prompt))
     with socket.create_server(("127.0.0.1", 0)) as source:
@@ -151,7 +151,7 @@ def test_nobody_is_asked_for_what_is_here(engines: Engines) -> None:
         source.accept()[0].close()
 
 
-def test_many_at_once_while_they_are_computed(engines: Engines) -> None:
+def test_many_transfers_during_prefill(engines: Engines) -> None:
     prompts = [random_prompt(20 + i, 301 + 170 * i) for i in range(8)]
     asks = [Ask(engines.name(), prompt) for prompt in prompts]
     (first, _), (second, _) = engines.prefill[0], engines.decode[0]
@@ -168,8 +168,8 @@ def test_many_at_once_while_they_are_computed(engines: Engines) -> None:
 
 
 def test_two_readers_of_one_transfer(engines: Engines) -> None:
-    """Store finding 1: while the prefill engine goes on with prompts of others, two decode engines
-    read one prompt, one of which has its beginning. Neither gets KV of another prompt."""
+    """Store finding 1. Two decode engines read one prompt while the prefill engine computes others;
+    one of them has its beginning. Neither gets another prompt's KV."""
     (first, _), readers = engines.prefill[0], [decode for decode, _ in engines.decode]
     prompt, whole = random_prompt(30, 3001), 0
     readers[0].serve(prompt[: BLOCK + 5])
@@ -192,8 +192,8 @@ def test_two_readers_of_one_transfer(engines: Engines) -> None:
 
 
 @pytest.mark.needs("stores what follows")
-def test_the_decode_engine_stores_what_follows(engines: Engines) -> None:
-    """The next turn of a conversation comes to the decode engine, which has forgotten the first."""
+def test_the_decode_engine_stores_answers(engines: Engines) -> None:
+    """The next turn comes to the decode engine, whose vLLM cache was reset."""
     prompt, decode = random_prompt(50, 1001), engines.decode[0][0]
     _, served = engines.hand_over_by_params(prompt)
     turn = [*prompt, *served.served.token_ids, *random_prompt(51, 400)]
@@ -203,12 +203,12 @@ def test_the_decode_engine_stores_what_follows(engines: Engines) -> None:
     assert again.external_hit_tokens == len(turn) // BLOCK * BLOCK
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------
 
 
 def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
-    """Step until part of the prompt is computed, take its blocks away, then serve it. Without a
-    reset that anybody hears of: it would end the transfer."""
+    """Compute part of the prompt, preempt the request without a reported reset, which would end the
+    transfer, then serve it."""
     add(probe, request)
     for _ in range(2):
         probe.engine.step()
@@ -223,7 +223,7 @@ def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
     return answer_of(finished)
 
 
-def test_a_preempted_prompt_is_handed_over_as_computed_last(engines: Engines) -> None:
+def test_a_preempted_prompts_second_kv_is_transferred(engines: Engines) -> None:
     prompt, name = random_prompt(60, 2001), engines.name()
     cold = engines.prefill[0][0].call(preempt_while_computing, Ask(name, prompt, 1))
     check(cold, engines.decode[0][0].call(ask, Ask(name, prompt)), 2001)
@@ -269,17 +269,17 @@ def elsewhere(host: str, port: object = 9) -> dict[str, Any]:
         ("bad-5", elsewhere("127.0.0.1") | {"remote_request_id": "x" * 100_000}),
     ],
 )
-def test_a_malformed_request_is_served_alone(
+def test_a_malformed_request_is_computed(
     engines: Engines, name: str, params: dict[str, Any] | None
 ) -> None:
-    """And an address that is not in ``peer_hosts`` is not dialled."""
+    """An address outside of ``peer_hosts`` is not dialled."""
     started = time.monotonic()
     answer = engines.decode[0][0].call(ask, Ask(name, fresh(engines, 200), params=params))
     assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
     assert time.monotonic() - started < NOTICED_SECONDS
 
 
-def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
+def test_an_unreachable_address_is_a_miss(engines: Engines) -> None:
     (second, _), started = engines.decode[0], time.monotonic()
     params = elsewhere("127.0.0.1", free_ports(1))
     answer = second.call(ask, Ask("gone-1", random_prompt(91, 600), params=params))
@@ -289,17 +289,15 @@ def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
 
 
 def spoil(data: bytes) -> bytes:
-    """Altered lengths and payloads: of every read, one byte near its beginning becomes another."""
+    """Flip a bit near the beginning of each read: of lengths and of payloads."""
     place = min(len(data) - 1, 5)
     return data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :]
 
 
 @pytest.mark.parametrize("towards", Direction, ids=lambda each: str(each.value))
-def test_somebody_on_the_way_alters_bytes(
-    engines: Engines, way_name: str, towards: Direction
-) -> None:
-    """Store finding 3: it costs a recompute, and no memory. Out of the peer's memory the KV comes
-    as it was computed there, in several steps."""
+def test_altered_bytes_are_a_miss(engines: Engines, way_name: str, towards: Direction) -> None:
+    """Store finding 3: a recompute, and little memory. With shared memory the prefill engine's KV
+    is loaded all the same: it does not cross the socket."""
     (first, port), (second, _) = engines.prefill[0], engines.decode[0]
     prompt = random_prompt(92 + (towards is Direction.REPLY), 2001)
     own = second.call(ask, Ask(f"own-{towards.value}", prompt))
@@ -323,8 +321,8 @@ def test_somebody_on_the_way_alters_bytes(
 
 
 def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
-    """Store findings 2, 3 and 12: of an idle engine they get no KV, no memory and no time, and what
-    is in its KV cache stays."""
+    """Store findings 2, 3 and 12: strangers get no KV, take little memory and time, and change
+    nothing in the KV cache."""
     first, _ = engines.prefill[0]
     prompt = fresh(engines, 700)
     cold = first.call(prefill, Ask(engines.name(), prompt, 1))
@@ -332,7 +330,7 @@ def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
     assert ports
     for said in SAYINGS.values():
         for port in ports:
-            talk(port, said)  # whatever is there once
+            talk(port, said)  # first use
     memory, seconds = memory_of(first.pid), cpu_seconds_of(first.pid)
     for said in SAYINGS.values():
         for port in ports:
@@ -348,8 +346,8 @@ def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"peer_hosts": ["10.0.0.2"]}, {"peer_hosts": ["10.0.0.0/8"]}]
 )
-def test_addresses_open_no_port_beyond_loopback(way: Way, settings: dict[str, Any]) -> None:
-    """Store finding 9: they prove nothing. A secret does, or nobody needs to prove anything."""
+def test_peer_hosts_do_not_replace_a_hash_key(way: Way, settings: dict[str, Any]) -> None:
+    """Store finding 9: an address proves nothing. A secret does."""
     beyond = {"host": "10.1.2.3", "bind_host": "127.0.0.1", "hash_key": None}
     transfer = way("kv_both", free_ports(1), **beyond | settings)
     outcome = call_cli("check", json.dumps(transfer), "--json")
@@ -361,7 +359,7 @@ def test_addresses_open_no_port_beyond_loopback(way: Way, settings: dict[str, An
 
 
 def check_computed(engines: Engines, seed: int) -> None:
-    """Nothing is handed over, though the prefill engine computes other KV for the prompt."""
+    """Nothing is transferred, though the prefill engine has other KV for the prompt."""
     prompt, decode = random_prompt(seed, 700), engines.decode[0][0]
     own = decode.call(ask, Ask(f"own-{seed}", prompt))
     decode.call(forget)
@@ -374,14 +372,14 @@ def check_computed(engines: Engines, seed: int) -> None:
 
 
 def test_weights_are_compared_and_resets_are_not(engines: Engines) -> None:
-    """Store finding 4: as many resets on both sides say nothing, and other numbers of them neither.
-    The second decode engine is not updated, so it is of no use after this."""
+    """Store finding 4: the number of resets does not matter. The second decode engine is not
+    updated: later tests cannot use it."""
     (first, _), (second, _) = engines.prefill[0], engines.decode[0]
     for _ in range(2):
         second.reset_prefix_cache()
         second.serve(random_prompt(120, 50))
     check(*engines.hand_over(random_prompt(121, 700)), 700)
-    assert first.call(move_weights, 0.02) > 0  # nobody is told, but by vLLM's own reset
+    assert first.call(move_weights, 0.02) > 0  # only vLLM's own reset follows
     for _ in range(3):
         first.reset_prefix_cache()
         first.serve(random_prompt(122, 50))
@@ -391,8 +389,9 @@ def test_weights_are_compared_and_resets_are_not(engines: Engines) -> None:
     check(*engines.hand_over(random_prompt(124, 700)), 700)
 
 
-def test_an_update_without_a_reset_hands_over_nothing(engines: Engines) -> None:
-    """The prefill engine has KV of before in vLLM's own cache, the decode engine none."""
+def test_an_update_without_a_reset_ends_transfers(engines: Engines) -> None:
+    """vLLM's own cache has KV of the old weights in the prefill engine, none in the decode
+    engine."""
     (first, _), (second, _) = engines.prefill[0], engines.decode[0]
     prompt = random_prompt(125, 700)
     first.serve(prompt)
@@ -401,7 +400,7 @@ def test_an_update_without_a_reset_hands_over_nothing(engines: Engines) -> None:
     second.reset_prefix_cache()
     own = second.call(ask, Ask("own-125", prompt))
     second.call(forget)
-    for _ in range(2):  # by then the weights are read
+    for _ in range(2):  # the second time the weights are read
         cold, served = engines.hand_over(prompt)
         assert cold.served.cached_tokens > 0
         assert served.served.external_hit_tokens == 0
@@ -411,16 +410,16 @@ def test_an_update_without_a_reset_hands_over_nothing(engines: Engines) -> None:
     check(*engines.hand_over(prompt), 700)
 
 
-# -- what is left ------------------------------------------------------------------------------
+# -- leaks and metrics -------------------------------------------------------------------------
 
 
 def resources(probe: EngineProbe) -> tuple[int, int]:
-    """Descriptors and threads of the engine's process."""
+    """File descriptors and threads of the engine's process."""
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
 @BY
-def test_nothing_is_left_behind(engines: Engines, transfer: HandOver) -> None:
+def test_transfers_leak_nothing(engines: Engines, transfer: HandOver) -> None:
     both = engines.prefill[0][0], engines.decode[0][0]
     for _ in range(3):
         transfer(engines, fresh(engines, 300))
@@ -434,8 +433,8 @@ def test_nothing_is_left_behind(engines: Engines, transfer: HandOver) -> None:
     rest(engines)
 
 
-def test_prometheus_is_told_what_was_sent(engines: Engines) -> None:
-    """Through vLLM's own loggers: two hand-overs, one that nobody has, one request in error."""
+def test_prometheus_counts_are_right(engines: Engines) -> None:
+    """Through vLLM's own loggers: two transfers, an unreachable one, and a malformed request."""
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
     both = prefill, decode
     before = [instance.call(metrics) for instance in both]

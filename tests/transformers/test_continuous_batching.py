@@ -1,4 +1,4 @@
-"""Transformers' paged continuous batching over the tiers, on its own thread."""
+"""Transformers' paged continuous batching with the tiers, on its own thread."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kv_of(tiers: TieredBatching, blocks: list[int]) -> torch.Tensor:
     return torch.stack([layer[blocks] for layer in part.owners])
 
 
-def test_prompts_come_back_and_answers_too(model: Path, valkey: Server) -> None:
+def test_prompts_and_answers_are_hits(model: Path, valkey: Server) -> None:
     prompts = {"a": prompt(1, 300), "b": prompt(2, 700), "c": prompt(3, 40)}
     config = {"redis_url": valkey.url}
     with batching(model, config) as (manager, first):
@@ -73,10 +73,10 @@ def test_prompts_come_back_and_answers_too(model: Path, valkey: Server) -> None:
     assert all(hit[name][:1] == cold[name][:1] for name in prompts)
 
 
-def test_what_was_restored_is_what_was_stored_byte_for_byte(
+def test_restored_kv_equals_the_stored_kv_byte_for_byte(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers' own copies are evicted between the two, so that the tiers are asked."""
+    """Transformers' own copies are evicted in between, so that the tiers are read."""
     tokens = prompt(5, 300)
     seen: list[torch.Tensor] = []
     stored: list[torch.Tensor] = []
@@ -108,8 +108,8 @@ def test_what_was_restored_is_what_was_stored_byte_for_byte(
 
 
 @pytest.mark.parametrize("change", ["hook", "weights"])
-def test_what_a_changed_model_computes_is_its_own(model: Path, change: str) -> None:
-    """It is changed in the middle of an answer; the blocks of before are still there."""
+def test_kv_of_a_changed_model_is_not_shared(model: Path, change: str) -> None:
+    """The model changes during an answer; blocks of the old one still exist."""
     tokens = prompt(6, 300)
     with batching(model, {}) as (manager, tiers):
         llama, handle, number = manager.model, None, 0
@@ -123,7 +123,7 @@ def test_what_a_changed_model_computes_is_its_own(model: Path, change: str) -> N
 
         if change == "weights":
             handle = llama.model.layers[0].register_forward_hook(alter)
-            alter.__module__ = "transformers.test"  # so that it is no alteration itself
+            alter.__module__ = "transformers.test"  # or it would count as an alteration
         answers(manager, {"cold": tokens})
         if change == "hook":
             handle = llama.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 2)
@@ -138,7 +138,7 @@ def test_what_a_changed_model_computes_is_its_own(model: Path, change: str) -> N
         handle.remove()
 
 
-def test_managers_that_cannot_be_served_are_refused(model: Path) -> None:
+def test_unsupported_managers_are_refused(model: Path) -> None:
     manager = new_manager(model, allow_block_sharing=False)
     with pytest.raises(UnsupportedError, match="allow_block_sharing"):
         TieredBatching(manager, SMALL)

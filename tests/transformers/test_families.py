@@ -1,4 +1,4 @@
-"""Models of many families: a hit is byte-equal, or the model is refused."""
+"""Models of many families: a hit has the stored bytes, or the model is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_hit_is_byte_equal_and_so_are_two_prompts_with_one_beginning(family: str) -> None:
+def test_a_hit_is_byte_equal_and_shared_by_prompts_of_one_prefix(family: str) -> None:
     model = tiny_model(family, **FAMILIES[family])
     first = prompt_of(1, 100)
     other = torch.cat([first[:, :60], prompt_of(2, 40)], 1)
@@ -85,15 +85,13 @@ BERT = {"num_key_value_heads": 4, "pad_token_id": 0}
         ("xmod", BERT, "fails with a DynamicCache"),
     ],
 )
-def test_models_whose_kv_needs_more_are_refused(
-    family: str, sizes: dict[str, Any], reason: str
-) -> None:
+def test_models_with_other_kv_are_refused(family: str, sizes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         KVTiers(tiny_model(family, **sizes), SMALL)
 
 
-def test_models_that_several_processes_hold_are_refused() -> None:
-    """Each would restore what it finds, and they would wait for each other."""
+def test_models_split_over_processes_are_refused() -> None:
+    """Each process would restore its own hits, and they would wait for each other."""
     model = tiny_model()
     model._tp_size = 2
     with pytest.raises(UnsupportedError, match="several processes"):

@@ -1,4 +1,4 @@
-"""``model.generate`` over the tiers: what is restored, what is stored, and what is refused."""
+"""``model.generate`` with the tiers: restored, stored and refused KV."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiers(llama: Any) -> Iterator[KVTiers]:
 
 
 def cold(llama: Any, tiers: KVTiers, ids: torch.Tensor, **more: Any) -> TieredCache:
-    """The cache of a run that found nothing, and stored all."""
+    """The cache of a run without hits that stored all its chunks."""
     cache, before = tiers.new_cache(), tiers.counts
     llama.generate(ids, past_key_values=cache, **(GREEDY | more))
     tiers.finish_stores()
@@ -52,7 +52,7 @@ def cold(llama: Any, tiers: KVTiers, ids: torch.Tensor, **more: Any) -> TieredCa
 
 
 def tail_logits(llama: Any, prefix: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Of the last token, by a plain cache that is given the KV of the first tokens."""
+    """Logits of the last token, from a plain cache with the KV of ``prefix``."""
     cache = DynamicCache(config=llama.config)
     for index, (keys, values) in enumerate(zip(prefix[::2], prefix[1::2], strict=True)):
         cache.update(keys, values, index)
@@ -62,9 +62,7 @@ def tail_logits(llama: Any, prefix: list[torch.Tensor], ids: torch.Tensor) -> to
     return logits
 
 
-def test_a_hit_is_byte_equal_and_its_logits_are_those_of_its_tail(
-    llama: Any, tiers: KVTiers
-) -> None:
+def test_a_hit_is_byte_equal_and_its_logits_follow_from_it(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(1, 700)
     stored = [each[:, :, : 5 * CHUNK] for each in cold(llama, tiers, ids).tensors()]
     cache, before = tiers.new_cache(), tiers.counts
@@ -77,7 +75,7 @@ def test_a_hit_is_byte_equal_and_its_logits_are_those_of_its_tail(
     assert torch.equal(hit.logits[0], tail_logits(llama, stored, ids)[:, -1].float())
 
 
-def test_an_answer_is_stored_and_found_by_the_next_turn(llama: Any, tiers: KVTiers) -> None:
+def test_an_answer_is_a_hit_of_the_next_turn(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(3, 200)
     cache = tiers.new_cache()
     answer = llama.generate(
@@ -93,7 +91,7 @@ def test_an_answer_is_stored_and_found_by_the_next_turn(llama: Any, tiers: KVTie
     )
 
 
-def test_rejected_drafts_leave_nothing_behind(llama: Any, tiers: KVTiers) -> None:
+def test_rejected_drafts_are_not_stored(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(6, 50).repeat(1, 5)
     cache = tiers.new_cache()
     output = llama.generate(
@@ -123,7 +121,7 @@ def test_another_process_without_vllm_restores_from_redis(
     assert found["kv"] == stored
 
 
-def test_a_redis_that_goes_away_costs_hits_alone(llama: Any) -> None:
+def test_a_stopped_redis_costs_hits_only(llama: Any) -> None:
     ids = prompt(10, 700)
     with running_valkey() as server:
         shared = SMALL | {"redis_url": server.url, "load_deadline_seconds": 2.0}
@@ -143,10 +141,10 @@ def test_a_redis_that_goes_away_costs_hits_alone(llama: Any) -> None:
     assert kv_digest(cache.tensors(), 700) == kv_digest(halves, 700)
 
 
-def test_writes_go_on_after_a_pass_that_failed(
+def test_writes_go_on_after_a_failed_pass(
     llama: Any, valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are held while a pass computes, and this one never says that it has ended."""
+    """A pass holds writes back, and a failed one never reports its end."""
     monkeypatch.setattr("lmcache_connector.stepwise.tiers._MAX_HOLD_SECONDS", 0.1)
     monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     wrong, client = prompt(19, 100), valkey.client()
@@ -160,11 +158,11 @@ def test_writes_go_on_after_a_pass_that_failed(
         assert within(20.0, lambda: bool(client.keys("lmc:{failed:*")))
 
 
-# -- whose KV it is --------------------------------------------------------------------------------
+# -- failed passes ---------------------------------------------------------------------------------
 
 
-def test_a_pass_that_fails_leaves_no_names_behind(llama: Any, tiers: KVTiers) -> None:
-    """The model fails before it has computed anything; other tokens take the place of those."""
+def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers) -> None:
+    """The model fails before any computation; other tokens then take the same places."""
     wrong, right = prompt(13, 300), prompt(14, 300)
     cache = tiers.new_cache()
     wrong[0, 150] = 10**6  # no such token
@@ -181,7 +179,7 @@ def test_a_pass_that_fails_leaves_no_names_behind(llama: Any, tiers: KVTiers) ->
     )
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:
@@ -193,7 +191,7 @@ def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:
         llama.generate(ids.repeat(2, 1), past_key_values=tiers.new_cache(), **GREEDY)
 
 
-def test_models_that_need_more_than_all_tokens_are_refused(llama: Any) -> None:
+def test_models_whose_kv_depends_on_length_are_refused(llama: Any) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -1,5 +1,5 @@
-"""Who makes the tiers need not be who generates: often that is another thread. OpenMP threads of
-both would be more than the cores, and those that generate would sleep between two loops."""
+"""The thread that makes the tiers is often not the one that generates. OpenMP threads of both would
+exceed the cores, and those that generate would sleep between two loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batching_of(model: Any) -> AbstractContextManager[Any]:
 
 
 def look_at_team(make: Callable[[Any], AbstractContextManager[Any]], folder: str) -> None:
-    """In a process of its own, whose first thread has not computed yet."""
+    """Runs in its own process, whose first thread has not computed yet."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with make(model):
         threads = Path("/proc/self/task")
@@ -45,7 +45,7 @@ def look_at_team(make: Callable[[Any], AbstractContextManager[Any]], folder: str
 
 
 @pytest.mark.parametrize("make", [tiers_of, pytest.param(batching_of, marks=pytest.mark.soak)])
-def test_who_makes_the_tiers_has_no_threads_of_openmp(
+def test_making_the_tiers_starts_no_openmp_threads(
     make: Callable[[Any], AbstractContextManager[Any]], tiny_model: Path
 ) -> None:
     code = f"from {__name__} import *; look_at_team({make.__name__}, {str(tiny_model)!r})"

@@ -1,5 +1,4 @@
-"""A model that is not what it was computes KV of its own: nothing older is a hit, and nothing that
-it computes is one for others."""
+"""A changed model shares no KV with the model before: neither loads the other's chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ CHUNKS = 200 // CHUNK
 
 @contextmanager
 def stored(**sizes: Any) -> Iterator[tuple[Any, KVTiers]]:
-    """A model whose KV of :data:`PROMPT` is stored, and found."""
+    """A model whose KV of :data:`PROMPT` is stored and a hit."""
     model = tiny_model(**sizes)
     with KVTiers(model, SMALL) as tiers:
         assert generate_right(model, tiers, PROMPT) == 0
@@ -44,7 +43,7 @@ def stored(**sizes: Any) -> Iterator[tuple[Any, KVTiers]]:
         yield model, tiers
 
 
-# -- what changes in place -------------------------------------------------------------------------
+# -- models that change in place -------------------------------------------------------------------
 
 
 def _rotate(model: Any) -> None:
@@ -58,7 +57,7 @@ def _train(model: Any, kind: type[torch.optim.Optimizer]) -> None:
 
 
 def _merge(model: Any) -> None:
-    """As peft merges an adapter."""
+    """Merge an adapter as peft does."""
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data += 0.05
 
@@ -104,14 +103,14 @@ CHANGES: list[Callable[[Any], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_changes_in_place_is_another_one(change: Callable[[Any], None]) -> None:
+def test_a_model_changed_in_place_is_another_model(change: Callable[[Any], None]) -> None:
     with stored() as (model, tiers):
         change(model)
         assert generate_right(model, tiers, PROMPT) == 0
         assert generate_right(model, tiers, PROMPT) == CHUNKS
 
 
-def test_a_cache_that_was_begun_with_other_weights_passes_by() -> None:
+def test_a_cache_begun_with_other_weights_bypasses() -> None:
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers:
         old = tiers.new_cache()
@@ -121,7 +120,7 @@ def test_a_cache_that_was_begun_with_other_weights_passes_by() -> None:
         assert generate_right(model, tiers, PROMPT) == 0
 
 
-# -- what alters single passes ---------------------------------------------------------------------
+# -- altered passes --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -159,8 +158,8 @@ ALTERATIONS = [
 
 @pytest.mark.parametrize("how", ALTERATIONS)
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_nothing_is_stored_of_passes_that_were_altered(how: str, one_by_one: bool) -> None:
-    """The first chunk is the model's own. What comes after it was altered, in one pass or many."""
+def test_nothing_of_altered_passes_is_stored(how: str, one_by_one: bool) -> None:
+    """The first chunk is computed normally; the rest is altered, in one pass or many."""
     model = tiny_model(attention_dropout=0.5)
     with KVTiers(model, SMALL) as tiers, torch.no_grad():
         cache = tiers.new_cache()
@@ -173,11 +172,11 @@ def test_nothing_is_stored_of_passes_that_were_altered(how: str, one_by_one: boo
         assert generate_right(model, tiers, PROMPT) == 1
 
 
-# -- what is done to a cache -----------------------------------------------------------------------
+# -- edited caches ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_kv_that_its_user_edits_is_not_built_upon(in_place: bool) -> None:
+def test_kv_after_an_edit_is_not_stored(in_place: bool) -> None:
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers:
         cache = tiers.new_cache()
@@ -194,9 +193,7 @@ def test_kv_that_its_user_edits_is_not_built_upon(in_place: bool) -> None:
         assert generate_right(model, tiers, whole) == 3
 
 
-def test_kv_that_is_edited_while_it_is_stored_is_not_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kv_edited_during_its_store_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers, torch.no_grad():
@@ -209,8 +206,8 @@ def test_kv_that_is_edited_while_it_is_stored_is_not_stored(
         assert generate_right(model, tiers, PROMPT) == 0
 
 
-def test_a_copy_goes_on_as_a_sequence_of_its_own() -> None:
-    """As transformers' documentation reuses the KV of a prompt."""
+def test_copies_of_a_cache_are_own_sequences() -> None:
+    """The way in which transformers' documentation reuses a prompt's KV."""
     model = tiny_model()
     one, other = (torch.cat([PROMPT, prompt_of(seed, 60)], 1) for seed in (2, 3))
     with KVTiers(model, SMALL) as tiers, torch.no_grad():
@@ -224,7 +221,7 @@ def test_a_copy_goes_on_as_a_sequence_of_its_own() -> None:
         assert generate_right(model, tiers, one) == generate_right(model, tiers, other) == 8
 
 
-# -- who generates ---------------------------------------------------------------------------------
+# -- threads and processes -------------------------------------------------------------------------
 
 
 def test_threads_generate_at_once() -> None:
@@ -241,7 +238,7 @@ def test_threads_generate_at_once() -> None:
         assert all(generate_right(model, tiers, ids) == 4 for ids in prompts[:6])
 
 
-def test_a_forked_process_passes_by_and_disturbs_nobody() -> None:
+def test_a_forked_process_bypasses_the_tiers() -> None:
     with stored() as (model, tiers):
         before, child = tiers.counts, os.fork()
         if child == 0:
@@ -255,7 +252,7 @@ def test_a_forked_process_passes_by_and_disturbs_nobody() -> None:
         assert generate_right(model, tiers, PROMPT) == CHUNKS
 
 
-def test_mistakes_are_answered_with_one_sentence() -> None:
+def test_misuse_raises_one_sentence() -> None:
     with pytest.raises(UnsupportedError, match="a model in memory"):
         KVTiers("a name", SMALL)
     with pytest.raises(ConfigError, match="a dict"):

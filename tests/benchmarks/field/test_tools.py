@@ -1,4 +1,4 @@
-"""What each tool is asked, as the installed versions understand it."""
+"""The installed tools accept the command lines that benchmarks give them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def target(folder: Path) -> Target:
     return Target("127.0.0.1:8000", "tiny", folder / "model", LOAD, folder / "out")
 
 
-def test_vllm_understands_what_it_is_asked(tmp_path: Path) -> None:
+def test_vllm_accepts_its_command(tmp_path: Path) -> None:
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -35,7 +35,7 @@ def test_vllm_understands_what_it_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tool", [LongDocQa(), MultiRoundChat()])
-def test_lmcache_understands_what_it_is_asked(tmp_path: Path, tool: Tool) -> None:
+def test_lmcache_accepts_its_command(tmp_path: Path, tool: Tool) -> None:
     from lmcache.cli.commands.bench.engine_bench.command import add_engine_arguments
 
     command = tool.command(target(tmp_path))

@@ -1,4 +1,4 @@
-"""Settings of the tier, and the names that it gives to values."""
+"""Settings of the tier, and the names of its values."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ KEY = bytes(range(CHUNK_KEY_BYTES))
 STRIPE = Stripe(layer_start=2, layer_end=14, shard=7, offset=0, num_bytes=1)
 
 
-def test_the_names_are_those_that_instances_share() -> None:
-    """Golden names: an instance with others finds nothing that was stored before."""
+def test_the_names_of_values_never_change() -> None:
+    """Golden names: with others, an instance finds no value that was stored before."""
     hexadecimal = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     tag = f"lmc:{{team a:{hexadecimal}}}".encode()
     assert chunk_tag("team a", KEY) == tag

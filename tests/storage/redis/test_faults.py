@@ -1,6 +1,7 @@
-"""The Redis tier behind a proxy that misbehaves: never wrong, never late, never leaking.
+"""The Redis tier behind a proxy that injects faults: no wrong bytes, no late return, no leak.
 
-"In time" allows for a busy machine: what these tests would catch is a wait without a bound."""
+Time limits are wide, for a busy machine: they catch waits without a bound.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ TIMEOUTS: dict[str, Any] = {"read_timeout_seconds": 0.3, "write_timeout_seconds"
 # Payloads of GEOMETRY at 4 KiB a value: 3 layers, then 1.
 LINE_BYTES = len(b"$3200\r\n")
 FIRST_PAYLOAD = 3 * 16 * 64
-# Where in a reply a fault can strike: each class ends the reply in another part.
+# The fault's offset: each lies in another part of the reply.
 OFFSETS = {
     "first byte": 0,
     "in the line": 3,
@@ -65,7 +66,7 @@ def proxy(valkey: Server) -> Iterator[FaultProxy]:
 
 
 def checked_get(tier: RedisTier, indices: range | list[int]) -> list[bool]:
-    """Hits, each compared byte for byte, in time."""
+    """Hits, each compared byte for byte. The read must return in time."""
     begun = time.monotonic()
     hits, data = get_all(tier, indices, seconds=DEADLINE_SECONDS)
     assert time.monotonic() - begun < DEADLINE_SECONDS + GRACE_SECONDS
@@ -76,13 +77,13 @@ def checked_get(tier: RedisTier, indices: range | list[int]) -> list[bool]:
 
 @pytest.mark.parametrize("offset", OFFSETS.values(), ids=OFFSETS.keys())
 @pytest.mark.parametrize("kind", Kind)
-def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
+def test_no_fault_in_a_reply_reaches_the_buffer_of_a_hit(
     proxy: FaultProxy, kind: Kind, offset: int
 ) -> None:
     with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
         wait_until(lambda: all(put_all(tier, range(4))), "not writable at first")
         wait_until(lambda: all(checked_get(tier, range(4))), "not readable at first")
-        missed = sum(tier.stats().counts.misses.values())  # until it was connected
+        missed = sum(tier.stats().counts.misses.values())  # before the tier was connected
         proxy.arm(Fault(kind, offset))
         hits = checked_get(tier, range(4))
         assert proxy.num_struck == 1
@@ -93,7 +94,7 @@ def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("kind", Kind)
-def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
+def test_no_fault_in_a_write_leaves_a_wrong_chunk(
     proxy: FaultProxy, valkey: Server, kind: Kind, direction: Direction
 ) -> None:
     with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
@@ -105,7 +106,7 @@ def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
             for i, stored in enumerate(written):
                 hits, data = get_all(witness, [i])
                 assert not hits[0] or data[0] == chunk_data(i)
-                # A bit may flip in what the server stores and answers OK to; only reading tells.
+                # The server answers OK to a value with a flipped bit; only a read notices.
                 assert hits[0] or not stored or kind is Kind.FLIP
         wait_until(lambda: all(put_all(tier, [0, 1])), "the tier did not recover")
 
@@ -121,7 +122,7 @@ def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: 
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_stalled_server_is_left_alone_after_one_time_out(
+def test_one_time_out_of_a_server_opens_its_circuit(
     proxy: FaultProxy, valkey: Server, greets: bool
 ) -> None:
     with open_tier(valkey.url) as writer:
@@ -131,7 +132,7 @@ def test_a_stalled_server_is_left_alone_after_one_time_out(
         wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
 
         def is_struck() -> bool:
-            """It may be a connection that is just being made."""
+            """The fault may hit a connection that is being made."""
             proxy.arm(Fault(Kind.STALL, sticky=not greets))
             return checked_get(tier, range(2)) == [False, False]
 
@@ -139,7 +140,7 @@ def test_a_stalled_server_is_left_alone_after_one_time_out(
         wait_until(
             lambda: tier.stats().servers[0][1] is CircuitState.OPEN, "the circuit did not open"
         )
-        # From now on a miss costs nothing at all: not even the deadline is looked at.
+        # From now on a miss takes no time, whatever its deadline.
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
         assert tier.read([chunk_key(0)], [buffer], time.monotonic() + 3600.0).hits == [False]
         assert tier.stats().counts.misses["unavailable"] >= 1
@@ -158,8 +159,8 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
         assert tier.stats().counts.misses == {"cancelled": 1}
 
 
-def test_a_read_that_had_no_turn_says_nothing_of_the_server(proxy: FaultProxy) -> None:
-    """The reader waits for an older read. That one was cut off, and tells."""
+def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> None:
+    """The reader still waits for an older read, which is cut off and counted."""
     with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
         wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
         wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
@@ -195,7 +196,7 @@ def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -> None:
+def test_a_look_up_never_counts_missing_chunks(proxy: FaultProxy, kind: Kind) -> None:
     with open_tier(proxy.url) as tier:
         wait_until(lambda: all(put_all(tier, range(6))), "not writable at first")
     lookup = RedisLookup(config(proxy.url, **TIMEOUTS), [PARTS])
@@ -212,10 +213,10 @@ def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -
     lookup.close()
 
 
-# -- a server that is well again -------------------------------------------------------------------
+# -- a server that recovers ------------------------------------------------------------------------
 
 
-def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> None:
+def test_constant_reads_do_not_keep_a_circuit_open(valkey_path: str) -> None:
     with running_cluster(valkey_path) as cluster, open_tier(cluster.url) as tier:
         assert all(put_all(tier, range(40)))
 
@@ -228,7 +229,7 @@ def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> N
         other = next(i for i in range(40) if node_of(i) != node_of(first))
         assert all(get_all(tier, [first, other])[0])
         node = node_of(other)
-        assert tier._servers.breaker(node).failed(at_once=True)  # the writer's connection lives
+        assert tier._servers.breaker(node).failed(at_once=True)  # the writer stays connected
 
         def has_recovered() -> bool:
             assert get_all(tier, [first, other])[0][0]
@@ -238,9 +239,7 @@ def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> N
         assert all(get_all(tier, [first, other])[0])
 
 
-def test_a_server_without_room_for_one_more_connection_serves_those_it_has(
-    valkey_path: str,
-) -> None:
+def test_connections_stay_in_use_while_a_server_refuses_new_ones(valkey_path: str) -> None:
     with running_server(valkey_path) as server, open_tier(server.url, num_connections=1) as tier:
         assert put_all(tier, [0]) == [True]
         assert get_all(tier, [0])[0] == [True]
@@ -255,8 +254,8 @@ def test_a_server_without_room_for_one_more_connection_serves_those_it_has(
         wait_until(lambda: put_all(tier, [9]) == [True], "it did not connect again")
 
 
-def test_there_is_no_room_at_a_server_that_is_away_or_takes_no_writes(valkey_path: str) -> None:
-    """What would fail is not offered: it would be given up for good after some tries."""
+def test_has_room_is_false_while_a_server_is_away_or_full(valkey_path: str) -> None:
+    """A write that is offered and fails is given up for good after some tries."""
 
     def has_room() -> bool:
         return tier.has_room(chunk_key(0), 1 << 30)
@@ -284,8 +283,8 @@ MIB = 1 << 20
 LARGE = ChunkGeometry(256, 0, (4096,), (0,), 1, "uint8")  # 1 MiB
 
 
-def test_a_server_that_takes_writes_too_slowly_gets_none_for_a_while(valkey: Server) -> None:
-    """It moves some bytes all the time, so no time-out ends a write. Its reads go on."""
+def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> None:
+    """The server takes some bytes all the time, so no write times out. Its reads go on."""
     link = SlowLink()
     proxy = SlowProxy(valkey.port, link, is_narrow=True)
     try:
@@ -294,7 +293,7 @@ def test_a_server_that_takes_writes_too_slowly_gets_none_for_a_while(valkey: Ser
             write_timeout_seconds=0.6, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
         ) as tier:  # fmt: skip
             wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
-            link.set(bytes_per_second=0.25 * MIB)  # 4 s a chunk; a burst of one has 2.2 s
+            link.set(bytes_per_second=0.25 * MIB)  # 4 s for a chunk, 2.2 s for a burst of one
             assert put_all(tier, [1]) == [False]
             began = time.monotonic()
             assert not any(put_all(tier, range(2, 20)))

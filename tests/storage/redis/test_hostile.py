@@ -1,7 +1,7 @@
 """Whatever a server sends, the engine's side stays within bounds of memory, threads and time.
 
-The bounds: 192 MiB of memory, one thread per reader, writer and connection being made, and for
-every call its own deadline, with a grace for a busy machine.
+The bounds: 192 MiB; one thread for each reader, writer and connection being made; each call's own
+deadline, with a grace for a busy machine.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ GRACE_SECONDS = 10.0
 TIMEOUT_SECONDS = 0.05
 CONNECT_SECONDS = 0.25
 NUM_CALLERS = 6
-# A tier has five threads of its own (two readers, two writers at most, and its caller), a tier or a
-# look-up at most 16 that connect.
+# A tier has five threads (two readers, at most two writers, and its caller); a tier or a look-up
+# has at most 16 that connect.
 MAX_THREADS = NUM_CALLERS * (5 + 16)
 FORMS = (
     "redis://127.0.0.1:{}",
@@ -68,7 +68,7 @@ def settings(url: str) -> RedisTierConfig:
 
 @dataclass
 class Caller:
-    """One thread of an engine, which asks the hostile server for this and that."""
+    """One thread of an engine that calls the hostile server in random ways."""
 
     url: str
     random: random.Random
@@ -128,7 +128,7 @@ class Caller:
 
 @dataclass
 class Crowd:
-    """Callers at work until so many conversations were begun."""
+    """Callers at work until ``num_conversations`` have begun."""
 
     server: HostileServer
     seed: int
@@ -172,7 +172,7 @@ def _converse(
         assert server.num_conversations >= num_conversations
         assert crowd.most_threads - threads <= MAX_THREADS
         assert peak_mib() - before <= MAX_MIB
-        # Nothing was met that the code does not expect from a server.
+        # No reply raised an error that the code does not expect.
         assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
         wait_until(lambda: threading.active_count() == threads, "a thread leaked")
 
@@ -198,7 +198,7 @@ def long_lived(request: pytest.FixtureRequest, valkey: Server) -> Iterator[Any]:
         yield server
 
 
-def test_who_met_a_hostile_server_serves_again_once_it_is_honest(long_lived: HostileServer) -> None:
+def test_a_tier_recovers_once_a_hostile_server_is_honest(long_lived: HostileServer) -> None:
     url = f"redis://127.0.0.1:{long_lived.port}"
     tier, lookup = RedisTier(settings(url), PARTS), RedisLookup(settings(url), [PARTS])
     keys = [chunk_key(i) for i in range(4)]

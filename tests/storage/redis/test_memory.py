@@ -18,7 +18,7 @@ from tests.support.redis.chunks import (
 )
 from tests.support.redis.servers import Server, running_server
 
-# A few MiB; an empty server takes one or two of them.
+# A few MiB: an empty server takes one or two.
 MAX_MEMORY = 5 << 20
 
 
@@ -42,7 +42,7 @@ def configure(server: Server, maxmemory: int, policy: str) -> None:
     with server.client() as client:
         client.flushall()
         client.config_resetstat()
-        client.config_set("maxmemory", maxmemory)  # both at once only since Redis 7
+        client.config_set("maxmemory", maxmemory)  # both in one call only since Redis 7
         client.config_set("maxmemory-policy", policy)
 
 
@@ -51,7 +51,7 @@ def remaining_ms(server: Server) -> list[int]:
         return [client.pttl(key) for key in client.keys("lmc:*-*")]
 
 
-def test_values_live_as_long_as_configured(valkey: Server) -> None:
+def test_values_have_the_configured_ttl(valkey: Server) -> None:
     with open_tier(valkey.url) as tier:
         put_all(tier, [0])
         assert set(remaining_ms(valkey)) == {-1}
@@ -62,7 +62,7 @@ def test_values_live_as_long_as_configured(valkey: Server) -> None:
         assert all(90_000 < left <= 100_000 for left in remaining_ms(valkey))
 
 
-def test_a_hit_renews_the_lifetime_if_asked(valkey: Server) -> None:
+def test_a_hit_renews_the_ttl_if_configured(valkey: Server) -> None:
     for refresh in (False, True):
         with open_tier(valkey.url, ttl_seconds=100.0, refresh_ttl=refresh) as tier:
             put_all(tier, [0])
@@ -87,7 +87,7 @@ def test_under_eviction_every_hit_is_right(server: Server, policy: str) -> None:
             assert not hits[0] or data[0] == chunk_data(i)
             found += hits[0]
         assert found < count
-        # Other policies may take one of the four values of every chunk.
+        # Other policies may evict one of the four values of every chunk.
         newest_survive = policy in ("allkeys-lru", "volatile-ttl")
         assert found > 0 or not newest_survive
         with server.client() as client:
@@ -108,7 +108,7 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
 
 
-def test_a_server_that_will_fill_its_machine_is_warned_of_once(
+def test_a_server_without_a_memory_limit_is_warned_of_once(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings(maxmemory: int, policy: str) -> int:

@@ -1,4 +1,4 @@
-"""No credential is ever shown: not in logs, errors, reprs, counts or what the system shows."""
+"""No credential is shown: not in logs, errors, reprs, counts or the process list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRETS = ("hunter2", "us3rname", "another-s3cret")
 
 
 def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
-    """Drive the tier and the look-up at ``url``, and gather whatever they let be seen."""
+    """Everything visible of a tier and a look-up that were used at ``url``."""
     settings: dict[str, Any] = {"hash_key": b"another-s3cret-of-ours"}
     shown = []
     with caplog.at_level(logging.DEBUG), open_tier(url, **settings) as tier:
@@ -39,7 +39,7 @@ def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("case", ["accepted", "refused", "no server", "forbidden"])
-def test_secrets_stay_secret(valkey: Server, caplog: pytest.LogCaptureFixture, case: str) -> None:
+def test_no_secret_is_shown(valkey: Server, caplog: pytest.LogCaptureFixture, case: str) -> None:
     password = ">wrong" if case == "refused" else ">hunter2"
     rights = "+ping" if case == "forbidden" else "+@all"
     port = free_port() if case == "no server" else valkey.port
@@ -56,7 +56,7 @@ def test_secrets_stay_secret(valkey: Server, caplog: pytest.LogCaptureFixture, c
         assert "cannot connect" in shown
 
 
-def test_a_look_at_the_server_shows_no_secret_either(valkey: Server) -> None:
+def test_the_server_holds_no_secret(valkey: Server) -> None:
     with open_tier(valkey.url, hash_key=b"another-s3cret-of-ours") as tier, valkey.client() as c:
         put_all(tier, [0])
         for key in c.keys("*"):

@@ -1,7 +1,7 @@
-"""Instances split over other tensor and pipeline sizes read each other's chunks from a real server.
+"""Instances of other tensor and pipeline sizes read each other's chunks from a real server.
 
-A model of 12 layers whose values hold 3 layers each: pipeline borders at multiples of 3 are borders
-of values too, so any such splits share. Other borders cut a value in two: those instances miss.
+A value holds 3 of the model's 12 layers. Splits at multiples of 3 share all values; a split inside
+a value misses.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CROOKED: list[Split] = [(1, (5, 7)), (2, (6, 5, 1))]
 
 
 def whole_chunk(index: int) -> dict[tuple[int, int], bytes]:
-    """By KV head and layer: what every instance of this model computes for it."""
+    """KV by KV head and layer, the same for every instance of this model."""
     rng = random.Random(index)
     return {(h, layer): rng.randbytes(LAYER_BYTES) for h in range(HEADS) for layer in range(LAYERS)}
 
 
 def part_of(index: int, rank: RankTopology) -> bytes:
-    """One rank's part of the chunk, as it lies in its buffer."""
+    """One rank's part of the chunk, in its buffer's order."""
     whole = whole_chunk(index)
     layers = range(rank.layer_start, rank.layer_start + rank.num_layers)
     return b"".join(whole[h, layer] for h in rank.shards for layer in layers)
@@ -68,11 +68,11 @@ def ranks_of(split: Split) -> tuple[RankTopology, ...]:
 
 
 class Instance:
-    """All ranks' tiers, and the scheduler's look-up."""
+    """The tiers of all ranks, and the scheduler's look-up."""
 
     def __init__(self, url: str, split: Split, stack: ExitStack) -> None:
         self.ranks = ranks_of(split)
-        # Claims keep others from writing a chunk for a while; here they are to write it soon.
+        # Claims would delay a second writer of the same chunk.
         settings, owners = config(url), Owners((ranks_alike(self.ranks),))
         self.tiers = [
             RedisTier(settings, geometries_of(rank), Share(number, owners).is_owner)
@@ -126,11 +126,9 @@ def test_aligned_splits_read_each_others_chunks(
     [(CROOKED[0], ALIGNED[0]), (ALIGNED[0], CROOKED[0]), (ALIGNED[3], CROOKED[1]), CROOKED],
     ids=str,
 )
-def test_splits_that_cut_values_apart_miss_cleanly(
-    valkey: Server, writer: Split, reader: Split
-) -> None:
-    """The look-up says so before anything is planned; a load that is tried all the same misses on
-    the ranks whose values are not there, and is right on the others."""
+def test_splits_inside_a_value_miss(valkey: Server, writer: Split, reader: Split) -> None:
+    """The look-up finds no chunk. A load that runs all the same misses on the ranks whose values do
+    not exist, and is right on the others."""
     with ExitStack() as stack:
         Instance(valkey.url, writer, stack).write()
         instance = Instance(valkey.url, reader, stack)
@@ -140,6 +138,6 @@ def test_splits_that_cut_values_apart_miss_cleanly(
         for rank, (found, data) in zip(instance.ranks, results, strict=True):
             for index in range(NUM_CHUNKS):
                 assert not found[index] or data[index] == part_of(index, rank)
-        # Both kinds of values live side by side.
+        # Both splits' values exist side by side.
         instance.write()
         assert instance.hits() == NUM_CHUNKS

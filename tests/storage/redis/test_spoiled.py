@@ -1,5 +1,4 @@
-"""Names under which something else lies than the value: found, written anew, and no neighbour
-suffers."""
+"""Damaged and foreign values are found and written again, and cost no other chunk a hit."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ WAYS: list[Spoil] = [another_type, another_length, empty, a_flipped_bit, another
 
 
 def a_name(server: Server, index: int) -> bytes:
-    """Of the second of the chunk's values."""
+    """The name of the chunk's second value."""
     with server.client() as client:
         return bytes(sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))[1])
 
@@ -77,11 +76,11 @@ def assert_nobody_is_blamed(tier: RedisTier) -> None:
 
 
 @pytest.mark.parametrize("spoil", WAYS)
-def test_who_reads_a_spoiled_value_writes_it_anew(valkey: Server, spoil: Spoil) -> None:
+def test_a_reader_rewrites_a_spoiled_value(valkey: Server, spoil: Spoil) -> None:
     with open_tier(valkey.url) as tier:
         assert all(put_all(tier, range(3)))
         spoil(valkey, a_name(valkey, 1))
-        for _ in range(4):  # more often than it takes to open a circuit
+        for _ in range(4):  # more often than opens a circuit
             hits, data = get_all(tier, range(3))
             assert (hits[:2], data[0]) == ([True, False], chunk_data(0))
         assert put_all(tier, range(3)) == [True] * 3
@@ -90,18 +89,18 @@ def test_who_reads_a_spoiled_value_writes_it_anew(valkey: Server, spoil: Spoil) 
         assert get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
 
 
-def test_an_episode_of_damage_is_one_line(valkey: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_damaged_values_log_one_line(valkey: Server, caplog: pytest.LogCaptureFixture) -> None:
     num_chunks = 12
     with open_tier(valkey.url) as tier:
         assert all(put_all(tier, range(num_chunks)))
-        for index in range(num_chunks):  # one after the other, as requests find them
+        for index in range(num_chunks):  # one read each, as requests do
             a_flipped_bit(valkey, a_name(valkey, index))
             assert get_all(tier, [index])[0] == [False]
     assert len([r for r in caplog.records if "not what its name says" in r.message]) == 1
 
 
 @pytest.mark.parametrize("spoil", [another_type, another_length, empty])
-def test_a_writer_replaces_what_cannot_be_the_value(valkey: Server, spoil: Spoil) -> None:
+def test_a_writer_replaces_impossible_values(valkey: Server, spoil: Spoil) -> None:
     with open_tier(valkey.url) as writer:
         assert all(put_all(writer, range(3)))
         spoil(valkey, a_name(valkey, 1))
@@ -110,8 +109,8 @@ def test_a_writer_replaces_what_cannot_be_the_value(valkey: Server, spoil: Spoil
         assert get_all(writer, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
 
 
-def test_the_last_value_of_a_batch_fails_alone(valkey: Server) -> None:
-    """A value may vanish between its write and the check that answers are in step."""
+def test_vanished_values_blame_no_server(valkey: Server) -> None:
+    """A value may vanish between its write and the check that replies are in step."""
     with open_tier(valkey.url, ttl_seconds=0.001) as tier:
         for _ in range(20):
             put_all(tier, range(3))
@@ -125,7 +124,7 @@ CODECS: list[Codec] = ["none", "blosc2"]
 
 
 def lengths(server: Server, index: int) -> list[int]:
-    """Of the payloads of chunk ``index`` as stored: layers 0 to 2 and 3, head by head."""
+    """Payload bytes of chunk ``index`` as stored: layers 0 to 2 and layer 3, for each head."""
     with server.client() as client:
         names = sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
         return [client.strlen(name) - HEADER_BYTES for name in names]
@@ -136,7 +135,7 @@ def assert_no_miss(tier: RedisTier) -> None:
     assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
 
 
-def test_values_are_smaller_where_the_writer_says_so(valkey: Server) -> None:
+def test_values_are_smaller_if_the_writer_compresses(valkey: Server) -> None:
     with open_tier(valkey.url, codec="blosc2") as tier:
         assert put_all(tier, [0], kv_data) == [True]
         assert put_all(tier, [1]) == [True], "noise"
@@ -161,9 +160,6 @@ def test_every_reader_reads_every_value(
         assert_no_miss(reader)
 
 
-# What lies under a value's name instead of it. All is sealed as if a writer had meant it.
-
-
 def resealed(value: bytes, change: Callable[[bytearray], None]) -> bytes:
     header, stored = decode_header(value[:HEADER_BYTES]), bytearray(value[HEADER_BYTES:])
     change(stored)
@@ -186,6 +182,7 @@ def noise(stored: bytearray) -> None:
     stored[40:] = chunk_data(7)[: len(stored) - 40]
 
 
+# Changes to a stored payload, which is sealed again afterwards.
 HOSTILE = {
     "a bomb": patch(4, struct.pack("<i", 1 << 30)),
     "a shorter payload": patch(4, struct.pack("<i", 2)),
@@ -213,7 +210,7 @@ def test_a_chunk_that_does_not_decompress_is_a_miss(
         assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
 
 
-def test_a_flipped_bit_is_seen_before_anything_is_decompressed(valkey: Server) -> None:
+def test_a_flipped_bit_is_seen_before_decompression(valkey: Server) -> None:
     with open_tier(valkey.url, codec="blosc2") as tier, valkey.client() as client:
         assert all(put_all(tier, range(2), kv_data))
         for index, at in enumerate((HEADER_BYTES, HEADER_BYTES + 500)):

@@ -1,4 +1,4 @@
-"""The Redis tier against a real server: what goes in comes out, or is a miss."""
+"""The Redis tier on a real server: a read returns the bytes that were put, or a miss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def url(request: pytest.FixtureRequest, valkey: Server) -> str:
 
 
 def test_big_values_come_back(valkey: Server) -> None:
-    # The chunk of an 8B model: 8 heads of 4 MiB, so that one head takes two values.
+    # A chunk of an 8B model: 8 heads of 4 MiB, two values each.
     big = ChunkGeometry(256, 0, (512,) * 32, tuple(range(8)), 8, "bfloat16")
     with open_tier(valkey.url, big, max_value_bytes=4 << 20) as tier:
         assert put_all(tier, range(2)) == [True] * 2
@@ -58,9 +58,8 @@ def test_each_value_is_written_once(valkey: Server) -> None:
 
 
 @pytest.mark.parametrize("forger", [None, b"another secret of 16"])
-def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: bytes | None) -> None:
-    """Whatever he writes under the right names, with the right header: it is a miss, and others
-    write over it."""
+def test_values_of_writers_without_the_secret_miss(valkey: Server, forger: bytes | None) -> None:
+    """Their names and headers are right. Writers with the secret replace them."""
     with open_tier(valkey.url, hash_key=forger) as stranger:
         assert put_all(stranger, range(3)) == [True] * 3
     with open_tier(valkey.url, hash_key=b"the secret of us all") as tier:
@@ -78,21 +77,21 @@ def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:
         bursts: list[tuple[int, float]] = []
 
         def num_bytes_timed() -> int:
-            bursts.extend(tier.take_write_times())  # a burst is timed after its last chunk's end
+            bursts.extend(tier.take_write_times())  # timed after its last chunk's end
             return sum(num_bytes for num_bytes, _ in bursts)
 
         expected = 5 * GEOMETRY.chunk_bytes
         wait_until(lambda: num_bytes_timed() == expected, "the bursts were not timed")
         assert all(seconds > 0 for _, seconds in bursts)
-        assert all(put_all(tier, range(5)))  # they are there already
+        assert all(put_all(tier, range(5)))  # all exist
         assert tier.take_write_times() == []
 
 
-# -- what every tier promises, over each server and each form of values ----------------------------
+# -- the tier's contract, for each server and each form of values ----------------------------------
 
 
 _UNUSED = count(100, 100)
-"""Numbers of chunks that no example has put."""
+"""Chunk numbers that no example has used."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +120,7 @@ def put(tier: WritableTier, indices: Sequence[int]) -> list[bool]:
 
 
 def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
-    """Bytes of the hits, None for the misses."""
+    """The bytes of each hit, ``None`` for a miss."""
     buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
     keys = [chunk_key(i) for i in indices]
     deadline = time.monotonic() + seconds
@@ -132,7 +131,7 @@ def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> lis
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(stored=st.sets(st.integers(0, 15)), asked=st.lists(st.integers(0, 15), max_size=12))
-def test_the_leading_hits_are_those_that_were_put_byte_for_byte(
+def test_leading_hits_have_the_bytes_that_were_put(
     tier: WritableTier, stored: set[int], asked: list[int]
 ) -> None:
     first = next(_UNUSED)
@@ -145,7 +144,7 @@ def test_the_leading_hits_are_those_that_were_put_byte_for_byte(
     assert end == len(asked) or found[end] is None
 
 
-def test_what_is_there_is_not_overwritten(tier: WritableTier) -> None:
+def test_an_existing_value_stays(tier: WritableTier) -> None:
     put(tier, [0])
     ends = Ends()
     tier.put(chunk_key(0), memoryview(kv_data(1)), ends)
@@ -153,17 +152,17 @@ def test_what_is_there_is_not_overwritten(tier: WritableTier) -> None:
     assert get(tier, [0]) == [kv_data(0)]
 
 
-def test_past_its_deadline_nothing_is_a_hit(tier: WritableTier) -> None:
+def test_a_read_past_its_deadline_misses(tier: WritableTier) -> None:
     put(tier, [0])
     assert get(tier, [0], seconds=-1.0) == [None]
 
 
-def test_misused_it_raises(tier: WritableTier) -> None:
+def test_misuse_raises(tier: WritableTier) -> None:
     with pytest.raises(ValueError, match="keys"):
         tier.read([chunk_key(0)], [], time.monotonic() + 1.0)
 
 
-def test_closed_it_is_a_miss_and_every_put_still_ends(tier: WritableTier) -> None:
+def test_a_closed_tier_misses_and_ends_every_put(tier: WritableTier) -> None:
     put(tier, [0])
     assert tier.close(1.0)
     assert get(tier, [0]) == [None]

@@ -1,4 +1,4 @@
-"""Cluster, Sentinel, TLS and ACL, each against real servers."""
+"""Cluster, Sentinel, TLS and ACL, each on real servers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.waits import wait_until
 
 
 def holds(tier: RedisTier, indices: range | list[int]) -> bool:
-    """Whether all are hits now; a hit that is not byte-equal fails at once."""
+    """Whether all are hits; wrong bytes fail the test at once."""
     hits, data = get_all(tier, indices)
     for i, hit, found in zip(indices, hits, data, strict=True):
         assert not hit or found == chunk_data(i)
@@ -86,9 +86,9 @@ class TestCluster:
                 self._migrate_back(cluster, slot, target)
             wait_until(lambda: holds(tier, range(10)), "nor back again")
 
-    def test_a_slot_that_had_no_owner_is_looked_for_again(self, cluster: Cluster) -> None:
-        """Such a map was kept for ever: its nodes answer, so nothing else makes it stale."""
-        home = cluster.masters[0]  # the one that is asked for the map
+    def test_a_map_with_an_unowned_slot_is_read_again(self, cluster: Cluster) -> None:
+        """All nodes of the map answer, so no failure makes it stale."""
+        home = cluster.masters[0]  # its map is read
         chunk = next(i for i in range(1000) if cluster.owner(slot_of(i)) is home)
         key = chunk_tag("default", chunk_key(chunk))
         late = 0.0
@@ -99,7 +99,7 @@ class TestCluster:
                 topology.prepare()
                 assert topology.is_current()
                 assert topology.node_of(key) is None
-                late = 60.0  # it does not look twice in a moment
+                late = 60.0  # the map is not read twice in a moment
                 assert not topology.is_current()
             finally:
                 client.execute_command("CLUSTER ADDSLOTS", key_slot(key))
@@ -109,14 +109,14 @@ class TestCluster:
 
     @pytest.fixture
     def left_behind(self, binary: str, cluster: Cluster) -> Iterator[Server]:
-        """A node of the cluster whose map is wrong for two slots of three."""
+        """A node of the cluster whose slot map is wrong for two slots of three."""
         with running_left_behind(binary, cluster.masters[0]) as server:
             yield server
 
-    def test_a_node_with_an_old_map_misleads_once(
+    def test_a_node_with_an_old_map_is_asked_once(
         self, cluster: Cluster, left_behind: Server
     ) -> None:
-        """It is the first of the URL, and the owners that it does not know are in the URL too."""
+        """The node comes first in the URL; the owners missing from its map come second."""
         url = f"redis+cluster://127.0.0.1:{left_behind.port},127.0.0.1:{cluster.masters[1].port}"
         with open_tier(url) as tier:
             wait_until(lambda: all(put_all(tier, range(30))), "chunks were not written")
@@ -129,7 +129,7 @@ class TestCluster:
             lambda: lookup.exists_prefix(keys, time.monotonic() + 5.0) == 30, "not looked up"
         )
         lookup.close()
-        assert num_looks(left_behind) <= 4  # once each, and they never come back to it
+        assert num_looks(left_behind) <= 4  # once each
 
     def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
         home = cluster.owner(slot)
@@ -157,12 +157,12 @@ class TestCluster:
                 assert data == [chunk_data(i) for i in elsewhere]
             finally:
                 lost.start()
-            # Without its memory, but with its slots (its node file survives).
+            # Its memory is lost, its slots are kept (in the node file).
             wait_until(lambda: all(put_all(tier, on_lost)), "the master was not taken back")
             assert all(get_all(tier, on_lost)[0])
 
     def test_a_lost_master_costs_look_ups_its_own_chunks_only(self, cluster: Cluster) -> None:
-        """Whether it is gone or silent; and nobody connects again to the others."""
+        """The master is silent, then gone. The connections to the others stay."""
         lost = cluster.masters[1]
         elsewhere = [i for i in range(40) if cluster.owner(slot_of(i)) is not lost]
         keys = [chunk_key(i) for i in elsewhere]
@@ -192,8 +192,8 @@ class TestCluster:
         assert all(ids <= now for ids, now in zip(before, after, strict=True))
         lookup.close()
 
-    def test_a_look_up_learns_where_a_slot_has_gone(self, cluster: Cluster) -> None:
-        """From the redirection alone: nothing else tells it to look at the map again."""
+    def test_a_look_up_follows_a_redirected_slot(self, cluster: Cluster) -> None:
+        """Only the redirection makes the look-up read the slot map again."""
         lookup = RedisLookup(config(cluster.url), [PARTS])
         slot = slot_of(7)
         away = next(master for master in cluster.masters if master is not cluster.owner(slot))
@@ -211,8 +211,8 @@ class TestCluster:
             self._migrate_back(cluster, slot, away)
             lookup.close()
 
-    def test_a_silent_master_holds_up_no_writes_to_the_others(self, cluster: Cluster) -> None:
-        """However long it is waited for, and with one writer for all of them."""
+    def test_a_silent_master_delays_no_writes_to_the_others(self, cluster: Cluster) -> None:
+        """One writer serves all masters, with a long time-out."""
         silent = cluster.masters[1]
         there = [i for i in range(40) if cluster.owner(slot_of(i)) is silent]
         elsewhere = [i for i in range(40) if i not in there]
@@ -230,8 +230,8 @@ class TestCluster:
                 silent.process.send_signal(signal.SIGCONT)
             assert ends.wait(len(there)) == [True] * len(there)
 
-    def test_a_silent_master_holds_up_no_reads_of_the_others(self, cluster: Cluster) -> None:
-        """However long it is waited for, and however many reads want its chunks first."""
+    def test_a_silent_master_delays_no_reads_of_the_others(self, cluster: Cluster) -> None:
+        """The time-out is long, and several reads of its chunks come first."""
         silent = cluster.masters[1]
         there = [i for i in range(40) if cluster.owner(slot_of(i)) is silent]
         elsewhere = [i for i in range(40) if i not in there]
@@ -253,7 +253,7 @@ class TestCluster:
 
     @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
     @pytest.mark.parametrize("whose", ["a chunk's", "the probe's"])
-    def test_a_slot_in_trouble_takes_nothing_else_with_it(
+    def test_a_slot_in_trouble_costs_its_own_chunks_only(
         self, cluster: Cluster, trouble: str, whose: str
     ) -> None:
         slot = slot_of(7) if whose == "a chunk's" else key_slot(probe_key("default"))
@@ -272,7 +272,7 @@ class TestCluster:
                     ends = put_all(tier, [*others, 7])
                     assert ends.count(True) == len(others) + (slot_of(7) != slot)
                     wait_until(lambda: holds(tier, others), "the others are not readable")
-                    for _ in range(10):  # in a row: no success of the others lies between
+                    for _ in range(10):  # no other chunk's success comes between
                         assert get_all(tier, [7])[0] == [slot_of(7) != slot]
                     assert holds(tier, others)
                     states = {state for _, state in tier.stats().servers}
@@ -291,14 +291,14 @@ class TestCluster:
 
 
 def num_looks(server: Server) -> int:
-    """How often it was asked for its slots."""
+    """How often the server was asked for its slot map."""
     with server.client() as client:
         stats = client.info("commandstats")
     return sum(each["calls"] for name, each in stats.items() if name.startswith("cmdstat_cluster"))
 
 
 def connections(server: Server) -> set[str]:
-    """The ids of the connections of clients, without the one that asks."""
+    """Ids of the client connections that have sent EXISTS last."""
     with server.client() as client:
         return {c["id"] for c in client.client_list() if "exists" in c["cmd"]}
 
@@ -317,7 +317,7 @@ class TestSentinel:
                 assert client.wait(1, 5000) == 1
             watched.master.kill()
             wait_until(lambda: holds(tier, range(10)), "the tier did not find the new master")
-            # The tier may have asked another sentinel, and this one learns of it by gossip.
+            # The tier may have asked another sentinel; this one learns of the failover by gossip.
             wait_until(
                 lambda: watched.master_port() == watched.replica.port, "another master was named"
             )
@@ -344,7 +344,7 @@ class TestTls:
         query = "&".join(f"{k}={v}" for k, v in (options | changes).items())
         return f"rediss://127.0.0.1:{server.port}?{query}"
 
-    def test_chunks_come_back_over_tls(self, server: Server, pem: Certificates) -> None:
+    def test_chunks_are_read_over_tls(self, server: Server, pem: Certificates) -> None:
         with open_tier(self.url(server, pem)) as tier:
             assert put_all(tier, range(10)) == [True] * 10
             assert holds(tier, range(10))
@@ -360,16 +360,16 @@ class TestTls:
             assert put_all(tier, [0]) == [False]
             assert get_all(tier, [0], seconds=1.0)[0] == [False]
 
-    def test_a_server_with_a_strange_certificate_is_not_trusted(
+    def test_a_server_with_an_unknown_certificate_is_refused(
         self, server: Server, pem: Certificates
     ) -> None:
         with open_tier(self.url(server, pem, ssl_ca_certs=pem.stranger_certificate)) as tier:
             assert put_all(tier, [0]) == [False]
 
-    def test_a_server_with_the_certificate_of_another_is_not_trusted(
+    def test_a_server_with_another_hosts_certificate_is_not_trusted(
         self, server: Server, pem: Certificates
     ) -> None:
-        """Unless the user says so."""
+        """The user may switch the host name check off."""
         for changes, is_trusted in (({}, False), ({"ssl_check_hostname": "false"}, True)):
             url = self.url(server, pem, **changes).replace("127.0.0.1", "127.0.0.2")
             with open_tier(url) as tier:
@@ -382,7 +382,7 @@ class TestAcl:
         with running_server(binary) as server:
             yield server
 
-    def test_who_may_not_read_writes_and_is_told_once(
+    def test_a_user_without_read_rights_still_writes(
         self, server: Server, caplog: pytest.LogCaptureFixture
     ) -> None:
         with server.client() as client:

@@ -24,7 +24,7 @@ def names(writes: list[PendingWrite]) -> list[int]:
     return [w.key[0] for w in writes]
 
 
-def test_first_in_first_out_up_to_the_bytes_asked_for() -> None:
+def test_writes_are_taken_in_order_up_to_a_size() -> None:
     queue = WriteQueue(100)
     for i in range(5):
         assert queue.offer(write(i, i)) == []
@@ -34,7 +34,7 @@ def test_first_in_first_out_up_to_the_bytes_asked_for() -> None:
     assert queue.take(100, 0.0) == []
 
 
-def test_when_full_the_deepest_chunk_goes_first_and_the_newest_of_them() -> None:
+def test_a_full_queue_drops_its_deepest_chunk_the_newest_of_several() -> None:
     queue = WriteQueue(40)
     for name, order in enumerate((5, 9, 9, 2)):
         queue.offer(write(name, order))
@@ -67,7 +67,7 @@ def test_writes_are_held_back_until_the_time_given() -> None:
     assert names(queue.take(100, 0.0)) == [1]
 
 
-def test_nothing_is_held_back_for_long() -> None:
+def test_a_hold_ends_after_a_second() -> None:
     clock = Clock()
     queue = WriteQueue(100, clock)
     queue.hold(float("inf"))
@@ -90,7 +90,7 @@ def test_a_queue_that_fills_up_is_not_held_back() -> None:
     assert names(queue.take(10, 0.0)) == [0]
 
 
-def test_closing_hands_back_what_waits() -> None:
+def test_close_returns_queued_writes() -> None:
     queue = WriteQueue(100)
     queue.offer(write(0, 0))
     queue.take(1, 0.0)
@@ -99,8 +99,8 @@ def test_closing_hands_back_what_waits() -> None:
     assert names(queue.offer(write(2, 2))) == [2]
 
 
-def test_a_node_that_fills_the_queue_makes_room_for_another() -> None:
-    """Until the other's lane is as long, whatever stands where in its prompt."""
+def test_a_node_with_a_long_lane_makes_room_for_another() -> None:
+    """Until both lanes are equally long, whatever the depth of their chunks."""
     queue = WriteQueue(90)
     for name in range(9):
         assert queue.offer(write(name, name), SLOW) == []
@@ -110,7 +110,7 @@ def test_a_node_that_fills_the_queue_makes_room_for_another() -> None:
     assert names(queue.offer(write(16, 1), QUICK)) == [13]
 
 
-def test_what_a_slow_node_is_being_sent_costs_the_others_no_beginnings() -> None:
+def test_writes_under_way_to_a_slow_node_drop_no_beginnings_of_others() -> None:
     queue = WriteQueue(40)
     for name in range(3):
         queue.offer(write(name, name), SLOW)
@@ -119,7 +119,7 @@ def test_what_a_slow_node_is_being_sent_costs_the_others_no_beginnings() -> None
     assert names(queue.offer(write(4, 0), QUICK)) == [3]
 
 
-def test_what_belongs_to_another_lane_is_moved_there() -> None:
+def test_a_write_is_moved_to_its_nodes_lane() -> None:
     queue = WriteQueue(100)
     queue.offer(write(0, 0))
     queue.offer(write(1, 1))
@@ -134,7 +134,7 @@ def test_what_belongs_to_another_lane_is_moved_there() -> None:
     assert queue.num_bytes == 0
 
 
-def test_an_offer_costs_the_same_however_much_waits() -> None:
+def test_the_cost_of_an_offer_is_constant() -> None:
     def costs(num_waiting: int) -> list[int]:
         queue = WriteQueue(num_waiting * 10)
 
@@ -144,7 +144,7 @@ def test_an_offer_costs_the_same_however_much_waits() -> None:
 
         found = [max(offer(i, i % 100) for i in range(num_waiting))]
         found += [offer(10**6, 1), offer(10**6 + 1, 200), offer(7, 7)]
-        # What was taken leaves its entry in the heap, and that is looked at once.
+        # Taken writes leave stale entries in the heap, which are cleared once.
         taken = queue.take(num_waiting * 5, 0.0, QUICK)
         for each in taken:
             queue.finish(each, True)
@@ -163,9 +163,7 @@ def test_an_offer_costs_the_same_however_much_waits() -> None:
         max_size=60,
     )
 )
-def test_never_over_its_bound_and_nothing_is_lost(
-    steps: list[tuple[int, int, bool, int]],
-) -> None:
+def test_the_queue_keeps_its_bound_and_all_writes(steps: list[tuple[int, int, bool, int]]) -> None:
     lanes = (NO_LANE, SLOW, QUICK)
     queue = WriteQueue(100)
     ended: list[PendingWrite] = []

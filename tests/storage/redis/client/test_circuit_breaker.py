@@ -10,7 +10,7 @@ def make(clock: Clock, jitter: float = 1.0) -> CircuitBreaker:
     return CircuitBreaker(1.0, 8.0, lambda: jitter, clock, threshold=3)
 
 
-def test_opens_after_failures_in_a_row_only() -> None:
+def test_failures_in_a_row_open_it() -> None:
     breaker = make(Clock())
     assert not breaker.failed()
     assert not breaker.failed()
@@ -24,7 +24,7 @@ def test_opens_after_failures_in_a_row_only() -> None:
 
 
 @pytest.mark.parametrize("jitter", [0.0, 1.0])
-def test_one_attempt_per_back_off_and_each_twice_as_late(jitter: float) -> None:
+def test_one_attempt_per_back_off_which_doubles(jitter: float) -> None:
     clock = Clock()
     breaker = make(clock, jitter)
     breaker.failed(at_once=True)
@@ -40,7 +40,7 @@ def test_one_attempt_per_back_off_and_each_twice_as_late(jitter: float) -> None:
     assert waits == [(0.5 + 0.5 * jitter) * s for s in (1.0, 2.0, 4.0, 8.0, 8.0, 8.0)]
 
 
-def test_a_connection_is_a_trial_and_work_closes_it() -> None:
+def test_a_success_after_a_connection_closes_it() -> None:
     clock = Clock()
     breaker = make(clock)
     breaker.failed(at_once=True)

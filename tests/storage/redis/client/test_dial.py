@@ -1,4 +1,4 @@
-"""Connecting, where something on this side is not as it should be."""
+"""Connecting to Redis: keys, keep-alive, slow name resolution, and bounds of replies."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ except UnreachableError as error:
 """
 
 
-def test_a_key_whose_password_is_not_given_asks_no_terminal(tmp_path: Path) -> None:
+def test_an_encrypted_key_asks_no_terminal_for_its_password(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=x"]
     make += ["-keyout", str(key), "-out", str(certificate), "-passout", "pass:a password"]
     subprocess.run(make, check=True, capture_output=True)
     url = f"rediss://localhost?ssl_certfile={certificate}&ssl_keyfile={key}"
     terminal, side = pty.openpty()
-    listener = socket.create_server(("127.0.0.1", 0))  # the key is read once there is a connection
+    listener = socket.create_server(("127.0.0.1", 0))  # the key is read after the TCP connection
     try:
         process = subprocess.run(
             [sys.executable, "-c", _SAY_WHY, url, str(listener.getsockname()[1])],
@@ -71,7 +71,7 @@ def test_a_key_whose_password_is_not_given_asks_no_terminal(tmp_path: Path) -> N
     assert b"PEM" in process.stdout or b"bad decrypt" in process.stdout
 
 
-def test_a_connection_that_was_cut_without_a_word_is_noticed(valkey: Server) -> None:
+def test_keep_alive_notices_a_dead_connection_in_25_seconds(valkey: Server) -> None:
     dialer = Dialer(parse_redis_url(valkey.url), 5.0, 5.0, time.monotonic)
     with (
         dialer.connect("127.0.0.1", valkey.port, SMALL_BYTES) as client,
@@ -83,7 +83,7 @@ def test_a_connection_that_was_cut_without_a_word_is_noticed(valkey: Server) -> 
         assert silence + pause * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 25
 
 
-def test_a_connection_that_ended_is_replaced_before_anybody_asks(valkey: Server) -> None:
+def test_a_closed_connection_is_replaced_before_the_next_look_up(valkey: Server) -> None:
     lookup = RedisLookup(config(valkey.url), [PARTS])
     with valkey.client() as client:
 
@@ -99,8 +99,8 @@ def test_a_connection_that_ended_is_replaced_before_anybody_asks(valkey: Server)
     lookup.close()
 
 
-def test_a_name_that_takes_long_to_resolve_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's resolver knows no deadline: it keeps a thread of its own waiting."""
+def test_a_slow_name_resolution_delays_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's resolver has no deadline: it runs on a thread of its own."""
     asked, answer = threading.Event(), threading.Event()
 
     def resolve(*args: object, **kwargs: object) -> list[object]:
@@ -112,7 +112,7 @@ def test_a_name_that_takes_long_to_resolve_holds_nobody_up(monkeypatch: pytest.M
     try:
         url = "redis://a-name-of-a-server:6379"
         lookup = RedisLookup(config(url), [PARTS])
-        with open_tier(url) as tier:  # it closes in time, too
+        with open_tier(url) as tier:  # closing is quick, too
             assert asked.wait(10.0)
             assert get_all(tier, [0], seconds=0.2)[0] == [False]
             deadline = time.monotonic() + 0.2
@@ -123,7 +123,7 @@ def test_a_name_that_takes_long_to_resolve_holds_nobody_up(monkeypatch: pytest.M
         answer.set()
 
 
-# -- what answers may hold, and how long they may take: the bounds of docs/security.md -------------
+# -- bounds of replies, in size and time, as docs/security.md has them -----------------------------
 
 
 KIB = 1 << 10
@@ -134,7 +134,7 @@ HOME = ("10.0.0.1", 6379)
 def client_of(
     answer: Callable[[socket.socket], None], seconds: float = 5.0, url: str = "redis://{}"
 ) -> Iterator[Callable[[], Client]]:
-    """Connects to a server that answers whatever it is asked with ``answer(sock)``."""
+    """Connects to a server that replies to any command with ``answer(sock)``."""
 
     def serve(sock: socket.socket) -> None:
         with sock:
@@ -173,7 +173,7 @@ def bulk(size: int) -> bytes:
     return b"$%d\r\n%b\r\n" % (size, b"x" * size)
 
 
-def test_the_bounds_are_those_that_are_documented() -> None:
+def test_the_bounds_are_the_documented_ones() -> None:
     assert (SMALL_BYTES, MAX_SLOTS_BYTES) == (64 * KIB, 8 << 20)
     assert (NUM_SLOTS, MAX_NODES) == (16_384, 1_000)
 
@@ -183,7 +183,7 @@ def test_the_bounds_are_those_that_are_documented() -> None:
     [bulk(64 * KIB - 10), b"*1000\r\n" + b":1\r\n" * 1000, b"+" + b"x" * (60 * KIB) + b"\r\n"],
     ids=["bytes", "elements", "line"],
 )
-def test_a_reply_may_be_as_large_as_that(reply: bytes) -> None:
+def test_the_largest_replies_pass(reply: bytes) -> None:
     with client_of(says(reply)) as connect, connect() as client:
         client.execute_command("WHAT")
 
@@ -206,14 +206,14 @@ def test_a_reply_may_be_as_large_as_that(reply: bytes) -> None:
     ids=["bytes", "many bytes", "impossible bytes", "many elements", "nesting", "bytes in all",
          "line", "integer", "no integer", "no reply", "no redirection"],
 )  # fmt: skip
-def test_any_other_is_an_error(reply: bytes) -> None:
+def test_other_replies_fail(reply: bytes) -> None:
     with client_of(says(reply)) as connect, connect() as client, pytest.raises(CONNECTION_ERRORS):
         client.execute_command("WHAT")
 
 
 @pytest.mark.parametrize("url", ["redis://{}", "redis://:password@{}"])
-def test_an_answer_has_one_time_out_however_it_trickles(url: str) -> None:
-    """Each byte comes soon, and the whole of it never would: to AUTH, or to a command."""
+def test_one_time_out_covers_a_trickling_reply(url: str) -> None:
+    """Each byte of the reply, to AUTH or to a command, comes soon; its end never comes."""
     ended = threading.Event()
 
     def trickle(sock: socket.socket) -> None:
@@ -229,7 +229,7 @@ def test_an_answer_has_one_time_out_however_it_trickles(url: str) -> None:
     assert time.monotonic() - begun < 3.0
 
 
-def test_a_socket_is_taken_with_nothing_left_to_read() -> None:
+def test_a_taken_socket_has_no_unread_bytes() -> None:
     with client_of(says(b"+OK\r\n")) as connect:
         with connect() as client:
             client.execute_command("WHAT")
@@ -243,8 +243,8 @@ def test_a_socket_is_taken_with_nothing_left_to_read() -> None:
             assert sock.recv(16) == b"+OK\r\n"
 
 
-def test_a_connection_whose_server_says_more_than_it_was_asked_is_not_used() -> None:
-    """What redis-py has read already would be missing in front of the first value."""
+def test_a_connection_with_a_reply_too_many_is_replaced() -> None:
+    """Bytes in redis-py's buffer would be missing before the first value."""
     with client_of(says(b"+OK\r\n+and more\r\n")) as connect, connect() as client:
         client.execute_command("WHAT")
         with closing(take_socket(client)) as another:
@@ -260,7 +260,7 @@ def slots(*ranges: tuple[int, int, str, int]) -> list[object]:
     return [[first, last, [host.encode(), port]] for first, last, host, port in ranges]
 
 
-def test_a_map_of_as_many_nodes_and_slots_as_there_may_be() -> None:
+def test_the_largest_slot_maps_are_accepted() -> None:
     one_each = slots(*((i, i, "10.0.0.2", 1 + i) for i in range(MAX_NODES)))
     assert len(set(parse_slots(one_each, HOME).values())) == MAX_NODES
     whole = slots((0, NUM_SLOTS - 1, *HOME))
@@ -279,6 +279,6 @@ def test_a_map_of_as_many_nodes_and_slots_as_there_may_be() -> None:
         b"slots",
     ],
 )
-def test_any_other_map_is_none(reply: object) -> None:
+def test_bad_maps_are_refused(reply: object) -> None:
     with pytest.raises(CONNECTION_ERRORS):
         parse_slots(reply, HOME)

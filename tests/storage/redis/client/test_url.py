@@ -52,7 +52,7 @@ def test_credentials_are_decoded_and_never_shown() -> None:
     assert str(address) == "redis://h:1"
 
 
-def test_errors_that_repeat_credentials_are_told_without_them() -> None:
+def test_credentials_are_removed_from_error_messages() -> None:
     url = "redis+sentinel://user:p%3A%2Fss@h/main?sentinel_username=guard&sentinel_password=hunter2"
     told = parse_redis_url(url).redact(OSError("AUTH user p:/ss, then AUTH guard hunter2 failed"))
     assert told == "AUTH *** ***, then AUTH *** *** failed"
@@ -99,7 +99,7 @@ def test_impossible_urls_say_why_and_keep_the_secret(url: str, message: str) -> 
 
 @pytest.mark.parametrize("character", "/?#[]")
 @pytest.mark.parametrize("url", ["redis://user:hunter2{}x@h:1", "rediss+cluster://:hunter2{}x@a,b"])
-def test_a_password_that_is_not_encoded_is_told_how(url: str, character: str) -> None:
+def test_an_unencoded_password_is_told_how(url: str, character: str) -> None:
     with pytest.raises(ValueError, match="%23") as error:
         parse_redis_url(url.format(character))
     assert "hunter2" not in str(error.value)
