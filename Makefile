@@ -61,7 +61,7 @@ $(TRAINED): $(STAMP) requirements-demo.txt
 demo: $(STAMP) $(if $(filter --tiny,$(ARGS)),,$(TRAINED)) ## Ask about a document: cold, from memory, from Redis elsewhere; ARGS=--tiny is quick
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-test: lint pytest ## Lint, then run all tests (up to 20 minutes on 2 cores)
+test: lint pytest ## Lint, then run all tests (a quarter of an hour on 2 cores)
 
 lint: $(STAMP) ## Check style (ruff) and types (mypy, strict)
 	@$(BIN)/ruff check
