@@ -44,6 +44,12 @@ class WeightFiles:
     name: str
     files: tuple[Path, ...] = ()
 
+    @property
+    def have_code(self) -> bool:
+        """Whether the model has code of its own: equal bytes in memory do not tell that it is the
+        same."""
+        return any(file.suffix == ".py" for file in self.files)
+
     def changed_since(self, seconds: float) -> Path | None:
         """A file, or a link or folder on its path, that was written, replaced or renamed after
         ``seconds`` since 1970. Of files that a Hugging Face cache names by content, the folder is
@@ -149,7 +155,7 @@ class WeightNames:
             first = self._digest_before = _hex([each.first_digest for each in ranks])
             self._names[first], why = self._first_name(first, ranks, configuration)
         if digest not in self._names:
-            self._names[digest] = f"memory:{digest}"
+            self._names[digest] = self._name_of_bytes(digest)
             are_visible = all(each.is_visible for each in ranks)
             why = f"the weights in memory {'have changed' if are_visible else 'cannot be seen'}"
         if self._is_external:
@@ -160,6 +166,10 @@ class WeightNames:
             )
         self.name = self._names[digest]
         logger.info("lmcache-connector: weights %s", self.name)
+
+    def _name_of_bytes(self, digest: str) -> str:
+        of_code = _hex([self._files.name, digest]) if self._files.have_code else digest
+        return f"memory:{of_code}"
 
     def _relabel(self, digest: str) -> None:
         """Apply a new label if the weights have changed since the last external reset."""
@@ -176,16 +186,16 @@ class WeightNames:
         self, digest: str, ranks: list[WeightsInMemory], configuration: object
     ) -> tuple[str, str]:
         """The name at start, and why it is not that of the files."""
-        own, files = f"memory:{digest}", self._files.name
+        own, files = self._name_of_bytes(digest), self._files.name
         if not files:
             return own, ""
         key = ""
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.form for each in ranks]])
-            if key in self._kept:  # whatever has changed meanwhile, bytes are compared with bytes
-                fits = self._kept[key] == digest
-                why = "the weights in memory are not what their files gave at earlier starts"
-                return (files, "") if fits else (own, why)
+            if self._kept.get(key, digest) != digest:
+                return own, "the weights in memory are not what their files gave at earlier starts"
+            if key in self._kept and not self._files.have_code:
+                return files, ""  # whatever has changed meanwhile, bytes are compared with bytes
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"

@@ -104,6 +104,25 @@ def test_changed_files_name_bytes_of_an_earlier_start() -> None:
     assert Engine(files=changed, kept=kept).answer("two", first="two").startswith("memory:")
 
 
+def test_changed_code_names_nothing_whatever_the_bytes() -> None:
+    """The weights in memory are the same, and other code computes with them."""
+    kept: dict[str, str] = {}
+    code = (Path("/model/model.safetensors"), Path("/model/modeling.py"))
+    assert Engine(files=Files(files=code), kept=kept).answer("one") == "sha256:files"
+    changed = Files(files=code, changed=code[1])
+    assert Engine(files=changed, kept=kept).answer("one").startswith("memory:")
+    assert Engine(files=Files(files=code), kept=kept).answer("one") == "sha256:files"
+
+
+def test_updated_weights_are_named_with_the_code_that_computes_with_them() -> None:
+    names = set()
+    for name, file in [("one", "model.py"), ("two", "model.py"), ("one", "a"), ("two", "a")]:
+        engine = Engine(files=Files(name=f"sha256:{name}", files=(Path(file),)))
+        engine.answer("one")
+        names.add(engine.reset("two"))
+    assert len(names) == 3, "without code, equal bytes are equal weights"
+
+
 def test_memory_that_differs_from_its_files_has_its_own_name() -> None:
     kept: dict[str, str] = {}
     assert Engine(kept=kept).answer("one") == "sha256:files"

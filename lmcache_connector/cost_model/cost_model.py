@@ -213,14 +213,17 @@ class CostModel:
         learned = self._tiers[left_out]
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
-        self._tiers[left_out] = learned.tried(now)
+        self._tiers[left_out] = learned.untried()
         trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
         # The whole hit may pay where one chunk does not.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         self._tiers[left_out] = learned
         trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
         is_safe = trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE)
-        return trial if pays and is_safe else best
+        if not (pays and is_safe):
+            return best  # a later request may try the tier
+        learned.tried(now)
+        return trial
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix; the empty one if recompute is as good."""

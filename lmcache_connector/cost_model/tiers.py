@@ -93,15 +93,17 @@ class TierSpeed:
         is_kept = self.stalled and self.probed
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
-    def tried(self, now: float) -> TierSpeed:
-        """One request tries an outdated tier. For all others, what is known counts for another
-        while, or until a load is measured. Returns the tier for that request: unknown, but for its
-        failure rate."""
-        self._changed_at, self._starts_anew = now, True
-        self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
+    def untried(self) -> TierSpeed:
+        """The tier for a request that tries it: unknown, but for its failure rate."""
         fresh = TierSpeed(self.probed)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
         return fresh
+
+    def tried(self, now: float) -> None:
+        """One request tries an outdated tier. For all others, what is known counts for another
+        while, or until a load is measured."""
+        self._changed_at, self._starts_anew = now, True
+        self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
         self._observe(now, num_bytes, seconds)

@@ -43,7 +43,7 @@ _ANSWER_SECONDS = 0.5
 """An owner that takes longer to reply is busy or stopped."""
 _RELEASE_SECONDS = 0.05
 _FAIR_SECONDS = 0.02
-"""In which nobody need have connected: the load was late."""
+"""An owner that does not connect within less is not to blame: the load was late."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 16 << 20
@@ -101,7 +101,7 @@ class MappedPeers:
         address = self._address_of(node)
         if address is None or self.is_silent(node):
             return None
-        asked_at = self._clock()
+        is_late = limit.remaining() < _FAIR_SECONDS
         try:
             with self._mapping(node, address, limit) as mapping:
                 return mapping.read(self._plan, keys, buffers, limit)
@@ -110,9 +110,9 @@ class MappedPeers:
         except (WireError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
-            was_late = isinstance(error, TimeoutError) and self._clock() - asked_at < _FAIR_SECONDS
-            was_late |= isinstance(error, WireError) and not error.is_peers_fault
-            if not was_late:  # ourselves
+            is_late &= isinstance(error, TimeoutError | BlockingIOError)  # no time left to wait
+            is_late |= isinstance(error, WireError) and not error.is_peers_fault
+            if not is_late:
                 self._back_off(node, _RETRY_SECONDS)
         return None
 

@@ -178,6 +178,16 @@ def test_one_load_a_minute_is_a_trial_even_if_no_trial_is_reported() -> None:
         assert loaded == [1, 0, 0, 0, 0]
 
 
+def test_requests_that_cannot_afford_a_trial_leave_it_to_others() -> None:
+    clock = Clock(0.0)
+    model = slow_cpu_model(clock)
+    beside = {"step_seconds": 0.02}
+    for minute in range(1, 4):
+        clock.now = minute * QUIET_SECONDS
+        assert not model.decide(offer(CPU, prompt_tokens=300, **beside)).num_chunks
+        assert model.decide(offer(*[CPU] * 32, **beside)).num_chunks == 1
+
+
 @pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
 def test_a_trial_replaces_older_measurements(load_seconds: float, num_chunks: int) -> None:
     clock = Clock(0.0)

@@ -109,7 +109,8 @@ def test_a_trial_keeps_only_failures_and_the_next_load_decides() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
     tier.cut_off(0.0, 0, 1.0)
-    tried = tier.tried(60.0)
+    tried = tier.untried()
+    tier.tried(60.0)
     assert not tried.known
     assert not tried.stalled
     assert tried.failure_rate == tier.failure_rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -276,21 +277,27 @@ def test_memory_that_may_shrink_is_not_mapped() -> None:
         os.close(descriptor)
 
 
-def reader_of_one(path: Path, seconds: float) -> tuple[mapped.MappedPeers, Callable[[], object]]:
+def reader_of_one(
+    path: Path, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[mapped.MappedPeers, Callable[[], object]]:
     """Peers of the folder's one owner, and a call that reads a chunk of it within ``seconds``."""
     found = topology(path)
     found.prepare()
     (node,) = found.peers()
-    peers = mapped.MappedPeers(PLAN, found.socket_path)
+    peers = mapped.MappedPeers(PLAN, found.socket_path, clock)
     buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-    limit = Deadline(time.monotonic() + seconds, time.monotonic)
+    limit = Deadline(clock() + seconds, clock)
     return peers, lambda: peers.read([chunk_key(0)], [buffer], node, limit)
 
 
-def test_a_load_past_its_deadline_blames_no_owner(path: Path, chunks: HeldChunks) -> None:
+@pytest.mark.parametrize("step_seconds", [0.0, 0.005], ids=["runs on", "loses the GIL"])
+def test_a_load_past_its_deadline_blames_no_owner(
+    path: Path, chunks: HeldChunks, step_seconds: float
+) -> None:
     """Otherwise later loads would not use its memory, and its rank would count as away."""
+    steps = itertools.count()
     with HostFolder(path).listen(name_of("one")):
-        peers, read = reader_of_one(path, 0.0)
+        peers, read = reader_of_one(path, 0.0, lambda: next(steps) * step_seconds)
         for number in (1, 2):
             assert read() is None
             assert peers.num_failed == number, "it is asked again"
