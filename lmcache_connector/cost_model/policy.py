@@ -270,10 +270,11 @@ class LoadPolicy:
         speeds = (self.model.bytes_per_second(tier) for tier in self._usable_tiers)
         return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
 
-    def pays_from_memory(self, start: int, end: int, num_bytes: int) -> bool:
-        """Whether loading tokens ``[start, end)`` from memory is faster than computing them beside
-        the running steps."""
-        return self._gain_seconds(Tier.CPU, start, end, num_bytes) >= 0
+    def pays_from(self, tier: Tier, start: int, end: int, num_bytes: int) -> bool:
+        """Whether loading tokens ``[start, end)`` from the tier is faster than computing them
+        beside the running steps, as far as known."""
+        gain_seconds = self._gain_seconds(tier, start, end, num_bytes)
+        return gain_seconds >= 0 and not self.model.is_stalled(tier)
 
     def fits_in_step(self, num_bytes: int) -> bool:
         """Whether a load from memory costs less inside the step being planned than beside it."""

@@ -35,10 +35,11 @@ _STALE_SECONDS = 0.25
 @dataclass(frozen=True, slots=True)
 class FetchAhead:
     """A hit that ends before chunk ``stop``, and its chunks that memory lacks, in load order: part,
-    index of the chunk, and key."""
+    index of the chunk, and key. ``tiers`` hold these."""
 
     stop: int = 0
     missing: tuple[tuple[int, int, bytes], ...] = ()
+    tiers: frozenset[Tier] = frozenset()
 
 
 NOTHING_AHEAD: Final = FetchAhead()
@@ -186,7 +187,7 @@ class HitFinder:
                 for i in chunks
                 if not are_in_cpu[number][i - first]
             ]
-        return FetchAhead(hit.stop, tuple(missing))
+        return FetchAhead(hit.stop, tuple(missing), frozenset(places[key] for *_, key in missing))
 
     def close(self) -> None:
         """Close connections and threads."""

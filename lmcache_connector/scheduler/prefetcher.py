@@ -21,7 +21,7 @@ from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
+from lmcache_connector.plans import JobResult, PartRun, PrefetchJob, Tier
 from lmcache_connector.scheduler.request_state import PrefetchState, RequestState, SchedulerSettings
 
 _JOB_SECONDS = 0.05
@@ -152,7 +152,7 @@ class Prefetcher:
         num_bytes = sum(map(self._bytes_of, ahead.missing))
         context = self._num_computed(state)
         end = min(ahead.stop * size, state.request.num_tokens - 1)
-        if not ahead.missing or not self.policy.pays_from_memory(context, end, num_bytes):
+        if not ahead.missing or not self.policy.pays_from(Tier.CPU, context, end, num_bytes):
             return []
         chunks, room, keys = list[_Chunk](), self._room, list[bytes]()
         for chunk in ahead.missing:

@@ -218,7 +218,11 @@ class Scheduler:
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if state.source is not None and hit is not PENDING:
             elsewhere = self.hits.find_ahead(state.lookup, num_computed_tokens)
-            if isinstance(elsewhere, FetchAhead) and elsewhere.stop > hit.stop:
+            if (
+                isinstance(elsewhere, FetchAhead)
+                and elsewhere.stop > hit.stop
+                and self._loads.pays(state, num_computed_tokens, elsewhere)
+            ):
                 self.transfers.turn_down(state)
                 hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.kv_parts.part import part_of
-from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.plans import PeerSource, Tier, WeightsInMemory
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
+from tests.support.doubles.stepped_lookup import SteppedAnswer
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
@@ -126,3 +127,26 @@ def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
         engine.check_whole()
         steps[role] = sum(not plan.idle for plan in engine.plans)
     assert steps["kv_both"] <= steps["kv_producer"]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Otherwise the prompt would be computed that the instance has half of."""
+    engine = calm(model, Shape(redis=True, num_blocks=100))
+    adapter, costs = engine.adapter, engine.adapter.policy.model
+    costs.mode = "auto"
+    for context in (0, 4096):
+        costs.observe_prefill(4096, context, 4.096)
+    costs.observe_load(Tier.REDIS, 1 << 20, 1000.0 if is_slow else 1e-3)
+    lookup = adapter.hits.lookup
+    monkeypatch.setattr(lookup, "submit", lambda keys: SteppedAnswer(frozenset(keys), 0))
+    request = engine.requests[engine.add(prompt(1, 8 * CHUNK + 1), max_tokens=1)]
+    state = adapter.book.get(request.request_id)
+    assert state is not None
+    state.source = PeerSource("127.0.0.1", 1, 1, is_trusted=True)
+    state.lookup.offered_keys = frozenset(state.keys.keys[:4])
+    num_chunks = 4 if is_slow else 8
+    assert adapter.get_num_new_matched_tokens(request, 0) == (num_chunks * CHUNK, True)
+    assert (state.source is None) is not is_slow

@@ -156,7 +156,7 @@ def crowded(model: Path, **shape: object) -> tuple[ShadowEngine, str, list[int]]
     memory has nothing. Returns the name of the one that waits."""
     engine = ShadowEngine(model, Shape(redis=True, **shape), 3, Faults(slow=0.0))  # type: ignore[arg-type]
     # Whether it pays is tested with the policy; here it would follow from how busy the machine is.
-    engine.adapter.policy.pays_from_memory = lambda *_: True  # type: ignore[method-assign]
+    engine.adapter.policy.pays_from = lambda *_: True  # type: ignore[method-assign]
     wanted = prompt(5, 4 * CHUNK + 3)
     engine.add(wanted, 1)
     engine.run_until_idle()
