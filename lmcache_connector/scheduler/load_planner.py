@@ -78,8 +78,7 @@ class LoadPlanner:
         end = min(state.keys.end_of(ahead.stop), state.request.num_tokens)
         num_bytes = sum(self.policy.bytes_of(key) for *_, key in ahead.missing)
         return all(
-            self.policy.pays_from(tier, num_computed_tokens, end, num_bytes)
-            for tier in ahead.tiers
+            self.policy.pays_from(tier, num_computed_tokens, end, num_bytes) for tier in ahead.tiers
         )
 
     def plan(

@@ -181,7 +181,7 @@ def test_one_load_a_minute_is_a_trial_even_if_no_trial_is_reported() -> None:
 def test_requests_that_cannot_afford_a_trial_leave_it_to_others() -> None:
     clock = Clock(0.0)
     model = slow_cpu_model(clock)
-    beside = {"step_seconds": 0.02}
+    beside: dict[str, Any] = {"step_seconds": 0.02}
     for minute in range(1, 4):
         clock.now = minute * QUIET_SECONDS
         assert not model.decide(offer(CPU, prompt_tokens=300, **beside)).num_chunks
