@@ -130,6 +130,7 @@ class _InstancePoller:
         self._has_more = False  # commands were added after the current one was built
         self._is_pinged = False
         self._is_late = False  # somebody had no time left to wait for the answer
+        self._is_idle = False  # the thread waits for work
         self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -163,9 +164,10 @@ class _InstancePoller:
             self._is_pinged = self._asked.add(_PING)
 
     def end_if_idle(self) -> bool:
-        """Whether it has ended, now at the latest: others need its place."""
+        """Whether it has ended, now at the latest: others need its place. A thread that waits for
+        a silent instance keeps it, although nobody waits for that thread."""
         with self._changed:
-            if not (self._open or self._read):
+            if self._is_idle and not (self._open or self._read):
                 self._end()
             return self.is_ended
 
@@ -197,7 +199,9 @@ class _InstancePoller:
         with self._changed:
             self._is_late = False
             if not (self._open or self._read or self.is_ended):
+                self._is_idle = True
                 self._changed.wait(_IDLE_SECONDS)
+                self._is_idle = False
             self.is_ended |= not (self._open or self._read)
             return not self.is_ended
 

@@ -314,6 +314,23 @@ def test_idle_pollers_make_room(watch: TransferWatch, chunks: HeldChunks) -> Non
     assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
+def test_silent_sources_take_a_bounded_number_of_threads(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody waits for them any more."""
+    monkeypatch.setattr(watch_module, "_MAX_POLLERS", most := 3)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("", 0)))
+        for number in range(1, most + 2):
+            source = Address(f"127.0.1.{number}", silent.getsockname()[1])
+            awaited = watch.ask(source, "", 60.0, KEYS)
+            assert (awaited.value is None) == (number <= most)
+            if awaited.value is None:
+                stack.enter_context(silent.accept()[0])
+                awaited.settle(Offered(cause=Cause.DEADLINE))
+            watch.done(awaited)
+
+
 def test_a_silent_source_delays_one_request_at_a_time(watch: TransferWatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Address("127.0.0.1", silent.getsockname()[1])
