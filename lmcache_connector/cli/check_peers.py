@@ -18,7 +18,7 @@ from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.heartbeat import DISCOVERY, Registration, tell
+from lmcache_connector.peers.heartbeat import DISCOVERY, Registration, register
 from lmcache_connector.peers.host import HostFolder, default_folder, digest
 from lmcache_connector.storage.redis.client.dial import (
     CONNECTION_ERRORS,
@@ -176,7 +176,7 @@ def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
         if router.startswith(DISCOVERY):
             place = Address.parse(router.removeprefix(DISCOVERY))
             socket.create_connection((place.host, place.port), _ANSWER_SECONDS).close()
-        tell(router, registration, config.router_secret_bytes, leaves=True)
+        register(router, registration, config.router_secret_bytes, leaves=True)
 
     try:
         _within(_ANSWER_SECONDS, leave)

@@ -281,7 +281,7 @@ _COLUMNS = (
 
 def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> None:
     """A terminal shows the latest of ``count`` readings (0: until Ctrl-C), a pipe each one."""
-    looks = {url: _look(url) for url in urls}
+    looks = {url: _fetch_or_error(url) for url in urls}
     problems = [str(found) for found in looks.values() if isinstance(found, CliError)]
     if len(problems) == len(looks):
         raise CliError("; ".join(problems), code=UNREACHABLE)
@@ -292,7 +292,7 @@ def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> N
             time.sleep(interval)
             engines = []
             for url, before in looks.items():
-                looks[url] = _look(url)
+                looks[url] = _fetch_or_error(url)
                 engines.append(_since(url, before, looks[url], time.monotonic() - started))
             num_looks += 1
             shown = table(_COLUMNS, map(_row, engines))
@@ -302,7 +302,7 @@ def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> N
                 report.emit({"ok": True, "time": time.time(), "engines": engines}, shown)
 
 
-def _look(url: str) -> Snapshot | CliError:
+def _fetch_or_error(url: str) -> Snapshot | CliError:
     """Keep the error: an unreachable engine may come back."""
     try:
         return fetch(url)

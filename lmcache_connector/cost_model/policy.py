@@ -57,17 +57,17 @@ class ProbePace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heard_at = self._next_at = -inf
+        self._measured_at = self._next_at = -inf
         self._pause = _MIN_PAUSE_SECONDS
         self.is_wanted = False
 
-    def heard(self) -> None:
+    def note_measured(self) -> None:
         """A probe or a load has measured Redis."""
-        self._heard_at = self._clock()
+        self._measured_at = self._clock()
 
     def request_if_stale(self, *, is_bad: bool) -> None:
         """Ask for a probe if the last news of Redis is bad (``is_bad``) or old."""
-        if is_bad or self._clock() - self._heard_at > _FRESH_SECONDS:
+        if is_bad or self._clock() - self._measured_at > _FRESH_SECONDS:
             self.want()
 
     def want(self) -> None:
@@ -359,7 +359,7 @@ class LoadPolicy:
         """Learn failures only: prefetches yield to loads, so their speed says nothing."""
         for fetched in (each for result in results for each in result.fetched):
             if fetched.has_failed:
-                self._heard_of(fetched.tier)
+                self._note_measured(fetched.tier)
                 self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
@@ -436,7 +436,7 @@ class LoadPolicy:
         for fetched in telling:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
-            self._heard_of(fetched.tier)
+            self._note_measured(fetched.tier)
             if fetched.has_failed:
                 self.model.observe_load_failed(fetched.tier, seconds, fetched.num_bytes)
             else:
@@ -444,13 +444,13 @@ class LoadPolicy:
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
 
-    def _heard_of(self, tier: Tier) -> None:
+    def _note_measured(self, tier: Tier) -> None:
         if tier is Tier.REDIS:
-            self.probes.heard()
+            self.probes.note_measured()
 
     def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
-        self._heard_of(tier)
+        self._note_measured(tier)
         if loads[0].has_failed:
             self.model.observe_load_failed(tier, loads[0].seconds)
             return

@@ -84,7 +84,7 @@ class Heartbeat:
 
     def _post(self, *, leaves: bool) -> None:
         try:
-            tell(self._router, self._registration, self._secret, leaves=leaves)
+            register(self._router, self._registration, self._secret, leaves=leaves)
             self._is_silent = False
         except (OSError, ValueError) as error:
             if not self._is_silent:
@@ -92,12 +92,12 @@ class Heartbeat:
             self._is_silent = True
 
 
-def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
+def register(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
     """Register, or leave. Raises ``OSError`` or ``ValueError``, for a refusal ``HTTPError``. vLLM's
     router neither confirms a registration nor can be left."""
     if router.startswith(DISCOVERY):
         if not leaves:
-            _tell_vllms_router(router, registration)
+            _send_to_vllms_router(router, registration)
         return
     # The time prevents replay of an old registration.
     fields = {**asdict(registration), "leaves": leaves, "time": time.time()}
@@ -108,7 +108,7 @@ def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool
     _open(urllib.request.Request(f"{router}/register", body, headers))
 
 
-def _tell_vllms_router(router: str, registration: Registration) -> None:
+def _send_to_vllms_router(router: str, registration: Registration) -> None:
     kind = {"kv_producer": "P", "kv_consumer": "D"}[registration.role]
     said = {"type": kind, "http_address": registration.http, "zmq_address": registration.kv}
     sock: zmq.Socket[bytes]

@@ -139,7 +139,7 @@ class MappedPeers:
         """A mapping for exclusive use, pooled afterwards; closed if its use fails."""
         with self._lock:
             if self._looking is None:
-                self._looking = start_thread("lmc-mapped-peers", self._look)
+                self._looking = start_thread("lmc-mapped-peers", self._close_stale)
             idle = self._idle.get(node)
             mapping = idle.pop() if idle else None
         if mapping is not None and not mapping.is_fresh():
@@ -162,7 +162,7 @@ class MappedPeers:
                 return
         mapping.close()
 
-    def _look(self) -> None:
+    def _close_stale(self) -> None:
         while not self._closing.wait(_SECONDS_BETWEEN_LOOKS):
             with self._lock:
                 idle = [mapping for each in self._idle.values() for mapping in each]

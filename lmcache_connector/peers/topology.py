@@ -102,10 +102,10 @@ class PeerTopology(Topology):
     def prepare(self) -> None:
         """Scan the folder and resolve names. A name that does not resolve is skipped."""
         if not self._is_looked_up:
-            self._look_names_up()
-        self._look_here()
+            self._resolve_names()
+        self._scan_folder()
 
-    def _look_names_up(self) -> None:
+    def _resolve_names(self) -> None:
         self._next_look = self._clock() + _SECONDS_BETWEEN_LOOKS
         found: dict[Node, Endpoint] = {}
         for address in self._addresses:
@@ -127,7 +127,7 @@ class PeerTopology(Topology):
             return True
         return self._clock() < self._next_look
 
-    def _look_here(self) -> None:
+    def _scan_folder(self) -> None:
         if self._host is None:
             return
         own = digest(self._greeting.engine_id)

@@ -59,9 +59,9 @@ class EngineStart:
 
     def update(self, reports: Iterable[RankReport]) -> tuple[tuple[Fetched, ...], ...]:
         """Process start reports. Returns the measurements of all ranks once all have reported."""
-        news = {report.rank: report.start for report in reports if report.start is not None}
-        self._starts |= news
-        if not news or len(self._starts) < self.world_size:
+        new = {report.rank: report.start for report in reports if report.start is not None}
+        self._starts |= new
+        if not new or len(self._starts) < self.world_size:
             return ()
         starts = [self._starts[rank] for rank in sorted(self._starts)]
         if differing := _differing(starts):

@@ -110,14 +110,14 @@ class PlannedJobs:
         acked: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         *,
         idle: bool,
-        **news: Any,
+        **fields: Any,
     ) -> StepPlan | None:
-        """The plan of a step: everything added since the last plan, and ``news``, further fields;
+        """The plan of a step: everything added since the last plan, and further ``fields``;
         ``None`` if both are empty, as for most decode steps. ``acked``: per rank, the adapters and
         weights that are known."""
         added = self._loads or self._stores or self._prefetches
         if not (
-            added or self._cancelled_loads or self._vacated_stores or idle or any(news.values())
+            added or self._cancelled_loads or self._vacated_stores or idle or any(fields.values())
         ):
             return None
         plan = StepPlan(
@@ -129,7 +129,7 @@ class PlannedJobs:
             idle=idle,
             acked_adapters=acked[0],
             acked_weights=acked[1],
-            **news,
+            **fields,
         )
         self._loads, self._stores, self._prefetches = [], [], []
         self._cancelled_loads, self._vacated_stores = [], []

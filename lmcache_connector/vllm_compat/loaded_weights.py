@@ -113,7 +113,7 @@ class LoadedWeights:
         self._read(is_asked=True)
 
     def take(self) -> WeightsInMemory | None:
-        """The state of the weights, if it is news."""
+        """The state of the weights, if it changed since the last call."""
         if not self.has_updates:
             return None
         self.has_updates = False

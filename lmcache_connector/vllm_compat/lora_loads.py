@@ -93,7 +93,7 @@ class LoraLoads:
         self._has_changed = True
 
     def take(self) -> LoadedAdapterList | None:
-        """The list of loaded adapters, if it is news."""
+        """The loaded adapters, if they changed since the last call."""
         if not self.has_updates:
             return None
         self._has_changed = False

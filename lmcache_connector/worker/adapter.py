@@ -59,7 +59,7 @@ _STOP_SECONDS = 5.0
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait so long for the next one.
 _HOLD_SECONDS = 0.01
-_NO_NEWS: StepOutput[RankReport] = StepOutput()
+_NO_UPDATES: StepOutput[RankReport] = StepOutput()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class WorkerAdapter:
         if self._settings.blocks_are_zeroed:
             self._gate.close()
         if not self._has_updates():
-            return _NO_NEWS
+            return _NO_UPDATES
         self._take_ended()
         return self._output(self._report(self._ended))
 
@@ -271,7 +271,7 @@ class WorkerAdapter:
             self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
-        self._engine.tell_again()
+        self._engine.report_all()
         # News and answers in preparation may be lost.
         self._is_start_told, self._weights.has_updates = False, True
         if plan is not None and plan.weights_question:

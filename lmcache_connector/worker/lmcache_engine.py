@@ -353,7 +353,7 @@ class LMCacheEngineAdapter:
         self._changed.take()
         self.leaving.clear()
 
-    def tell_again(self) -> None:
+    def report_all(self) -> None:
         """Report all chunks again: the last events may be lost."""
         self._changed.report([*self.chunks.all_keys(), *self.leaving.removed])
 

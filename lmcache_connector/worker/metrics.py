@@ -74,7 +74,7 @@ class WorkerMetrics:
         if now < self._next_look:
             return None
         self._next_look = now + _REFRESH_SECONDS
-        self._look()
+        self._sample()
         return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:
@@ -103,7 +103,7 @@ class WorkerMetrics:
             self.tally.observe(f"{verb}_seconds", tier, value=seconds)
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         tally, rank, held = self.tally, self._rank, self.engine.holdings()
         tally.set("queued_jobs", rank, value=self.jobs.num_open)
         tally.set("cpu_used_bytes", rank, value=self.engine.used_bytes)
@@ -116,13 +116,13 @@ class WorkerMetrics:
             tally.count_up_to("cpu_evictions", reason, total=count)
         tally.count_up_to("p2p_refused_chunks", total=self.transfers.num_refused)
         if self.redis is not None:
-            self._look_at_redis(self.redis)
+            self._sample_redis(self.redis)
         if self.peers is not None:
             self._count_chunks("peer", self.peers.counts())
             tally.count_up_to("peer_mapped_chunks", total=self.peers.num_mapped)
             tally.count_up_to("peer_fallbacks", total=self.peers.num_fallbacks)
 
-    def _look_at_redis(self, redis: RedisTier) -> None:
+    def _sample_redis(self, redis: RedisTier) -> None:
         tally, stats = self.tally, redis.stats()
         for num_bytes, seconds in redis.take_write_times():
             self._observe("store", "redis", num_bytes, seconds)

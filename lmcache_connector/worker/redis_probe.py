@@ -74,12 +74,12 @@ class RedisProbe:
         self.has_updates = False
         self._closed = threading.Event()
         self._background = Background("lmc-probe")
-        self._task = self._background.submit(self._measure, self._tell)  # at start
+        self._task = self._background.submit(self._measure, self._note_end)  # at start
 
     def request(self) -> None:
         """Measure soon, unless a measurement is under way."""
         if not self.is_busy:
-            self._task = self._background.submit(self._measure, self._tell)
+            self._task = self._background.submit(self._measure, self._note_end)
 
     @property
     def is_busy(self) -> bool:
@@ -103,7 +103,7 @@ class RedisProbe:
         self._closed.set()
         self._background.close(seconds)
 
-    def _tell(self) -> None:
+    def _note_end(self) -> None:
         self.has_updates = True
 
     def _measure(self) -> tuple[Fetched, ...]:

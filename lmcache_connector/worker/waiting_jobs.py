@@ -128,7 +128,7 @@ class QueuedJob:
             return self.submitted_at + _MAX_FENCE_SECONDS + seconds
         return self.fenced_at + seconds
 
-    def look_at_fence(self, now: float) -> bool:
+    def check_fence(self, now: float) -> bool:
         """Whether the forward passes before the load have ended. If one has failed, the load is
         cancelled."""
         try:
@@ -190,7 +190,7 @@ class WaitingLoads:
 
     def next(self, now: float) -> QueuedJob | None:
         """Remove and return the job that is to begin."""
-        self._look_at_fences(now)
+        self._check_fences(now)
         while self._ready:
             turn, job_id, made_ready_by = heapq.heappop(self._ready)
             queued = self._waiting.get(job_id)
@@ -245,10 +245,10 @@ class WaitingLoads:
             self._deadlines = [each for each in self._deadlines if each[1] in waiting]
             heapq.heapify(self._deadlines)
 
-    def _look_at_fences(self, now: float) -> None:
+    def _check_fences(self, now: float) -> None:
         """Forward passes run in order: if one still runs, no later fence is reached."""
         passes = self._behind_passes
-        while passes and (passes[0].result is not None or passes[0].look_at_fence(now)):
+        while passes and (passes[0].result is not None or passes[0].check_fence(now)):
             queued = passes.popleft()
             if queued.job.job_id in self._waiting:
                 self.add(queued)  # with its deadline, now that it is known

@@ -172,7 +172,7 @@ class ClusterTopology(Topology):
         # First, so that a change reported during the look is not lost.
         self._stale = False
         try:
-            slots = self._look()
+            slots = self._fetch_slots()
         except BaseException:  # look again
             self._stale = True
             raise
@@ -180,7 +180,7 @@ class ClusterTopology(Topology):
         owners = {slot: names[endpoint] for slot, endpoint in slots.items()}
         self._map = _Map(owners, {node: endpoint for endpoint, node in names.items()})
 
-    def _look(self) -> Mapping[int, Endpoint]:
+    def _fetch_slots(self) -> Mapping[int, Endpoint]:
         """The slot map of the first node that answers."""
         known = tuple(self._map.endpoints.values())[:_MAX_ASKED]
         error: Exception = OSError("no node")

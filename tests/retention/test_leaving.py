@@ -80,7 +80,7 @@ class Rank:
         events = [CacheEvent(k, k in self.held, is_leaving=k in leaving) for k in changed]
         return events, number
 
-    def tell_again(self) -> None:
+    def report_all(self) -> None:
         self.changed.update(dict.fromkeys([*self.held, *self.leaving.removed]))
 
 
@@ -143,7 +143,7 @@ class World:
             if fate < 0.05:
                 continue  # a failed step: its reports are lost
             if fate < 0.1:
-                rank.tell_again()
+                rank.report_all()
                 continue
             self.index.apply(rank.number, *report)
 

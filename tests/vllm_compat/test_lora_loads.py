@@ -102,7 +102,7 @@ def void(result: object) -> None:
     """Drops it."""
 
 
-def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path) -> None:
+def test_reading_the_same_files_again_changes_nothing(loads: LoraLoads, folder: Path) -> None:
     """A request with ``load_inplace`` has them read in every step."""
     manager = Manager()
     manager.add(1, folder)

@@ -141,12 +141,12 @@ class VllmInstance:
         return self._receive(_ANSWER_SECONDS)
 
     def listen(
-        self, on_news: Callable[[Any], None], function: Callable[..., Any], *args: Any
+        self, on_item: Callable[[Any], None], function: Callable[..., Any], *args: Any
     ) -> Any:
         """As :meth:`call`, of a function whose last argument takes what it has to say meanwhile."""
         self._pipe.send((_telling, (function, *args), {}))
         while isinstance(answer := self._receive(_ANSWER_SECONDS), _News):
-            on_news(answer.item)
+            on_item(answer.item)
         return answer
 
     def _receive(self, seconds: float) -> Any:
