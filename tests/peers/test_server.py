@@ -275,20 +275,6 @@ def test_half_a_command_ends(chunks: HeldChunks) -> None:
         raise AssertionError("it waits for the rest for ever")
 
 
-def test_commands_in_pieces_are_answered_in_order(server: PeerServer) -> None:
-    said = b"".join(get(i) for i in range(NUM_CHUNKS)) + b"*1\r\n$4\r\nQUIT\r\n"
-    with dial(server) as sock:
-        for place in range(0, len(said), 7):
-            sock.sendall(said[place : place + 7])
-        received = b""
-        while data := sock.recv(1 << 16):
-            received += data
-    for i in range(NUM_CHUNKS):
-        place = received.index(chunk_data(i)[: GEOMETRY.shard_bytes])
-        received = received[place:]
-    assert received.endswith(b"\r\n+OK\r\n")
-
-
 def test_a_taken_port_is_an_error(chunks: HeldChunks, server: PeerServer) -> None:
     with pytest.raises(OSError, match="in use"), serving(chunks, port=server.port):
         pass

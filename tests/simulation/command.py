@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,27 +72,16 @@ def _run_one(arguments: argparse.Namespace, model: Path) -> int:
     return bool(report.failures)
 
 
-@dataclass
-class _Totals:
-    """Of all worlds that were run, each ``numbers`` by name."""
-
-    numbers: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def is_good(self) -> bool:
-        return not self.numbers["failed"] and not self.numbers["unlike"]
-
-
 def _run_many(arguments: argparse.Namespace, model: Path) -> int:
-    started, totals = time.monotonic(), _Totals()
+    started, numbers = time.monotonic(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(job)) for job in range(arguments.jobs)]
         children = [_fork(arguments, model, job, file) for job, file in enumerate(files)]
         ends = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
         for file in files:
-            totals.numbers.update(json.loads(file.read_text()) if file.exists() else {})
-    _summarize(arguments, totals, time.monotonic() - started)
-    return not (ends == {0} and totals.is_good)
+            numbers.update(json.loads(file.read_text()) if file.exists() else {})
+    _summarize(arguments, numbers, time.monotonic() - started)
+    return bool(ends != {0} or numbers["failed"] or numbers["unlike"])
 
 
 def _fork(arguments: argparse.Namespace, model: Path, job: int, file: Path) -> int:
@@ -142,8 +130,7 @@ def _tidy(num_worlds: int) -> None:
         gc.collect()
 
 
-def _summarize(arguments: argparse.Namespace, totals: _Totals, seconds: float) -> None:
-    numbers = totals.numbers
+def _summarize(arguments: argparse.Namespace, numbers: Counter[str], seconds: float) -> None:
     print(
         f"{numbers['seeds']} seeds from {arguments.first} on, {numbers['failed']} failed: "
         f"{seconds:.1f} s, {numbers['seeds'] / seconds * 60:.0f} seeds a minute"

@@ -24,16 +24,6 @@ def names(writes: list[PendingWrite]) -> list[int]:
     return [w.key[0] for w in writes]
 
 
-def test_writes_are_taken_in_order_up_to_a_size() -> None:
-    queue = WriteQueue(100)
-    for i in range(5):
-        assert queue.offer(write(i, i)) == []
-    assert names(queue.take(25, 0.0)) == [0, 1, 2]
-    assert names(queue.take(0, 0.0)) == [3]
-    assert names(queue.take(100, 0.0)) == [4]
-    assert queue.take(100, 0.0) == []
-
-
 def test_a_full_queue_drops_its_deepest_chunk_the_newest_of_several() -> None:
     queue = WriteQueue(40)
     for name, order in enumerate((5, 9, 9, 2)):
@@ -88,15 +78,6 @@ def test_a_queue_that_fills_up_is_not_held_back() -> None:
     assert queue.take(10, 0.0) == []
     queue.offer(write(5, 5))
     assert names(queue.take(10, 0.0)) == [0]
-
-
-def test_close_returns_queued_writes() -> None:
-    queue = WriteQueue(100)
-    queue.offer(write(0, 0))
-    queue.take(1, 0.0)
-    queue.offer(write(1, 1))
-    assert names(queue.close()) == [1]
-    assert names(queue.offer(write(2, 2))) == [2]
 
 
 def test_a_node_with_a_long_lane_makes_room_for_another() -> None:
