@@ -30,7 +30,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2930},
     {
         "audit": 345,
-        "cost_model": 1350,
+        "cost_model": 1355,
         "kv_events": 335,
         "kv_layout": 600,
         "metrics": 525,

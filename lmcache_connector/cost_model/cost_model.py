@@ -25,10 +25,10 @@ Until a prefill has been measured, ``C`` is unknown: the model loads as much as 
 with a deadline of 750 ms or more.
 
 The way back. A tier that looks slow is not loaded from, and so not measured. After a minute without
-news of it, one request loads one chunk on trial, as if the tier were unknown. If the trial is slow
-or never reported, the tier is avoided for another minute; after its very first loads only for some
-seconds, because these may have met a hiccup. Probes of Redis, made while requests would use it, end
-its stalls. Peers are not probed: their stalls end by a trial.
+news of it, one request loads a few chunks on trial, as if the tier were unknown. If the trial is
+slow or never reported, the tier is avoided for another minute; after its very first loads only for
+some seconds, because these may have met a hiccup. Probes of Redis, made while requests would use
+it, end its stalls. Peers are not probed: their stalls end by a trial.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from math import ceil, inf
 from typing import Literal
 
@@ -203,7 +204,7 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
-        """The best prefix. If it leaves out a tier without recent news, one chunk of that tier is
+        """The best prefix. If it leaves out a tier without recent news, chunks of that tier are
         added on trial, as if the tier were unknown. Copies from memory end whole, whatever their
         deadline."""
         best = self._best(offer, compute_seconds)
@@ -213,9 +214,10 @@ class CostModel:
         learned = self._tiers[left_out]
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
+        end = self._end_of_trial(offer, best, compute_seconds)
         self._tiers[left_out] = learned.untried()
-        trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
-        # The whole hit may pay where one chunk does not.
+        trial = self._prefixes(offer).of(end)
+        # The whole hit may pay where the trial does not.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         self._tiers[left_out] = learned
         trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
@@ -224,6 +226,20 @@ class CostModel:
             return best  # a later request may try the tier
         learned.tried(now)
         return trial
+
+    def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
+        """As many chunks as may be as slow as those of the tier's last load, one at least. One
+        alone takes as long as several where latency is all: the tier would look slow for ever."""
+        start, first = best.num_chunks, offer.end_after(best.num_chunks)
+        tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
+        run = takewhile(lambda each: each is tier, offer.tiers[start:])
+        end = offer.end_up_to(start + len(list(run)))
+        while end > first:
+            load_seconds = offer.bytes_of(end)[tier] * self._tiers[tier].last_seconds_per_byte
+            if load_seconds + self._rest_seconds(offer, end) <= longest:
+                return end
+            end = offer.end_up_to((start + end) // 2)
+        return first
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix; the empty one if recompute is as good."""

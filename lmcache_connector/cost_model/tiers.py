@@ -8,6 +8,7 @@ loads say about latency. Times are arguments, in seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from lmcache_connector.cost_model.fit import FadingFit
 
@@ -47,6 +48,7 @@ class TierSpeed:
         self.known = self.stalled = False
         # If all loads had one size, bandwidth explains them.
         self._fit = FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))
+        self.last_seconds_per_byte = 0.0  # of the last load, its latency included
         self._num_good = self._num_failed = 0.0
         self._changed_at = 0.0
         self._quiet_seconds = _FIRST_QUIET_SECONDS
@@ -121,6 +123,7 @@ class TierSpeed:
         if not (hung and self.stalled):  # a stall counts as one failure
             self._count(failed=hung)
         self.stalled = hung
+        self.last_seconds_per_byte = inf
         if num_bytes > 0:
             self._observe(now, num_bytes, seconds)
         elif not self.probed:
@@ -131,7 +134,7 @@ class TierSpeed:
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
         weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
         self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
-        self._changed_at = now
+        self._changed_at, self.last_seconds_per_byte = now, seconds / num_bytes
         self.known, self._starts_anew = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:

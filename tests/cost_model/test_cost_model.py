@@ -313,6 +313,19 @@ def test_slow_memory_costs_a_chunk_a_minute_until_it_recovers(cpu: TrueSpeed, se
     assert instance.requests(90, CPU_HIT)[-1].decision.num_chunks == 23
 
 
+@pytest.mark.parametrize("latency", [0.04, 0.05])
+def test_memory_that_is_slow_for_one_chunk_is_used_for_many(latency: float) -> None:
+    """As measured by the self-test, a chunk takes longer to load than to compute. All 23 together
+    hardly take longer than the one."""
+    instance = SimulatedInstance({CPU: TrueSpeed(CPU_BYTES_PER_SECOND, latency), REDIS: STALLING})
+    instance.calibrate()
+    instance.cold_requests(2)
+    assert not instance.request(CPU_HIT).decision.num_chunks
+    requests = instance.requests(int(4 * QUIET_SECONDS), CPU_HIT)
+    assert max(request.vs_recompute for request in requests) <= 1.05
+    assert requests[-1].decision.num_chunks == len(CPU_HIT)
+
+
 @pytest.mark.parametrize("redis", redis_speeds(), ids=str)
 def test_a_calibrated_instance_starts_near_the_best_choice(redis: TrueSpeed) -> None:
     requests = started(redis).requests(100, REDIS_HIT)
