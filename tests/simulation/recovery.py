@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.simulation.faults import DamagedValues, Deployment
 from tests.simulation.instance import Instance
 from tests.simulation.kernel import Kernel, SimulationFailure
@@ -80,7 +81,9 @@ class Recovery:
 
     def writes_go_on(self, writer: Instance) -> None:
         """While one server is slow and never fails, the others get what they should have."""
-        kernel, slow, start = self.kernel, self.deployment.slow, self.kernel.now
+        kernel, slow = self.kernel, self.deployment.slow
+        kernel.sleep(RedisTierConfig.backoff_max_seconds)  # until all that are back are known to be
+        start = kernel.now
         prompts, offered = list[Tokens](), set[bytes]()
         while kernel.now < start + _FLOOD_SECONDS:
             prompts.append(tuple(kernel.chance.randrange(60) for _ in range(160)))
