@@ -11,8 +11,9 @@
                                       reply waits up to ``MS`` for the first complete transfer
 ``DONE READER ID...``                 the reader no longer needs these transfers
 ``MAP``                               Unix socket only: the descriptor of the CPU tier's memory
-``LEASE NAME...``                     per value: its offset in that memory (8 bytes) and header, or
-                                      ``nil``. The chunks stay until the next ``LEASE``/``RELEASE``
+``LEASE NAME...``                     one string: per value its offset in that memory and its
+                                      header, see ``PLACE``. The chunks stay until the next
+                                      ``LEASE`` but one or ``RELEASE``
 ``SCAN``, ``DBSIZE``                  names of whole heads; only after ``AUTH``
 ``PING``, ``AUTH``, ``SELECT 0``      as in Redis
 ``PTTL``, ``INFO``                    no expiry; an empty string
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -54,6 +56,8 @@ MAX_ASKED = 512
 KEY_PREFIX_BYTES = 8
 """Readers of a KV transfer get only this much of each chunk key. A reader that knows the prompt
 can derive the rest; nobody else learns a chunk's name."""
+PLACE, NOWHERE = struct.Struct(f"<Q{HEADER_BYTES}s"), (1 << 64) - 1
+"""Where a value lies in mapped memory, or ``NOWHERE``, and its header."""
 _MAX_PATTERN_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
@@ -138,14 +142,14 @@ class Greeting:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """``parts`` are sent in order, then ``lease`` is released. ``is_early``: a later reply would
-    contain more. ``held``: leases that the client keeps until a later reply ``releases`` them.
+    contain more. ``held``: leases that the client keeps; ``kept``: of how many replies before.
     ``descriptor`` is sent along with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
     is_early: bool = False
     held: tuple[Lease, ...] = ()
-    releases: bool = False
+    kept: int | None = None
     descriptor: int | None = None
 
 
@@ -235,7 +239,7 @@ class Commands:
             b"DONE": self._done,
             b"MAP": self._map,
             b"LEASE": self._lease,
-            b"RELEASE": lambda client, words: replace(OK, releases=True),
+            b"RELEASE": lambda client, words: replace(OK, kept=0),
         }
 
     def seal(self, keys: Iterable[bytes]) -> None:
@@ -337,15 +341,16 @@ class Commands:
     def _lease(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
             return _error("no memory is handed over here")
-        leases, answers = dict[bytes, Lease](), [b"*%d\r\n" % len(words)]
+        leases, num_bytes, answer = dict[bytes, Lease](), 0, bytearray()
         for name in words:
-            is_much = sum(len(lease.view) for lease in leases.values()) >= _MAX_LEASED_BYTES
-            if is_much or (found := self._leased(name, leases)) is None:
-                answers.append(b"$-1\r\n")
+            before = len(leases)
+            if num_bytes >= _MAX_LEASED_BYTES or (found := self._leased(name, leases)) is None:
+                answer += PLACE.pack(NOWHERE, b"")
                 continue
             lease, stripe, header = found
-            answers.append(_bulk((lease.offset + stripe.offset).to_bytes(8, "little") + header))
-        return Reply((b"".join(answers),), held=tuple(leases.values()), releases=True)
+            num_bytes += len(lease.view) if len(leases) > before else 0
+            answer += PLACE.pack(lease.offset + stripe.offset, header)
+        return Reply((_bulk(bytes(answer)),), held=tuple(leases.values()), kept=1)
 
     def _exists(self, client: Client, words: list[bytes]) -> Reply:
         found = (self._find(name, self._known) for name in words)

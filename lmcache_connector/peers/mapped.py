@@ -2,9 +2,10 @@
 
 The owner's CPU tier is a memfd, passed over a Unix socket by ``MAP``. To read chunks, a reader
 leases them (``LEASE`` returns each value's offset and header), copies them out of its read-only
-mapping, verifies the seals of its copies, and sends ``RELEASE``. A reader that was stopped for long
-may have lost its leases and copy overwritten bytes: the seal, made of the leased bytes, then fails
-and the chunk is a miss. The mapping ends with the connection.
+mapping, verifies the seals of its copies, and sends ``RELEASE``. The owner answers the next
+``LEASE`` meanwhile. A reader that was stopped for long may have lost its leases and copy
+overwritten bytes: the seal, made of the leased bytes, then fails and the chunk is a miss. The
+mapping ends with the connection.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import logging
 import mmap
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from lmcache_connector.bounded import batches
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.peers.commands import NOWHERE, PLACE
 from lmcache_connector.storage.chunk_codec import (
-    HEADER_BYTES,
     InvalidValueError,
     Sealer,
     ValueHeader,
@@ -46,9 +47,8 @@ _FAIR_SECONDS = 0.02
 """An owner that does not connect within less is not to blame: the load was late."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 8 << 20
 _MAX_BATCH_VALUES = 256
-_PLACE = struct.Struct("<Q")
 _SEALED = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW: access to the mapping never faults
 _F_GET_SEALS = 1034
 
@@ -210,24 +210,37 @@ class _Mapping:
         buffers: Sequence[memoryview],
         limit: Deadline,
     ) -> list[bool]:
-        hits = [True] * len(keys)
+        """Each batch is leased while the one before is copied."""
+        hits, leased = [True] * len(keys), list[_Value]()
         values = _values(plan, keys, buffers)
-        for batch in batches(values, _Value.num_bytes, _BATCH_BYTES, _MAX_BATCH_VALUES):
-            if limit.remaining() <= 0.0:
+        for batch in chain(
+            batches(values, _Value.num_bytes, _BATCH_BYTES, _MAX_BATCH_VALUES), [[]]
+        ):
+            until = _reply_deadline(limit)
+            if batch and limit.remaining() <= 0.0:
                 for value in batch:
                     hits[value.index] = False
                 continue
-            until = _reply_deadline(limit)
-            self._wire.send([command(b"LEASE", *(value.name for value in batch))], until)
-            self._expect(b"*%d" % len(batch), until)
-            places = [self._place(until) for _ in batch]
-            for value, place in zip(batch, places, strict=True):
-                if not (hits[value.index] and self._copy(plan.sealer, value, place)):
+            if batch:
+                self._wire.send([command(b"LEASE", *(value.name for value in batch))], until)
+            for value, place in zip(leased, self._places(len(leased), until), strict=True):
+                if not (hits[value.index] and self._copy(plan.sealer, value, *place)):
                     hits[value.index] = False
+            leased = batch
         return hits
 
+    def _places(self, count: int, until: Deadline) -> Iterator[tuple[int, bytes]]:
+        """Offset and header of each value of a ``LEASE``."""
+        answer = bytearray(PLACE.size * count)
+        if not count:
+            return iter(())
+        self._expect(b"$%d" % len(answer), until)
+        self._wire.receive_behind([memoryview(answer)], until)
+        self._expect(b"", until)
+        return PLACE.iter_unpack(answer)
+
     def release(self, until: Deadline) -> None:
-        """End the lease of the last batch. Each ``LEASE`` has ended the previous one."""
+        """End the leases of the last two batches. Each ``LEASE`` has ended the last but one."""
         self._wire.send([command(b"RELEASE")], until)
         self._expect(b"+OK", until)
 
@@ -236,32 +249,20 @@ class _Mapping:
         del self._memory
         self._map.close()
 
-    def _copy(self, sealer: Sealer, value: _Value, place: bytes | None) -> bool:
+    def _copy(self, sealer: Sealer, value: _Value, offset: int, header: bytes) -> bool:
         """False if the owner lacks the value or its copy fails verification."""
-        if place is None:
-            return False
-        (offset,) = _PLACE.unpack_from(place)
         size = len(value.payload)
+        if offset == NOWHERE:
+            return False
         if offset + size > len(self._memory):
             raise WireError(WireFault.OUT_OF_STEP, "a place outside of the memory")
         # numpy's copy releases the GIL, a memoryview's does not.
         np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
         try:
-            check_value(place[_PLACE.size :], value.payload, value.expected, sealer)
+            check_value(header, value.payload, value.expected, sealer)
         except InvalidValueError:
             return False
         return True
-
-    def _place(self, until: Deadline) -> bytes | None:
-        """A value's offset and header; ``None`` if the owner lacks it."""
-        line, answer = self._wire.receive_line(until), bytearray(_PLACE.size + HEADER_BYTES)
-        if line == b"$-1":
-            return None
-        if line != b"$%d" % len(answer):
-            raise WireError(WireFault.OUT_OF_STEP, first_line(line))
-        self._wire.receive_behind([memoryview(answer)], until)
-        self._expect(b"", until)
-        return bytes(answer)
 
     def _expect(self, wanted: bytes, until: Deadline) -> None:
         if (line := self._wire.receive_line(until)) != wanted:

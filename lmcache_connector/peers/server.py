@@ -63,14 +63,15 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of replies; the last part of a reply carries its lease. ``leases``: chunks
-    that the client copies out of our memory. ``last_progress_at``: the last complete command or
-    progress of sending. ``held``: a command whose reply is delayed until ``held_until``."""
+    that the client copies out of our memory, by reply. ``last_progress_at``: the last complete
+    command or progress of sending. ``held``: a command whose reply is delayed until
+    ``held_until``."""
 
     sock: socket.socket
     last_progress_at: float
     parser: CommandParser = field(default_factory=CommandParser)
     client: Client = field(default_factory=Client)
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[tuple[Lease, ...]] = field(default_factory=list)
     unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
     unsent_bytes: int = 0
     taken_bytes: int = 0  # since ``last_progress_at``
@@ -275,11 +276,11 @@ class PeerServer:
                 break
             connection.held = None
             connection.is_ending |= is_last
-            if reply.releases:
-                self._release_all(connection)
-            for lease in reply.held:
-                connection.leases.append(lease)
-                self._leased_bytes += len(lease.view)
+            if reply.kept is not None:
+                self._release_all_but(reply.kept, connection)
+            if reply.held:
+                connection.leases.append(reply.held)
+                self._leased_bytes += sum(len(lease.view) for lease in reply.held)
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
@@ -359,14 +360,15 @@ class PeerServer:
         for _, lease in connection.unsent:
             self._release(lease)
         connection.unsent.clear()
-        self._release_all(connection)
+        self._release_all_but(0, connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _release_all(self, connection: _Connection) -> None:
-        while connection.leases:
-            self._release(connection.leases.pop())
+    def _release_all_but(self, num_last: int, connection: _Connection) -> None:
+        while len(connection.leases) > num_last:
+            for lease in connection.leases.pop(0):
+                self._release(lease)
 
     def _release(self, lease: Lease | None) -> None:
         if lease is not None:
