@@ -39,7 +39,7 @@ from benchmarks.harness.engines import MODELS, Engines
 from benchmarks.harness.plots import panels
 from benchmarks.harness.ratios import in_turn, median, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
-from benchmarks.peers.connectors import TRANSFERS, let_numba_come_early, lmcache_server, reason
+from benchmarks.peers.connectors import let_numba_come_early, lmcache_server, reason, transfers
 from tests.support.engines.instance import InstanceError, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import tiered_transfer
@@ -53,7 +53,7 @@ _SLOW = "lmcache_v1"  # each request waits for a time-out: one round, one hit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=("tiny", "large"))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="prompt lengths")
     parser.add_argument("--rounds", type=int, default=9, help="of the shortest; others less")
     parser.add_argument("--chunk-size", type=int, default=128, help="of this connector, in tokens")
@@ -116,6 +116,7 @@ def headline(cases: Sequence[Case]) -> dict[str, Any]:
 _LINES = {
     "vllm_cold": "computed",
     "lmcache_mp_hit": "LMCacheMPConnector, hit",
+    "vllm_offloading_hit": "vLLM's OffloadingConnector",
     "ours_redis_hit": "this connector, Redis",
     "ours_cpu_hit": "this connector, CPU tier",
     "gpu_hit": "vLLM's own hit",
@@ -181,12 +182,17 @@ class _Contest:
         self.rounds = {
             tokens: _rounds(self.args.rounds, tokens) for tokens in sorted(self.args.tokens)
         }
+        self.cpu_gib = max(2.0, 4 * max(self.rounds) * self.token_bytes / 2**30)
         self.task = self.progress.add_task(self.model, total=sum(self.rounds.values()))
 
     def run(self) -> list[Case]:
         cases = []
-        valkey = self.engines.enter_context(warm_valkey(3072))
-        ours = tiered_transfer(cpu_gib=2.0, redis_url=valkey.url, chunk_size=self.args.chunk_size)
+        tokens = sum(length * rounds for length, rounds in self.rounds.items())
+        mib = max(3072, int(1.3 * tokens * self.token_bytes) >> 20)
+        valkey = self.engines.enter_context(warm_valkey(mib))
+        ours = tiered_transfer(
+            cpu_gib=self.cpu_gib, redis_url=valkey.url, chunk_size=self.args.chunk_size
+        )
         self._fill(ours)
         self._start(_NONE, None)
         self._start(_OURS, ours)
@@ -220,7 +226,7 @@ class _Contest:
             self._start(_MP, self.engines.enter_context(lmcache_server(log, gib)))
         except ServerError as error:
             self.unavailable[_MP] = reason(error)
-        for name, transfer in TRANSFERS.items():
+        for name, transfer in transfers(int(self.cpu_gib * 2**30)).items():
             if name not in self.unavailable:
                 self._start(name, transfer)
 

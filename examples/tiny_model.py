@@ -61,22 +61,38 @@ DEMO_SHAPE = ModelShape(
 )
 
 
-def build_tiny_model(folder: Path, shape: ModelShape = ModelShape()) -> Path:
+# Llama 3.1 8B, for ``load_format="dummy"``.
+LLAMA_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position=131072,
+)
+
+
+def build_tiny_model(
+    folder: Path, shape: ModelShape = ModelShape(), *, weights: bool = True
+) -> Path:
     """Write configuration, bfloat16 weights and tokenizer to ``folder``, unless they exist.
 
-    Returns ``folder``. A half-written folder is written again.
+    Returns ``folder``. A half-written folder is written again. Without ``weights``, vLLM has to be
+    told ``load_format="dummy"``.
     """
     done = folder / "shape.txt"
     if done.is_file() and done.read_text() == repr(shape):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(folder, shape)
-    _save_model(folder, shape)
+    _save_model(folder, shape, weights=weights)
     done.write_text(repr(shape))
     return folder
 
 
-def _save_model(folder: Path, shape: ModelShape) -> None:
+def _save_model(folder: Path, shape: ModelShape, *, weights: bool) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -94,7 +110,12 @@ def _save_model(folder: Path, shape: ModelShape) -> None:
         bos_token_id=0,
         eos_token_id=0,
         tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
     )
+    if not weights:
+        config.save_pretrained(folder)
+        return
     with torch.random.fork_rng():
         torch.manual_seed(_SEED)
         model = LlamaForCausalLM(config).to(torch.bfloat16)

@@ -256,7 +256,6 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
             kv_role=shape.role,
             kv_connector_extra_config={
                 "cpu_gib": shape.cpu_gib,
-                "loads_in_step": True,
                 "model_digest": "simulated",
                 "host_sharing": False,
                 "store_generated": False,

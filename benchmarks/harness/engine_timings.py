@@ -5,6 +5,7 @@ All are top-level functions for :meth:`tests.support.engines.instance.VllmInstan
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
@@ -140,11 +141,28 @@ def _instead(connector: Any, probe: EngineProbe, function: Callable[..., Any], *
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
     on_scheduler, on_worker = probe.scheduler.connector, state._KV_CONNECTOR_AGENT
+    runner = probe.core.model_executor.driver_worker.worker.model_runner
+    on_runner = getattr(runner, "kv_connector", None)  # of model runner V2
     probe.scheduler.connector = state._KV_CONNECTOR_AGENT = connector
+    if on_runner is not None:
+        runner.kv_connector = _runners_part(on_runner, connector)
     try:
         return function(probe, *args)
     finally:
         probe.scheduler.connector, state._KV_CONNECTOR_AGENT = on_scheduler, on_worker
+        if on_runner is not None:
+            runner.kv_connector = on_runner
+
+
+def _runners_part(on_runner: Any, connector: Any) -> Any:
+    """What model runner V2 calls for ``connector``."""
+    if connector is None:
+        from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+
+        return NO_OP_KV_CONNECTOR
+    replaced = copy.copy(on_runner)
+    replaced.kv_connector = connector
+    return replaced
 
 
 def empty_cpu_tier(probe: EngineProbe) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.engine_timings import come_to_rest
-from examples.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
+from examples.tiny_model import DEMO_SHAPE, LLAMA_8B, ModelShape, build_tiny_model
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.instance import VllmInstance
 
@@ -25,6 +25,7 @@ MODELS = {
         num_kv_heads=4,
         head_dim=64,
     ),
+    "8b": LLAMA_8B,
 }
 
 
@@ -42,7 +43,8 @@ class Engines(contextlib.ExitStack):
             )
             for name in ("benchmark", "model")
         )
-        self.model = model or build_tiny_model(beside / "model", shape)
+        self.options = {"load_format": "dummy"} if shape is LLAMA_8B else {}
+        self.model = model or build_tiny_model(beside / "model", shape, weights=not self.options)
 
     def instance(
         self, name: str, transfer: dict[str, Any] | None = None, **options: Any
@@ -51,6 +53,7 @@ class Engines(contextlib.ExitStack):
 
         ``options`` are those of :class:`~tests.support.engines.instance.VllmInstance`.
         """
+        options = self.options | options
         return VllmInstance(self.model, transfer, self.folder / f"{name}.log", **options)
 
     def start(

@@ -1,12 +1,12 @@
 """``gpu``: all measurements that need a CUDA GPU, in one call and without a network.
 
 It needs torch, Triton, NumPy, pytest and ``requirements-gpu.txt``. The stages: tests of copies and
-streams; copies in every layout with every threshold; the storms of ``simulated-gpu`` on the GPU, if
-vLLM and LMCache are installed (vLLM's scheduler runs, but none of its kernels); the tests under
-compute-sanitizer, if it is installed. One folder gets a log of each stage, results as ``--json``
-writes them, and ``summary.json`` with hardware and versions, rewritten after each stage. For a
-machine that is lent for some minutes at a time, ``--minutes`` ends in time and ``--resume``
-continues.
+streams; with vLLM for CUDA, engine tests and ``ttft``; copies in every layout; the storms of
+``simulated-gpu`` on the GPU, if vLLM and LMCache are installed (vLLM's scheduler runs, but none of
+its kernels); the tests under compute-sanitizer, if it is installed. One folder gets a log of each
+stage, results as ``--json`` writes them, and ``summary.json`` with hardware and versions, rewritten
+after each stage. For a machine that is lent for some minutes at a time, ``--minutes`` ends in time
+and ``--resume`` continues.
 
 ``--rehearse`` does the same without a GPU: the CUDA copier's own code runs, with host memory as
 device memory and Triton's interpreter as compiler. Its speeds mean nothing.
@@ -25,7 +25,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,11 @@ from tests.support import ROOT
 from tests.support.processes import end_session
 
 _FOLDER = "tests/copy_kv_blocks"
-_TESTS = ("-m", "pytest", "-c", f"{_FOLDER}/gpu.ini", "-m", "cuda", _FOLDER)
+_PYTEST = ("-m", "pytest", "-c", f"{_FOLDER}/gpu.ini")
+_TESTS = (*_PYTEST, "-m", "cuda", _FOLDER)
 _FEW_TESTS = ("-k", "mla or loading or groups or fence or pinned")
 _BLOCK_SIZES = (16, 128)
-_THRESHOLDS: dict[str, int | None] = {
-    "": None,  # the default
-    "-direct": 1,
-    "-from-64k": 1 << 16,
-    "-staged": 1 << 40,
-}
+_ENGINE_TESTS = ("tiers", "in_step", "crowd", "peers", "drafters")
 _OUT_OF_TIME = "out of time"
 _ENDING_SECONDS = 25.0  # for a stage that is stopped
 _SANITIZER = "compute-sanitizer"
@@ -120,6 +118,8 @@ def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
     """Most valuable first, in case the machine is taken away early."""
     environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {"REQUIRE_CUDA": "1"}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
+    if not is_rehearsal:
+        yield from _engines(folder, environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
     yield _storms(folder, environment, is_rehearsal=is_rehearsal)
     sanitizer = _find_sanitizer()
@@ -138,20 +138,35 @@ def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
 
 
 def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Iterator[Stage]:
-    """All layouts and block sizes with all thresholds; in a rehearsal, each once."""
+    """All layouts and block sizes; in a rehearsal, one block size."""
     size = ("--mib", "1", "--layers", "2", "--repeats", "1") if is_rehearsal else ()
     device = "rehearsed" if is_rehearsal else "cuda"
-    for name, threshold in _THRESHOLDS.items():
-        for layout in LAYOUTS:
-            for block_size in _BLOCK_SIZES:
-                if is_rehearsal and (name or block_size != 16) and layout != LAYOUTS[0]:
-                    continue
-                label = f"copy-cuda-{layout}-{block_size}{name}"
-                command = ["-m", "benchmarks", "copy", "--device", device, *size]
-                command += ["--layout", layout, "--block-size", str(block_size)]
-                command += ["--direct-min-bytes", str(threshold)] if threshold is not None else []
-                command += ["--json", str(folder / "results" / f"{label}.json")]
-                yield Stage(label, tuple(command), 120.0, environment=environment)
+    for layout in LAYOUTS:
+        for block_size in _BLOCK_SIZES[:1] if is_rehearsal else _BLOCK_SIZES:
+            label = f"copy-cuda-{layout}-{block_size}"
+            command = ["-m", "benchmarks", "copy", "--device", device, *size]
+            command += ["--layout", layout, "--block-size", str(block_size)]
+            command += ["--json", str(folder / "results" / f"{label}.json")]
+            yield Stage(label, tuple(command), 120.0, environment=environment)
+
+
+def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
+    """vLLM's real engine: hits compared byte for byte, and the times to a first token of a model
+    with the shape of Llama 3.1 8B."""
+    missing: str | None = "vLLM for CUDA is not installed"
+    with suppress(PackageNotFoundError):
+        missing = None if version("vllm") else missing
+    tests = (f"tests/engine/test_{name}.py" for name in _ENGINE_TESTS)
+    yield Stage(
+        "engine-tests",
+        (*_PYTEST, "--confcutdir=tests", "-m", "not soak", "-k", "not two", *tests),
+        600.0,
+        environment=environment,
+        missing=missing,
+    )
+    result = str(folder / "results" / "ttft-8b.json")
+    command = ("-m", "benchmarks", "ttft", "--models", "8b", "--rounds", "5", "--json", result)
+    yield Stage("ttft-8b", command, 600.0, environment=environment, missing=missing)
 
 
 def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:

@@ -18,13 +18,16 @@ from tests.support.redis.servers import free_port
 
 _START_SECONDS = 240.0
 
-_OFFLOAD = {"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 2 << 30}}
-TRANSFERS: dict[str, dict[str, Any]] = {
-    "lmcache_v1": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
-    "vllm_offloading": {"kv_connector": "OffloadingConnector", **_OFFLOAD},
-    "vllm_simple_offload": {"kv_connector": "SimpleCPUOffloadConnector", **_OFFLOAD},
-}
-"""``--kv-transfer-config`` of connectors without a server, by their names in results."""
+
+def transfers(cpu_bytes: int = 2 << 30) -> dict[str, dict[str, Any]]:
+    """``--kv-transfer-config`` of connectors without a server, by their names in results.
+    ``cpu_bytes``: memory of vLLM's own two."""
+    offload = {"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes}}
+    return {
+        "lmcache_v1": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        "vllm_offloading": {"kv_connector": "OffloadingConnector", **offload},
+        "vllm_simple_offload": {"kv_connector": "SimpleCPUOffloadConnector", **offload},
+    }
 
 
 def let_numba_come_early() -> None:

@@ -161,10 +161,10 @@ class ConnectorConfig(StrictSettings):
     compute_or_load: Literal["auto", "always"] = "auto"
     """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
     hit."""
-    loads_in_step: bool | None = None
+    loads_in_step: bool = True
     """Load hits from memory inside the step that uses them, where that is quick. Evictions then
-    wait for the scheduler; should a chunk be missing all the same, the engine ends. None: on CPUs,
-    as on GPUs it is not measured. Never under Ray, whose steps need not stay in order."""
+    wait for the scheduler; should a chunk be missing all the same, the engine ends. Never under
+    Ray, whose steps need not stay in order."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

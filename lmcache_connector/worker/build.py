@@ -161,10 +161,8 @@ def banner(
 
 
 def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
-    is_wanted = config.loads_in_step
-    if is_wanted is None:
-        is_wanted = vllm_config.device_config.device_type == "cpu"
-    return is_wanted and vllm_config.parallel_config.distributed_executor_backend in _IN_ORDER
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    return config.loads_in_step and executor in _IN_ORDER
 
 
 def _redis_tier_maker(

@@ -18,6 +18,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import PREFIX
 from tests.support.engines.kv_digests import block_digests, digest_on_rank, shard_digests
 from tests.support.engines.layer_digests import Digests, digest_layers_on_rank, merged
+from tests.support.engines.settings import BLOCK_SIZE
 
 DIGEST_TOKENS = 256
 _MAX_STEPS = 200_000
@@ -68,6 +69,7 @@ class EngineProbe:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.platforms import current_platform
 
         settings: dict[str, Any] = {
             "max_model_len": 16384,
@@ -75,6 +77,8 @@ class EngineProbe:
             "kv_cache_memory_bytes": 1 << 30,
             "seed": 0,
         }
+        if current_platform.is_cuda():  # several engines share one; blocks as on CPUs
+            settings |= {"gpu_memory_utilization": 0.3, "block_size": BLOCK_SIZE}
         settings |= engine_args
         num_ranks = settings.get("tensor_parallel_size", 1)
         num_ranks *= settings.get("pipeline_parallel_size", 1)

@@ -52,9 +52,9 @@ def _flip(worker: Any) -> None:
 
 def _flip_of_drafter(worker: Any) -> None:
     shared = {id(weight) for weight in _model(worker).parameters()}
-    own = [
-        each for each in worker.model_runner.drafter.model.parameters() if id(each) not in shared
-    ]
+    runner = worker.model_runner
+    drafter = runner.speculator if hasattr(runner, "speculator") else runner.drafter
+    own = [each for each in drafter.model.parameters() if id(each) not in shared]
     _flip_bit(next(weight for weight in own if weight.numel()))
 
 
