@@ -133,9 +133,9 @@ class Greeting:
         """Raises ``ValueError`` if ``line`` is not a greeting."""
         words = line.decode("ascii", "replace").split(" ") if isinstance(line, bytes) else []
         if len(words) != 3 or words[0] != "lmcache-connector" or not words[1].isdecimal():
-            raise ValueError("it is no peer server")
+            raise ValueError("it is not a peer server")
         if len(words[1]) > 6 or int(words[1]) == 0 or not _ENGINE_ID.fullmatch(words[2]):
-            raise ValueError("it is no peer server")
+            raise ValueError("it is not a peer server")
         return cls(int(words[1]), words[2])
 
 
@@ -257,7 +257,7 @@ class Commands:
         wrong secrets."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
-            return _error("unknown command; this server only serves chunks to read")
+            return _error("unknown command: this server only serves chunks")
         return verb(client, words[1:])
 
     @staticmethod
@@ -335,12 +335,12 @@ class Commands:
 
     def _map(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
-            return _error("no memory is handed over here")
+            return _error("this connection cannot map memory")
         return replace(OK, descriptor=self._chunks.memory)
 
     def _lease(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
-            return _error("no memory is handed over here")
+            return _error("this connection cannot map memory")
         leases, num_bytes, answer = dict[bytes, Lease](), 0, bytearray()
         for name in words:
             before = len(leases)
@@ -395,7 +395,7 @@ class Commands:
 
     def _auth(self, client: Client, words: list[bytes]) -> Reply:
         if self._secret is None:
-            return _error("no secret is set here")
+            return _error("no peer_secret is set")
         if words and len(words) <= 2 and hmac.compare_digest(words[-1], self._secret):
             client.is_trusted = True
             return OK
@@ -483,7 +483,7 @@ class CommandParser:
                 self._place = before
                 return None
             if self._received[end : end + len(CRLF)] != CRLF:
-                raise ProtocolError("a string of another length")
+                raise ProtocolError("a string that does not have its announced length")
             self._words.append(bytes(self._received[self._place : end]))
             self._place = end + len(CRLF)
             self._num_left -= 1
@@ -500,7 +500,7 @@ class CommandParser:
         end = self._received.find(CRLF, self._place, self._place + 32)
         if end < 0:
             if len(self._received) - self._place >= 32:
-                raise ProtocolError("a line without an end")
+                raise ProtocolError("a line that is too long")
             return None
         line = bytes(self._received[self._place : end])
         self._place = end + len(CRLF)
@@ -509,5 +509,5 @@ class CommandParser:
     def _length(self, line: bytes, kind: bytes, most: int) -> int:
         number = bulk_length(b"$" + line[1:])
         if number is None or number > most:
-            raise ProtocolError("a length that is not served")
+            raise ProtocolError("a malformed or excessive length")
         return number

@@ -255,7 +255,7 @@ class _Mapping:
         if offset == NOWHERE:
             return False
         if offset + size > len(self._memory):
-            raise WireError(WireFault.OUT_OF_STEP, "a place outside of the memory")
+            raise WireError(WireFault.OUT_OF_STEP, "an address outside the mapped memory")
         # numpy's copy releases the GIL, a memoryview's does not.
         np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
         try:

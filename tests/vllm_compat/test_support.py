@@ -81,7 +81,7 @@ def test_a_ring_is_left_out(model: Path) -> None:
     ("changed", "what"),
     [
         ({"kv_cache_spec": WINDOW}, "the SlidingWindowMLASpec of layer"),
-        ({"enable_kv_transfer": False}, "whose KV vLLM does not let others keep"),
+        ({"enable_kv_transfer": False}, "whose KV vLLM does not pass to connectors"),
         ({"host_resident": True}, "HiSparse"),
     ],
 )
@@ -132,7 +132,7 @@ def test_drafts_beside_states_are_refused(model: Path, monkeypatch: pytest.Monke
         block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
     )
     config, cache = drafted_config(model), kv_cache(full_attention(), states)
-    assert "where vLLM has no Triton, and itself ends at the first" in refused(config, cache)
+    assert "without Triton, where vLLM itself ends at the first" in refused(config, cache)
     monkeypatch.setattr(support, "triton", "one that is there")
     assert "speculative decoding beside recurrent states yet" in refused(config, cache)
     check_setup(config, kv_cache())

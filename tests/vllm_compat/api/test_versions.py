@@ -129,7 +129,7 @@ def test_a_newer_version_that_has_all_runs_apart_from_others(
         pytest.param(
             "base.KVConnectorBase_V1.start_save_kv = abstractmethod(lambda self: None)\n"
             "base.KVConnectorBase_V1.__abstractmethods__ |= {'start_save_kv'}",
-            "KVConnectorBase_V1 asks for a method start_save_kv",
+            "KVConnectorBase_V1 requires a method start_save_kv",
             id="a method that must be there",
         ),
     ],
