@@ -240,7 +240,9 @@ def test_a_removed_setting_is_refused_with_its_replacement(name: str) -> None:
         ({"model_digest": "sampled"}, "leave model_digest out"),
     ],
 )
-def test_so_is_a_removed_value(setting: dict[str, Any], instead: str) -> None:
+def test_a_removed_value_is_refused_with_its_replacement(
+    setting: dict[str, Any], instead: str
+) -> None:
     ((name, value),) = setting.items()
     with pytest.raises(ConfigError) as raised:
         parse_config(setting)

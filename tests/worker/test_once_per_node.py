@@ -227,7 +227,7 @@ def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
         assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
 
 
-def test_who_answers_is_not_away_whatever_it_lacks(tmp_path: Path) -> None:
+def test_an_owner_that_answers_is_not_away(tmp_path: Path) -> None:
     """While a third rank, asked by the same load, has gone."""
     with ExitStack() as stack:
         trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))

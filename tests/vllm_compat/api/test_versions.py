@@ -147,7 +147,7 @@ def test_a_newer_vllm_that_differs_is_refused_with_a_sentence(other: str, said: 
 
 
 def test_the_engine_is_refused_with_a_sentence_where_an_untested_version_fails() -> None:
-    sentence = r"not as lmcache-connector needs it \(no x\)"
+    sentence = r"does not fit lmcache-connector \(no x\)"
     with pytest.raises(UnsupportedError, match=sentence), Standing(("0.34",)).blamed():
         raise AttributeError("no x")
     with pytest.raises(AttributeError), Standing().blamed():
