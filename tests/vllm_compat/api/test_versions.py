@@ -115,22 +115,22 @@ def test_a_newer_version_that_has_all_runs_apart_from_others(
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        pytest.param("", "is made", id="nothing"),
+        pytest.param("", "is made", id="compatible"),
         pytest.param(
             "import vllm.v1.request as r; del r.RequestStatus",
             "cannot import name 'RequestStatus'",
-            id="a name that is gone",
+            id="missing name",
         ),
         pytest.param(
             "base.KVConnectorBase_V1.take_events = lambda self, how: ()",
             "KVConnectorBase_V1.take_events has other parameters",
-            id="a call with more",
+            id="extra parameter",
         ),
         pytest.param(
             "base.KVConnectorBase_V1.start_save_kv = abstractmethod(lambda self: None)\n"
             "base.KVConnectorBase_V1.__abstractmethods__ |= {'start_save_kv'}",
             "KVConnectorBase_V1 requires a method start_save_kv",
-            id="a method that must be there",
+            id="new abstract method",
         ),
     ],
 )
