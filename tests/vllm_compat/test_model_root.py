@@ -254,9 +254,7 @@ def test_the_length_does_not_count_where_angles_follow_from_positions(
     assert one == two
 
 
-def test_it_counts_for_models_nobody_has_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin may register a class of its own under a known name."""
     from vllm.model_executor.models import ModelRegistry
 
