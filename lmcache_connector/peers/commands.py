@@ -274,7 +274,7 @@ class Commands:
 
     def _transfer(self, client: Client, words: list[bytes]) -> Reply:
         if len(words) < 3:
-            return _error("how long, who, and which")
+            return _error("TRANSFER takes MS READER ID...")
         states = [self._transfers.state(words[1], _text(name)) for name in words[2:]]
         parts = (_bulk(s) if isinstance(s, bytes) else _INCOMPLETE[s] for s in states)
         is_early = not any(isinstance(state, bytes) for state in states)
@@ -293,7 +293,7 @@ class Commands:
     def _getrange(self, client: Client, words: list[bytes]) -> Reply:
         """Both ends are inclusive, as in Redis; negative offsets are refused."""
         if len(words) != 3 or not (_is_number(words[1]) and _is_number(words[2])):
-            return _error("a name, and two places from the beginning")
+            return _error("GETRANGE takes NAME START END, none negative")
         reply = self._value(words[0])
         if reply is NIL or reply.lease is None:
             return Reply((_bulk(b""),))
@@ -358,9 +358,9 @@ class Commands:
 
     def _holds(self, client: Client, words: list[bytes]) -> Reply:
         if len(words) != 2 or not words[1] or len(words[1]) % CHUNK_KEY_BYTES:
-            return _error("a namespace, and whole keys")
+            return _error("HOLDS takes NAMESPACE and whole keys")
         if len(words[1]) > MAX_ASKED * CHUNK_KEY_BYTES:
-            return _error("fewer keys")
+            return _error("too many keys")
         keys = (words[1][i : i + CHUNK_KEY_BYTES] for i in range(0, len(words[1]), CHUNK_KEY_BYTES))
         is_ours, chunks = words[0] == self._namespace.encode(), self._chunks
         held = (is_ours and (chunks.holds(key) or chunks.is_read_from_owner(key)) for key in keys)
@@ -411,9 +411,9 @@ class Commands:
         cursor, count = words[0] if words else b"", options.get(b"COUNT", b"10")
         pattern = options.get(b"MATCH", b"*")
         if not (_is_number(cursor) and _is_number(count)):
-            return _error("a cursor and a count")
+            return _error("a cursor and COUNT must be numbers")
         if len(pattern) > _MAX_PATTERN_BYTES or len(_STAR.findall(pattern)) > _MAX_STARS:
-            return _error("a shorter pattern")
+            return _error("the pattern is too long")
         if cursor == b"0":
             client.names = list(chain.from_iterable(map(self._names, self._chunks.all_keys())))
         first = int(cursor)

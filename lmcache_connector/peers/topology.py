@@ -183,8 +183,8 @@ class PeerTopology(Topology):
                 self._own.add(node)
                 raise ValueError("it is this engine itself")
             if found.num_ranks != self._greeting.num_ranks:
-                ranks = f"{found.num_ranks} ranks, and {self._greeting.num_ranks} are here"
-                raise ValueError(f"it has {ranks}: such instances share through Redis")
+                ranks = f"{found.num_ranks} ranks, this instance has {self._greeting.num_ranks}"
+                raise ValueError(f"it has {ranks}: share through Redis instead")
         except BaseException:
             client.close()
             raise

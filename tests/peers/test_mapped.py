@@ -215,7 +215,7 @@ def test_clients_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
         for words in ((b"MAP",), (b"LEASE", b"x")):
             sock.sendall(command(*words))
             data, descriptors, _, _ = socket.recv_fds(sock, 256, 1)
-            assert data == b"-ERR no memory is handed over here\r\n"
+            assert data == b"-ERR this connection cannot map memory\r\n"
             assert not descriptors
 
 
