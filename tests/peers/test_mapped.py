@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire
 from lmcache_connector.peers import commands, mapped
 from lmcache_connector.peers.commands import NOWHERE, PLACE
 from lmcache_connector.peers.host import HostFolder
@@ -340,14 +341,14 @@ def test_batches_before_the_deadline_are_hits(
     """The last of them is copied, and its reply is read: the connection stays of use."""
     monkeypatch.setattr(mapped, "_BATCH_BYTES", 1)
     keys, num_asked = [chunk_key(i) for i in range(6)], 0
-    sent = mapped.Wire.send
+    sent = Wire.send
 
     def send(*arguments: Any) -> None:
         nonlocal num_asked
         num_asked += 1
         sent(*arguments)
 
-    monkeypatch.setattr(mapped.Wire, "send", send)
+    monkeypatch.setattr(Wire, "send", send)
     num_values = num_batches * len(PLAN.stripes_of(keys[0]))
     with owner(path, chunks):
         peers, read = reader_of_one(path, 60.0)
