@@ -192,6 +192,20 @@ def scheduled(plan: str) -> Any:
     )
 
 
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_step_that_drafts_ends_after_its_results(
+    connector: LMCacheTieredConnector, recorder: Recorder, speculates: bool
+) -> None:
+    """Drafters without KV, too: vLLM copies recurrent states there."""
+    config = SimpleNamespace(speculative_config=object() if speculates else None)
+    made = {"_worker": None, "_vllm_config": config, "_make_worker": lambda caches: recorder}
+    for name, value in made.items():
+        setattr(connector, name, value)
+    connector.register_kv_caches({})
+    connector.get_finished(set())
+    assert connector._is_in_step == speculates
+
+
 @pytest.mark.usefixtures("in_an_engine")
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_step_of_the_first_runner(

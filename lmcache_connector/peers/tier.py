@@ -222,9 +222,8 @@ class PeerTier:
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
         """Nodes of the leading chunks, up to the first chunk that no peer has."""
         self._servers.refresh()
-        only = self._topology.node_of(b"")
-        if only is not None:  # no look-up: a missing chunk is a miss of the read
-            nodes = [self._topology.node_of(key) or only for key in keys]
+        nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
+        if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
         soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
         with self._asking:

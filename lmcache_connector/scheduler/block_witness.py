@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import ne
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,13 @@ from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
-from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock, KVCacheManager
+
+_UNNAMED = b""
+"""Lineage of a state whose key is not known yet."""
 
 
 class BlockWitness:
@@ -200,19 +203,33 @@ class BlockWitness:
         self._vouch(state, num_tokens)
         return num_tokens
 
-    def computes_state(
-        self, state: RequestState, group: int, block_id: int, num_tokens: int
-    ) -> bool:
-        """Whether the request is witnessed up to ``num_tokens``, where the step being planned
-        leaves a recurrent group's state in this block. If so, vouch for the block."""
-        witness, size = state.witness, self._state_sizes[group]
-        is_witnessed = not witness.has_gap and num_tokens <= (witness.num_tokens or 0)
-        if is_witnessed and num_tokens % size == 0 and self._manager is not None:
-            state.keys.extend(state.request.all_token_ids)
-            end = num_tokens // size
-            block = self._manager.block_pool.blocks[block_id]
-            self._remember([block], self._lineages_of(state, size, end - 1, end))
-        return is_witnessed
+    def states(
+        self, state: RequestState, offers: Sequence[StateOffer]
+    ) -> dict[tuple[int, int], int]:
+        """Blocks of recurrent states at block ends, which the request's steps up to the one being
+        planned leave there, by group and number of tokens. Vouches for them. A state whose key
+        depends on a later token waits for it in ``unnamed``."""
+        found = dict[tuple[int, int], int]()
+        witness, manager = state.witness, self._manager
+        if manager is None or witness.has_gap or not (offers or witness.unnamed):
+            return found
+        known = state.request.num_tokens - self._lookahead
+        waiting = [offer for offer in witness.unnamed if self._lineages.get(offer[1]) == _UNNAMED]
+        witness.unnamed = []
+        state.keys.extend(state.request.all_token_ids)
+        for offer in chain(waiting, offers):
+            group, block_id, num_tokens = offer
+            end, rest = divmod(num_tokens, self._state_sizes[group])
+            if rest or num_tokens > (witness.num_tokens or 0):
+                continue
+            lineages = [_UNNAMED]
+            if num_tokens > known:
+                witness.unnamed.append(offer)
+            else:
+                lineages = self._lineages_of(state, self._state_sizes[group], end - 1, end)
+                found[group, num_tokens] = block_id
+            self._remember([manager.block_pool.blocks[block_id]], lineages)
+        return found
 
     def loaded(self, state: RequestState, job: LoadJob, num_chunks: int) -> None:
         """All ranks have loaded the first ``num_chunks`` of the job into the request's blocks."""

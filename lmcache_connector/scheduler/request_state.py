@@ -15,6 +15,10 @@ RedisAdmission = Literal["all", "reused"]
 """See `ConnectorConfig.redis_admission`."""
 
 
+StateOffer = tuple[int, int, int]
+"""A recurrent state that vLLM has kept: KV cache group, block, tokens that the state has seen."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """The configuration of the scheduler side. Sizes in tokens, times in seconds."""
@@ -102,13 +106,15 @@ class WitnessState:
     ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
-    compute continued from tokens that are not witnessed.
+    compute continued from tokens that are not witnessed. ``unnamed``: recurrent states as vLLM has
+    offered them, whose keys depend on a token that is not known yet.
     """
 
     num_tokens: int | None = None
     num_vouched: int = 0
     due_at: int = 0
     has_gap: bool = False
+    unnamed: list[StateOffer] = field(default_factory=list)
 
     def restart(self) -> None:
         self.reset()
@@ -118,6 +124,7 @@ class WitnessState:
         """The blocks belong to the former keys. A gap stays a gap."""
         self.num_tokens = None
         self.num_vouched = self.due_at = 0
+        self.unnamed.clear()
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
-from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.scheduler.transfers import RequestTransfers
 from lmcache_connector.scheduler.unseen_changes import UnseenChanges
@@ -405,16 +405,10 @@ class Scheduler:
         if job is not None:
             self._dispatcher.start(state, job)
 
-    def _snapshots(
-        self, state: RequestState, offers: Sequence[tuple[int, int, int]]
-    ) -> list[Snapshot]:
-        """Recurrent states that the step being planned computes at chunk ends, in parts for which
-        vLLM offers the states of all groups."""
-        blocks = {
-            (group, num_tokens): block
-            for group, block, num_tokens in offers
-            if self.witness.computes_state(state, group, block, num_tokens)
-        }
+    def _snapshots(self, state: RequestState, offers: Sequence[StateOffer]) -> list[Snapshot]:
+        """Recurrent states at chunk ends, in parts for which vLLM offers the states of all
+        groups."""
+        blocks = self.witness.states(state, offers)
         size = self.settings.chunk_size
         return [
             Snapshot(number, end // size, tuple((blocks[group, end],) for group in part.groups))
@@ -482,7 +476,8 @@ class Scheduler:
             self.jobs.cancel_load(state.load.job)
         elif self.settings.stores:
             computed = request.num_computed_tokens - request.num_in_flight_tokens
-            self._plan_store(state, self.witness.finished(state, computed), lambda: block_ids)
+            num_tokens = self.witness.finished(state, computed)
+            self._plan_store(state, num_tokens, lambda: block_ids, self._snapshots(state, ()))
         self.book.forget_if_done(state)
 
     def take_events(self) -> Sequence[KvEvent]:

@@ -73,13 +73,15 @@ class StorePlanner:
     def found(self, state: RequestState, hit: Hit) -> None:
         """Note how far the request's beginning is shared. If that is further than the hit, store
         there what the next request that shares as much needs for a longer hit."""
-        if hit.shared_end <= hit.stop:
-            return
-        state.store.junction = hit.shared_end
-        if self._has_states:
-            # vLLM then ends a step at the junction, and offers the states.
-            request, junction = state.request, hit.shared_end * self.settings.chunk_size
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
+        request, size, lookahead = state.request, self.settings.chunk_size, self.settings.lookahead
+        end = 0
+        if hit.shared_end > hit.stop:
+            state.store.junction = end = hit.shared_end
+        elif lookahead:  # beside a head, vLLM keeps no state at a prompt's last border
+            end = (request.num_prompt_tokens - lookahead) // size
+        if end and self._has_states:
+            # vLLM then ends a step there, and offers the states.
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, end * size)
 
     def plan(
         self,

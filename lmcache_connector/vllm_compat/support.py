@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+HAS_TRITON = not isinstance(triton, TritonPlaceholder)
+
 
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises :class:`UnsupportedError` for the first unsupported property of the set-up."""
@@ -145,17 +147,25 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if vllm_config.speculative_config is not None and any(
         isinstance(first_spec(group), MambaSpec) for group in kv_cache_config.kv_cache_groups
     ):
-        yield from _problems_of_drafted_states()
+        yield from _problems_of_drafted_states(vllm_config)
 
 
-def _problems_of_drafted_states() -> Iterator[tuple[str, str]]:
-    """vLLM keeps a state for each draft, and copies that of the last one accepted. vLLM 0.32 ends
-    with that on CPUs, and with asynchronous scheduling it may take the number of another request:
-    vllm#51571."""
-    what, remedy = "speculative decoding beside recurrent states", "leave out --speculative-config"
-    if isinstance(triton, TritonPlaceholder):
-        yield f"{what} without Triton, where vLLM itself ends at the first request", remedy
-    yield f"{what} yet", remedy
+def _problems_of_drafted_states(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """vLLM keeps a state for each draft, and copies that of the last one accepted."""
+    what = "speculative decoding beside recurrent states"
+    if not HAS_TRITON:
+        yield (
+            f"{what} where vLLM has no Triton, as on CPUs",
+            "vLLM itself ends there at the first request; start without --speculative-config",
+        )
+    if vllm_config.use_v2_model_runner:
+        yield f"{what} in vLLM's model runner V2 yet", "set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.scheduler_config.async_scheduling:
+        yield (
+            f"{what} with asynchronous scheduling, where vLLM 0.32 may take another request's "
+            "number of accepted tokens (vllm#51571)",
+            "start with --no-async-scheduling",
+        )
 
 
 def _computes_prompts_at_once(vllm_config: VllmConfig) -> bool:

@@ -199,7 +199,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 @pytest.mark.parametrize(
     ("name", "args", "prompt", "error", "where"),
     [
-        # The connector refuses this case. When this test fails, try to support it.
+        # The connector refuses this case on CPUs: see `tests.support.engines.interpreted`.
         (
             "qwen3-next",
             {"speculative_config": DRAFTS},

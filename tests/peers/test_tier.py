@@ -92,6 +92,20 @@ def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
         assert read(tier, [5, 9, 0])[0].hits[0]
 
 
+def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
+    indices = [i for i in range(2000) if chunk_key(i)[-1] < 2][:4]  # the key names its part
+    share = Share(0, Owners((((0,),), ((0,),))))
+    with serving(HeldChunks(indices)) as server:
+        addresses = [Address.parse(each, may_be_dns=True) for each in at(server)]
+        topology = PeerTopology(settings(), addresses, OWN, share, time.monotonic)
+        tier = PeerTier(settings(), PARTS, topology)
+        try:
+            assert read_once_connected(tier, indices).hits == [True] * 4
+            assert read(tier, [])[0].hits == []
+        finally:
+            assert tier.close(5.0)
+
+
 def silent_server() -> socket.socket:
     """Accepts connections and never replies, like a stopped process."""
     return socket.create_server(("127.0.0.1", 0), backlog=64)

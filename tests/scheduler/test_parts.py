@@ -118,6 +118,78 @@ def test_where_prompts_part_the_next_one_finds_a_state(model: Path) -> None:
     assert serve(engine, shared + prompt(4, 4 * BLOCK_SIZE)) == 6 * BLOCK_SIZE
 
 
+HEAD = Shape(
+    groups=("s", "full", "s"),
+    chunk_size=BLOCK_SIZE,
+    lookahead=1,
+    drafts=2,
+    num_blocks=200,
+    tier_chunks=200,
+    max_batched_tokens=256,
+)
+
+
+@pytest.mark.parametrize(("length", "hit"), [(163, 10), (161, 10), (160, 9)])
+def test_beside_a_head_a_prompt_has_a_state_at_its_last_border(
+    model: Path, length: int, hit: int
+) -> None:
+    """vLLM itself would keep the one a block before, as it drops the last block of its own hits."""
+    engine = calm(model, HEAD)
+    tokens = prompt(1, length)
+    assert serve(engine, tokens) == 0
+    assert serve(engine, tokens) == hit * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_beside_a_head_states_of_answers_wait_for_the_token_after_them(
+    model: Path, right: int
+) -> None:
+    """vLLM offers them in the step that computes their last token, and may free their blocks in the
+    next one."""
+    engine = calm(model, HEAD)
+    vars(engine).update(_draft=lambda request_id: drafts_of(engine, request_id, right))
+    serve(engine, prompt(0, 6 * BLOCK_SIZE + 3), max_tokens=3 * BLOCK_SIZE)
+    (first,) = engine.requests.values()
+    assert first.num_tokens == 9 * BLOCK_SIZE + 3, "it did not stop early"
+    borders = [7 * BLOCK_SIZE, 8 * BLOCK_SIZE]
+    found = [serve(engine, [*first.all_token_ids[: end + 1], 1]) for end in borders]
+    assert found == borders if not right else set(found) & set(borders)
+
+
+def test_beside_a_head_the_token_after_a_state_may_be_the_last_one(model: Path) -> None:
+    engine = calm(model, HEAD)
+    vars(engine).update(_draft=lambda request_id: [])
+    serve(engine, prompt(0, 6 * BLOCK_SIZE + 3), max_tokens=BLOCK_SIZE - 2)
+    (first,) = engine.requests.values()
+    assert first.num_tokens == 7 * BLOCK_SIZE + 1, "it did not stop early"
+    assert serve(engine, [*first.all_token_ids, 1]) == 7 * BLOCK_SIZE
+
+
+def test_a_state_that_waits_is_dropped_if_vllm_reuses_its_block(model: Path) -> None:
+    engine = calm(model, replace(HEAD, groups=("s", "s", "full"), num_blocks=34))
+    vars(engine).update(_draft=lambda request_id: drafts_of(engine, request_id, 1))
+    first = engine.add(prompt(0, 6 * BLOCK_SIZE + 3), 2 * BLOCK_SIZE)
+    engine.step()
+    witness = engine.adapter.book.states[first].witness
+    while not witness.unnamed:
+        engine.step()
+    waiting = {block for _, block, _ in witness.unnamed}
+    manager = engine.scheduler.kv_cache_manager
+    num_free = manager.block_pool.get_num_free_blocks() + len(waiting)
+    num_states = 2 * (1 + HEAD.drafts)
+    second = engine.add(prompt(1, (num_free - num_states) * BLOCK_SIZE), 2)
+    engine.step()
+    assert waiting <= {block for group in manager.get_block_ids(second) for block in group}
+    assert not witness.unnamed
+    engine.run_until_idle()
+    engine.check_whole()
+
+
+def drafts_of(engine: ShadowEngine, request_id: str, count: int) -> list[int]:
+    known = engine.requests[request_id].num_tokens
+    return engine._true_tokens(request_id, known + count)[known:]
+
+
 # -- what is loaded --------------------------------------------------------------------------------
 
 

@@ -110,6 +110,15 @@ FULL = {
     "a drafter's head, windows": Shape(
         groups=("w40", "full"), lookahead=1, num_blocks=60, tier_chunks=30
     ),
+    "a drafter's head, states": Shape(
+        groups=("s", "full", "s"),
+        chunk_size=BLOCK_SIZE,
+        lookahead=1,
+        drafts=3,
+        num_blocks=60,
+        tier_chunks=30,
+        redis=True,
+    ),
 }
 
 

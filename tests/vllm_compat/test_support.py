@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowMLASpec,
 )
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.vllm_compat import support
@@ -127,16 +129,29 @@ def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
 
 
-def test_drafts_beside_states_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_beside_states_are_served_where_vllm_is_right_about_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = MambaSpec(
         block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
     )
-    config, cache = drafted_config(model), kv_cache(full_attention(), states)
-    assert "without Triton, where vLLM itself ends at the first" in refused(config, cache)
-    monkeypatch.setattr(support, "triton", "one that is there")
-    assert "speculative decoding beside recurrent states yet" in refused(config, cache)
+    config = drafted_config(model)
+    cache = kv_cache(full_attention(), states)
+    message = refused(config, cache)
+    assert "where vLLM has no Triton, as on CPUs: vLLM itself ends there" in message
+    monkeypatch.setattr(support, "HAS_TRITON", True)
+    check_setup(config, cache)
+    config.scheduler_config.async_scheduling = True
+    assert "vllm#51571): start with --no-async-scheduling" in refused(config, cache)
     check_setup(config, kv_cache())
-    check_setup(vllm_config(model), cache)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in refused(config, cache)
+
+
+def test_vllm_still_copies_numbers_of_accepted_tokens_to_rows_that_may_move() -> None:
+    """vllm#51571. When this fails, try asynchronous scheduling beside drafted states."""
+    updates = inspect.getsource(GPUModelRunner._update_states_after_model_execute)
+    assert "self.input_batch.num_accepted_tokens_cpu_tensor" in updates
 
 
 def drafted_config(model: Path) -> VllmConfig:
@@ -148,6 +163,7 @@ def drafted_config(model: Path) -> VllmConfig:
         target_model_config=config.model_config,
         target_parallel_config=config.parallel_config,
     )
+    config.scheduler_config.async_scheduling = False  # as vLLM has it on CPUs
     return config
 
 

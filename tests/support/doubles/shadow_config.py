@@ -37,8 +37,8 @@ class Shape:
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
     ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
-    with requests up to ``drafted_len``. ``drafts``: by n-grams, for each step of a decode; some are
-    rejected.
+    with requests up to ``drafted_len``. ``drafts``: by n-grams or the head, for each
+    step of a decode; some are rejected. Without, all of a head's are accepted.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
     "s" for states, whose chunks are blocks; "r" and a size for rings. ``in_step``: ranks make loads
     inside steps, and announce what they evict.
@@ -81,13 +81,15 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     )
     if "s" in shape.groups:
         config.cache_config.mamba_cache_mode = "align"
+    if shape.drafts:  # vLLM keeps states of answers, too
+        config.cache_config.prefix_cache_retention_interval = None
     kv_cache = KVCacheConfig(
         num_blocks=shape.num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[_group(shape, i, code) for i, code in enumerate(shape.groups)],
     )
-    # It is refused for what vLLM's workers do, which are not here.
-    with patch.object(support, "_problems_of_drafted_states", tuple):
+    # What is refused where there is none is how vLLM's workers fare there.
+    with patch.object(support, "HAS_TRITON", True):
         built = make_scheduler(config, kv_cache)
     built.needs_kv_cache_zeroing = shape.zeroes
     for manager in built.kv_cache_manager.coordinator.single_type_managers:
@@ -106,15 +108,15 @@ def _speculation(model: Path, shape: Shape) -> SpeculativeConfig | None:
         "target_model_config": target,
         "target_parallel_config": ParallelConfig(tensor_parallel_size=1),
     }
-    if shape.drafts:
+    if not shape.lookahead:
         return SpeculativeConfig(
             method="ngram", num_speculative_tokens=shape.drafts, prompt_lookup_max=2, **common
         )
     return SpeculativeConfig(
         method="eagle",
         model=target.model,
-        num_speculative_tokens=1,
-        max_model_len=shape.drafted_len + 1,
+        num_speculative_tokens=shape.drafts or 1,
+        max_model_len=min(shape.drafted_len + (shape.drafts or 1), MAX_MODEL_LEN),
         **common,
     )
 

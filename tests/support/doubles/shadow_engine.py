@@ -374,13 +374,14 @@ class ShadowEngine:
         self, request_id: str, start: int, end: int, drafts: Sequence[int], *, begins: bool
     ) -> Pass:
         """Tokens not sampled yet are known here: the shadow model is a function of the prompt."""
-        stream = self._true_tokens(request_id, end + self.shape.lookahead)
-        first = end - len(drafts)
+        lookahead = self.shape.lookahead
+        stream, first = self._true_tokens(request_id, end + lookahead), end - len(drafts)
         if not self.shape.drafts:  # all of a head's drafts are right
             drafts = stream[first:]
         right = [draft == token for draft, token in zip(drafts, stream[first:end], strict=False)]
         num_right = [*right, False].index(False)
-        cells = self._cells(request_id, [*stream[:first], *drafts] if self.shape.drafts else stream)
+        tokens = [*stream[: first + num_right + lookahead], *drafts[num_right:]][: end + lookahead]
+        cells = self._cells(request_id, tokens)
         return Pass(request_id, start, end, cells, end - first, num_right, begins=begins)
 
     def _true_tokens(self, request_id: str, count: int) -> list[int]:
@@ -468,8 +469,9 @@ class ShadowEngine:
         known, stream = self.requests[one.request_id].num_tokens, self._streams[one.request_id]
         if one.end < known:
             return []
-        first = known if self.shape.lookahead else one.end - one.drafts
-        last = one.end if self.shape.lookahead else first + one.accepted
+        is_counted = self.shape.drafts > 0
+        first = one.end - one.drafts if is_counted else known
+        last = first + one.accepted if is_counted else one.end
         return [next_token(stream[:end]) for end in range(first, last + 1)]
 
 

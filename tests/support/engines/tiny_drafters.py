@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from examples.tiny_model import ModelShape, build_tiny_model, save_tokenizer
+from tests.support.engines.tiny_families import build_family
 
 NUM_DRAFTS = 3
 _SHAPE = ModelShape(num_layers=1)
@@ -52,6 +53,34 @@ def build_drafted(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     if drafter.exists():
         speculative["model"] = str(drafter)
     return target, {"speculative_config": speculative} | more
+
+
+def build_states_with_head(folder: Path) -> Path:
+    """Write Qwen3-Next with an MTP head, its last layer once more, unless it is there. Both say few
+    words, and what layers add counts for more than what they pass on: n-grams are found in answers,
+    and some drafts are right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = build_family("qwen3-next", folder) / "model.safetensors"
+    weights = load_file(file)
+    if "mtp.fc.weight" not in weights:
+        layer, norm = "model.layers.3.", weights["model.norm.weight"]
+        size = len(norm)
+        head = {"norm": norm, "pre_fc_norm_hidden": norm, "pre_fc_norm_embedding": norm}
+        head["fc"] = torch.eye(size, dtype=torch.bfloat16).repeat(1, 2)  # token and hidden state
+        weights |= {f"mtp.{name}.weight": weight.clone() for name, weight in head.items()} | {
+            name.replace(layer, "mtp.layers.0."): weight.clone()
+            for name, weight in weights.items()
+            if name.startswith(layer)
+        }
+        weights["lm_head.weight"][16:] = 0
+        for name, weight in weights.items():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weight.mul_(8)
+        _save_config(folder, folder, {"num_nextn_predict_layers": 1})
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
 
 
 def _twin(folder: Path) -> tuple[Path, dict[str, Any]]:
