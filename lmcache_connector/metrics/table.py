@@ -141,11 +141,11 @@ _ALL = (
     ),
     counter(
         "redis_chunks",
-        "Chunks that loads read from Redis: hit, or the cause of the miss (missing, ...).",
+        "Chunks that loads read from Redis: hit, or why it missed (missing, bad_checksum...).",
         "result",
         known=_READS,
     ),
-    counter("peer_chunks", "Chunks that loads read from peers: hit, or the cause.", "result"),
+    counter("peer_chunks", "Chunks that loads read from peers: hit, or why it missed.", "result"),
     counter(
         "peer_mapped_chunks",
         "Chunks copied from the memory of engines, or other ranks, on the same host.",
