@@ -106,7 +106,7 @@ def converse(args: argparse.Namespace) -> None:
             print(
                 f"turn {number + 1} user {user + 1}: {turn.first_seconds:.3f} s, "
                 f"{turn.num_prompt_tokens} prompt tokens: {sources}, {computed} computed"
-                + (f" ({lost} were found, and did not come in time)" if lost else ""),
+                + (f" ({lost} were found, but did not arrive in time)" if lost else ""),
                 flush=True,
             )
 
@@ -171,14 +171,16 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", help="of a running vllm serve with the connector")
+    parser.add_argument("url", help="address of a running vllm serve with the connector")
     parser.add_argument("--users", type=int, default=3, help="conversations (3)")
-    parser.add_argument("--documents", type=int, help="that users share (one for each)")
-    parser.add_argument("--turns", type=int, default=3, help="questions of each (3)")
+    parser.add_argument(
+        "--documents", type=int, help="number of documents, shared by the users (one for each)"
+    )
+    parser.add_argument("--turns", type=int, default=3, help="number of questions of each user (3)")
     # The demo's model has a context of 8192 tokens, and each such word has four.
-    parser.add_argument("--words", type=int, default=1500, help="of a document (1500)")
-    parser.add_argument("--question-words", type=int, default=40, help="of a question (40)")
-    parser.add_argument("--seed", type=int, default=0, help="of documents and questions (0)")
+    parser.add_argument("--words", type=int, default=1500, help="words of a document (1500)")
+    parser.add_argument("--question-words", type=int, default=40, help="words of a question (40)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of documents and questions (0)")
     parser.add_argument(
         "--forget",
         action="store_true",

@@ -81,8 +81,10 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="a prompt per line; JSON in *.jsonl")
-    parser.add_argument("url", help="of the engine's API, http://HOST:PORT")
-    parser.add_argument("--concurrency", type=int, default=4, help="prompts asked at once (4)")
+    parser.add_argument("url", help="address of the engine's API, http://HOST:PORT")
+    parser.add_argument(
+        "--concurrency", type=int, default=4, help="number of prompts in flight (4)"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per prompt (600)")
     parser.add_argument("--api-key", default="", help="key of the engine's API (none)")
     return parser.parse_args()

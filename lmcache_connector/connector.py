@@ -411,7 +411,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's last call of a step."""
         self._is_in_step = False
         if self._due is not None:
-            raise RuntimeError("vLLM has run a step without the KV that was to be loaded for it")
+            raise RuntimeError(
+                "vLLM ran a step without the KV that was planned to be loaded inside it"
+            )
         if self._step is not None:
             self._end_step()
             super().clear_connector_metadata()

@@ -28,8 +28,9 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
         config = parse_p2p_config(extra, transfer.kv_port, loads=transfer.is_kv_consumer)
         if str(config.router).startswith(DISCOVERY) and transfer.kv_role == "kv_both":
             raise ConfigError(
-                "'router': vLLM's router knows no 'kv_both'; set kv_role to 'kv_producer' or "
-                "'kv_consumer', or let it be told of this instance by --prefill and --decode"
+                "'router': vLLM's router does not support kv_role 'kv_both': set "
+                "'kv_producer' or 'kv_consumer', or start the router with this instance's "
+                "address as --prefill or --decode"
             )
         return config
 

@@ -180,7 +180,7 @@ class WeightNames:
         self._label = self._new_label
         if self._names[digest].startswith("memory:"):
             self._names[digest] = f"label:{_hex([self._files.name, self._label])}"
-            logger.warning("lmcache-connector: the weights are %r by their label", self._label)
+            logger.warning("lmcache-connector: the weights are named by label: %r", self._label)
 
     def _first_name(
         self, digest: str, ranks: list[WeightsInMemory], configuration: object
@@ -193,7 +193,7 @@ class WeightNames:
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.form for each in ranks]])
             if self._kept.get(key, digest) != digest:
-                return own, "the weights in memory are not what their files gave at earlier starts"
+                return own, "at earlier starts, the same files gave other weights in memory"
             if key in self._kept and not self._files.have_code:
                 return files, ""  # whatever has changed meanwhile, bytes are compared with bytes
         loaded_after = min(each.loaded_after for each in ranks)

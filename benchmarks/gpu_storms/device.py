@@ -122,7 +122,7 @@ def install(device: Device, shape: GpuShape) -> None:
     copier = DeviceCopier(device)
     worker["make_copier"] = lambda _: copier
 
-    def self_test(engine: Any, parts: Sequence[Any], clock: Any) -> SelfTestResult:
+    def self_test(engine: Any, parts: Sequence[Any], clock: Any, **more: Any) -> SelfTestResult:
         num_bytes = parts[0].geometry.chunk_bytes
         seconds = speed.copy_seconds + num_bytes / speed.bus_bytes_per_second
         return SelfTestResult(num_bytes, seconds, seconds)

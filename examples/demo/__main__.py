@@ -41,8 +41,8 @@ def main() -> int:
     for tier, way in (("the CPU tier", outcome.cpu), ("Valkey", outcome.redis)):
         if not way.hit_tokens:
             console.print(
-                f"No KV came from {tier}, so there are no bytes to compare: a machine that is very "
-                "busy computes what it cannot load in time. Run the demo again.",
+                f"No KV came from {tier}, so there are no bytes to compare: a very busy "
+                "machine computes KV that it cannot load in time. Run the demo again.",
                 style="yellow",
             )
     print(json.dumps(outcome.as_json()), flush=True)
@@ -67,8 +67,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="text to ask about")
     parser.add_argument("--model", type=Path, default=TRAINED_MODEL, help="folder of a model")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model: quick")
-    parser.add_argument("--prompt-tokens", type=int, default=6200, help="of each random prompt")
-    parser.add_argument("--rounds", type=int, default=3, help="random prompts to take medians over")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=6200, help="length of each random prompt"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of random prompts to take medians over"
+    )
     return parser.parse_args()
 
 

@@ -93,7 +93,7 @@ class Proxy:
             body = None
         if not isinstance(body, dict):
             return web.json_response(
-                {"error": {"message": "the body is no JSON object"}}, status=400
+                {"error": {"message": "the body is not a JSON object"}}, status=400
             )
         # In every mode, only the proxy chooses the instances that transfer KV.
         body.pop("kv_transfer_params", None)
@@ -241,19 +241,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="to listen on (8000)")
-    parser.add_argument("--heartbeat-seconds", type=float, default=2.0, help="of instances (2)")
-    parser.add_argument("--missed", type=int, default=3, help="heartbeats before one is gone (3)")
-    parser.add_argument("--secret", default="", help="shared; a value, env:NAME or file:PATH")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
+    parser.add_argument(
+        "--heartbeat-seconds",
+        type=float,
+        default=2.0,
+        help="seconds between heartbeats of instances (2)",
+    )
+    parser.add_argument(
+        "--missed",
+        type=int,
+        default=3,
+        help="missed heartbeats before an instance is forgotten (3)",
+    )
+    parser.add_argument(
+        "--secret",
+        default="",
+        help="secret shared with the instances: a value, env:NAME or file:PATH",
+    )
     parser.add_argument("--by-id", action="store_true", help="name the instances in the request id")
-    parser.add_argument("--insecure", action="store_true", help="let anybody register")
+    parser.add_argument("--insecure", action="store_true", help="accept registrations from anybody")
     args = parser.parse_args(arguments)
     secret = resolve_secret(args.secret, os.environ).encode()
     if not (secret or args.insecure or Address(args.host, args.port).is_loopback):
         parser.error(
             "whoever reaches this port could register and read prompts: give the instances' "
-            "--secret, or --insecure if the network is yours alone"
+            "--secret, or --insecure on a network that only you use"
         )
     registry = Registry(args.heartbeat_seconds, args.missed, secret)
     logging.basicConfig(level=logging.INFO)

@@ -74,7 +74,7 @@ class Registry:
         if self._secret:
             expected = sign(body, self._secret)
             if not hmac.compare_digest(expected.encode(), signature.encode()):
-                raise RegistrationError("the signature is not that of the shared secret")
+                raise RegistrationError("the signature was not made with the shared secret")
         fields = _fields(body)
         place = fields["http"], fields["data_parallel_rank"]
         if self._secret:
@@ -103,7 +103,7 @@ class Registry:
         self._told_at = {p: at for p, at in self._told_at.items() if at >= oldest}
         is_new = told_at > self._told_at.get(place, oldest)
         if not is_new or told_at > oldest + 2 * _MAX_AGE_SECONDS:
-            raise RegistrationError("the registration is old, or a clock is wrong")
+            raise RegistrationError("the registration is too old, or a clock is wrong")
         self._told_at[place] = told_at
 
     def alive(self, part: Role | None = None) -> list[Instance]:

@@ -158,7 +158,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", help="name or folder of a model (a tiny one is built)")
     parser.add_argument("--words", type=int, default=1500, help="length of the prompt (1500)")
-    parser.add_argument("--keep", action="store_true", help="go on serving afterwards")
+    parser.add_argument("--keep", action="store_true", help="keep serving afterwards")
     return parser.parse_args()
 
 

@@ -164,8 +164,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("prometheus", help="address of a Prometheus that scrapes engines")
     parser.add_argument("image", type=Path, help="where the picture goes (.png, .svg)")
-    parser.add_argument("--minutes", type=float, default=30, help="to show (30)")
-    parser.add_argument("--rate-seconds", type=int, default=30, help="to take rates over (30)")
+    parser.add_argument("--minutes", type=float, default=30, help="minutes to show (30)")
+    parser.add_argument(
+        "--rate-seconds", type=int, default=30, help="seconds over which rates are taken (30)"
+    )
     return parser.parse_args()
 
 

@@ -53,7 +53,7 @@ class Pool:
         start, _, model = topic.decode().split("@", 2)
         batch = msgspec.msgpack.decode(payload)
         if start != "kv" or not isinstance(batch, list) or not isinstance(batch[1], list):
-            raise ValueError("no batch of KV cache events")
+            raise ValueError("not a batch of KV cache events")
         pooled = [event for event in batch[1] if _is_in_redis(event)]
         if not pooled:
             yield frames
@@ -110,7 +110,7 @@ def _pass_on(frames: Frames, giving: zmq.Socket[bytes], pool: Pool) -> None:
     try:
         messages = list(pool.split(frames))
     except _RUBBISH as error:
-        logger.warning("Dropped what is no batch of events: %s", error)
+        logger.warning("Dropped a message that is not a batch of events: %s", error)
         return
     for message in messages:
         giving.send_multipart(message)

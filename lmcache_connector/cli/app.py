@@ -17,7 +17,7 @@ _GONE = {
     "top": "use `lmcache-connector stats --watch`",
     "inspect": "use `lmcache-connector ls KEY`",
     "warm": "use examples/warm.py of a checkout, which needs nothing installed",
-    "bench": "use `python -m benchmarks` in a checkout; `stats` says how fast an engine loads",
+    "bench": "use `python -m benchmarks` in a checkout; `stats` shows how fast an engine loads",
 }
 _ENGINE = "localhost:8000"
 _RENAMED = {"--url": "--engine", "--config": "--kv-config"}
@@ -30,13 +30,13 @@ class _Commands(TyperGroup):
             ctx.fail(f"{args[0]!r} is gone: {_GONE[args[0]]}.")
         for option in (arg.partition("=")[0] for arg in args):
             if option in _RENAMED and args[0] != "serve":  # vLLM has options with these names
-                ctx.fail(f"{option!r} is gone: its name is {_RENAMED[option]} now.")
+                ctx.fail(f"{option!r} was renamed: use {_RENAMED[option]}.")
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
     name="lmcache-connector",
-    help="Check, watch and tend the KV cache of lmcache-connector.",
+    help="Inspect and manage the KV cache of lmcache-connector.",
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
@@ -50,7 +50,7 @@ RedisUrl = Annotated[
     typer.Option(
         "--redis-url",
         metavar="URL",
-        help="The Redis, as in the connector's settings: a URL, env:NAME or file:PATH.",
+        help="Address of Redis, as in the connector's settings: a URL, env:NAME or file:PATH.",
         envvar="LMCACHE_CONNECTOR_REDIS_URL",
         show_envvar=True,
     ),
@@ -65,7 +65,7 @@ KvConfig = Annotated[
 ]
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", metavar="NAME", help="Only this one; without it, all."),
+    typer.Option("--namespace", "-n", metavar="NAME", help="Only this namespace (default: all)."),
 ]
 
 
@@ -84,12 +84,12 @@ def check(
         str,
         typer.Argument(
             metavar="CONFIG",
-            help="The JSON of --kv-transfer-config, a file with it, or - for stdin.",
+            help="The value of --kv-transfer-config: JSON, a file with it, or - for stdin.",
         ),
     ],
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Also ask this running engine what audits found."),
+        typer.Option(metavar="HOST:PORT", help="Also show root and audits of this running engine."),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -116,11 +116,9 @@ def serve(
     ] = None,
     kv_config: Annotated[
         str | None,
-        typer.Option(
-            metavar="JSON|FILE", help="Instead of both: the whole of --kv-transfer-config."
-        ),
+        typer.Option(metavar="JSON|FILE", help="The whole --kv-transfer-config, in place of both."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print vLLM's line.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print vLLM's command.")] = False,
     json_: Json = False,
 ) -> None:
     """Start vLLM's API server with the connector. Other options go to vllm serve."""
@@ -137,13 +135,13 @@ def stats(
         typer.Argument(metavar="HOST:PORT", help="Running engines.", show_default=_ENGINE),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show rates, look by look, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Show current rates, again and again.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time between two looks.", min=0.1)
+        float, typer.Option(metavar="SECONDS", help="Time between two samples.", min=0.1)
     ] = 2.0,
     count: Annotated[
-        int, typer.Option(metavar="N", help="End after so many looks; 0 goes on.", min=0)
+        int, typer.Option(metavar="N", help="Stop after this many samples; 0: never.", min=0)
     ] = 0,
     json_: Json = False,
 ) -> None:
@@ -165,7 +163,9 @@ def stats(
 def ls(
     key: Annotated[
         str | None,
-        typer.Argument(metavar="KEY", help="First digits of a chunk key: show its values."),
+        typer.Argument(
+            metavar="KEY", help="First digits of a chunk key: show that chunk's values."
+        ),
     ] = None,
     redis_url: RedisUrl = None,
     kv_config: KvConfig = None,
@@ -192,7 +192,7 @@ def verify(
     kv_config: KvConfig = None,
     namespace: Namespace = None,
     limit: Annotated[
-        int, typer.Option(metavar="N", help="Most values to read; 0: all.", min=0)
+        int, typer.Option(metavar="N", help="Maximum number of values to read; 0: all.", min=0)
     ] = 0,
     json_: Json = False,
 ) -> None:
@@ -214,10 +214,10 @@ def purge(
     everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
     idle: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Only values unused for so long: 90s, 15m, 12h, 7d."),
+        typer.Option(metavar="AGE", help="Only values unused for this long: 90s, 15m, 12h, 7d."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the values.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask to confirm.")] = False,
     json_: Json = False,
 ) -> None:
     """Remove values from Redis. In small batches, freed in the background."""

@@ -123,7 +123,7 @@ def _transfer(document: Mapping[str, Any]) -> Finding:
     if problems:
         hints.append(f'"kv_connector": "{meant}", "kv_role": "kv_both"')
         if "kv_connector_extra_config" not in document:
-            hints.append("and the connector's own settings inside kv_connector_extra_config")
+            hints.append("put the connector's own settings into kv_connector_extra_config")
     if meant == P2P and kv_port(document) is None:
         problems.append("kv_port must be a port between 1 and 65535")
     outside = [key for key in document if key in ConnectorConfig.model_fields]
@@ -209,7 +209,7 @@ def check_memory(
     if wanted > available:
         return Finding(name, "error", text, f"lower {setting} to {available / unit * 0.8:.0f}")
     if wanted > 0.8 * available:
-        hint = f"leave some for vLLM{', and count every rank on this host' if whose else ''}"
+        hint = f"leave memory for vLLM{', and count every rank on this host' if whose else ''}"
         return Finding(name, "warning", text, hint)
     return Finding(name, "ok", text)
 
@@ -228,11 +228,13 @@ def _audits(engine: str) -> Finding:
     root = f"root {', '.join(summary['roots'])}; " if summary["roots"] else ""
     counted = f"{root}{sum(audits.values()):.0f} audits, {audits.get('match', 0):.0f} match"
     if wrong := audits.get("mismatch"):
-        detail = f"{counted}, {wrong:.0f} do not: stored KV was not what this engine computes"
-        hint = "its log names the requests; the troubleshooting guide says what to do"
+        detail = f"{counted}, {wrong:.0f} mismatch: stored KV is not what this engine computes"
+        hint = (
+            "its log names the requests; see docs/troubleshooting.md, 'An audit found a mismatch'"
+        )
         return Finding(name, "error", detail, hint)
     if summary["roots_apart"]:
-        detail = f"{counted}; since an audit found other KV some of it is shared with no engine"
-        hint = "its log names the requests; it is shared again once the weights are others"
+        detail = f"{counted}; after a failed audit this engine shares some of its KV with no other"
+        hint = "its log names the requests; it shares again after a restart or other weights"
         return Finding(name, "warning", detail, hint)
     return Finding(name, "ok", counted)

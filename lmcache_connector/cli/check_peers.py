@@ -56,9 +56,9 @@ def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
 
 def _check_reach(told: Address) -> Finding:
     if told.host in _EVERY_INTERFACE:
-        detail = f"others are told to come to {told.host}, which leads each of them to itself"
+        detail = f"peers are told to connect to {told.host}, which is each peer's own machine"
         return Finding("address", "warning", detail, "name an address of this machine")
-    where = "reached from this host only" if told.is_loopback else f"others come to {told.host}"
+    where = "reachable from this host only" if told.is_loopback else f"peers connect to {told.host}"
     return Finding("address", "ok", where)
 
 
@@ -71,19 +71,19 @@ def _check_port(listens: Address) -> Finding:
         detail = f"cannot listen on {listens}: {error.strerror or error}"
         hint = "stop what listens there, or choose another port, or an address of this host"
         return Finding("ports", "error", detail, hint)
-    return Finding("ports", "ok", f"{listens}, and one more for each further rank")
+    return Finding("ports", "ok", f"{listens}; each further rank listens one port higher")
 
 
 def _check_folder(config: ConnectorConfig) -> Finding:
     path = Path(config.host_folder) if config.host_folder else default_folder(os.geteuid())
     if not path.exists():
-        return Finding("host", "ok", f"{path} is where engines of this host will find each other")
+        return Finding("host", "ok", f"engines of this host will find each other in {path}")
     try:
         names = HostFolder(path).sockets()
         own = digest(config.namespace)
         engines = {each.engine for each in names if each.namespace == own}
     except OSError as error:
-        hint = "remove it, or set host_folder to another; host_sharing false does without"
+        hint = "remove it, set host_folder to another one, or set host_sharing to false"
         verdict: Literal["error", "warning"] = "error" if config.host_folder else "warning"
         return Finding("host", verdict, str(error), hint)
     return Finding("host", "ok", f"{len(engines)} engines of this namespace are in {path}")
@@ -91,9 +91,9 @@ def _check_folder(config: ConnectorConfig) -> Finding:
 
 def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) -> Finding:
     """Check rank 0 of an instance, or of all instances behind a name."""
-    started, hint = time.monotonic(), "start it, or look at peers, its peer_listen, and firewalls"
+    started, hint = time.monotonic(), "start it, or check peers, its peer_listen, and firewalls"
     if peer == told:
-        return Finding("peers", "ok", f"{peer} is this instance itself, which is not asked")
+        return Finding("peers", "ok", f"{peer} is this instance itself and is skipped")
     found = list[Greeting]()
     try:
         hosts = [peer.host]
@@ -105,13 +105,13 @@ def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) ->
         errors = [error.strerror or str(error)]
     missing = [error for error in errors if error is not None]
     if not found:
-        detail = f"{peer} cannot be loaded from: {missing[0]}"
+        detail = f"cannot load from {peer}: {missing[0]}"
         return Finding("peers", "error", detail, hint, code=UNREACHABLE)
     ranks = " or ".join(sorted({str(each.num_ranks) for each in found}))
     count = f"{len(found)} of {len(errors)} instances answer" if peer.is_dns else "it answers"
-    detail = f"{peer}: {count}, {ranks} rank(s) each; ours needs as many to load from there"
+    detail = f"{peer}: {count}, {ranks} rank(s) each; this instance must have as many to load"
     if missing:
-        detail = f"{detail}. Others cannot be loaded from: {missing[0]}"
+        detail = f"{detail}. Cannot load from the others: {missing[0]}"
         return Finding("peers", "warning", detail, hint)
     return Finding("peers", "ok", detail, seconds=time.monotonic() - started)
 
@@ -126,7 +126,7 @@ def _greet(config: ConnectorConfig, address: Address, found: list[Greeting]) -> 
         with contextlib.closing(dialer.connect(address.host, address.port, SMALL_BYTES)) as client:
             found.append(Greeting.parse(client.execute_command("PEER")))
     except ResponseError:
-        return "a Redis listens there, and no peer server"
+        return "a Redis listens there, not a peer server"
     except CONNECTION_ERRORS as error:
         return str(error)
     return None
@@ -136,17 +136,17 @@ def _check_host(host: str) -> Finding:
     """Check the name only: requests name the port."""
     started = time.monotonic()
     if host.startswith("*.") or _is_network(host):
-        return Finding("peer", "ok", f"{host} stands for many")
+        return Finding("peer", "ok", f"{host} is a pattern and is not resolved")
     try:
         Address(host, 1).check()
         _within(_ANSWER_SECONDS, lambda: socket.getaddrinfo(host, None))
     except OSError as error:
-        detail = f"{host} is not found: {error.strerror or error}"
-        return Finding("peer", "error", detail, "look at peer_hosts and DNS", code=UNREACHABLE)
+        detail = f"{host} cannot be resolved: {error.strerror or error}"
+        return Finding("peer", "error", detail, "check peer_hosts and DNS", code=UNREACHABLE)
     except ValueError as error:
-        hint = "a host name or an IP address, as requests will name it, without a port"
+        hint = "give a host name or an IP address without a port, as requests name it"
         return Finding("peer", "error", f"peer_hosts: {host[:64]!r} is {error}", hint)
-    return Finding("peer", "ok", f"{host} is found", seconds=time.monotonic() - started)
+    return Finding("peer", "ok", f"{host} resolves", seconds=time.monotonic() - started)
 
 
 def _is_network(text: str) -> bool:
@@ -162,7 +162,7 @@ def _check_http_address(http_address: str) -> Finding:
         Address.parse(http_address)
     except ValueError as error:
         hint = '"http_address": "HOST:PORT" of this instance\'s own API'
-        return Finding("http_address", "error", f"the proxy will not take it: {error}", hint)
+        return Finding("http_address", "error", f"the proxy would refuse it: {error}", hint)
     return Finding("http_address", "ok", f"the proxy sends requests to {http_address}")
 
 
@@ -181,11 +181,11 @@ def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
     try:
         _within(_ANSWER_SECONDS, leave)
     except urllib.error.HTTPError as error:
-        hint = "give the proxy and all instances the same router_secret, or look at router"
+        hint = "set the same router_secret on the proxy and all instances, and check router"
         return Finding("router", "error", f"{router} refuses: {_words(error)}", hint)
     except (OSError, ValueError) as error:
         detail = f"{router} cannot be reached: {getattr(error, 'reason', None) or error}"
-        hint = "start the proxy, or look at router; until it answers no request comes from there"
+        hint = "start the proxy, or check router; until it answers, it routes no request here"
         return Finding("router", "error", detail, hint, code=UNREACHABLE)
     does = "listens" if router.startswith(DISCOVERY) else "takes registrations"
     detail = f"{router} {does}"
@@ -206,5 +206,5 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     if not task.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
     if task.value is None:
-        raise task.error or OSError("it was given up")
+        raise task.error or OSError("the call was abandoned")
     return task.value[0]

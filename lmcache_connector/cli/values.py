@@ -105,7 +105,7 @@ def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
     report.emit(
         {"ok": True, "servers": [asdict(facts) for facts in servers], "groups": documents},
         *map(describe_server, servers),
-        table(columns, rows) if rows else "No chunks here.",
+        table(columns, rows) if rows else "No chunks found.",
     )
 
 
@@ -146,8 +146,8 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
     prefix = digits.lower()
     if not re.fullmatch("[0-9a-f]{1,64}", prefix):
         raise CliError(
-            f"{digits!r} are not the first digits of a chunk key",
-            "names in Redis are lmc:{NAMESPACE:KEY}:..., KEY being 64 hex digits",
+            f"{digits!r} is not the beginning of a chunk key",
+            "a chunk key is KEY of names in Redis, lmc:{NAMESPACE:KEY}:..., 64 hex digits",
         )
     with open_admin(tier) as admin:
         values = sorted(
@@ -224,7 +224,7 @@ def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: 
         lines.append(table(("unsound value", "problem"), bad[:_MAX_SHOWN]))
         if len(bad) > _MAX_SHOWN:
             lines.append(f"and {len(bad) - _MAX_SHOWN} more; --json lists all.")
-        lines.append("An engine takes each of them for a miss, and writes it anew.")
+        lines.append("To an engine each of them is a miss; it computes the chunk and writes anew.")
     found = [{"name": name, "problem": verdict} for name, verdict in bad]
     document = {"ok": not bad, "values": dict(counts), "bytes": num_bytes, "unsound": found}
     report.emit(document, *lines)
@@ -298,7 +298,7 @@ def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
 
 def _ask(report: Report, namespace: str | None, matching: str) -> None:
     if report.as_json:
-        raise CliError("--json asks no questions", "give --yes")
+        raise CliError("--json cannot ask for confirmation", "give --yes")
     where = f"namespace {namespace}" if namespace else "all namespaces"
     if not typer.confirm(f"Remove {matching}, from {where}?", err=True):
         raise CliError("nothing was removed", code=1)

@@ -21,19 +21,18 @@ MAX_PREFETCH_BYTES = 512 << 20
 """Limit of prefetched bytes per rank. Further limits: a quarter of the CPU tier, and half of a
 tenant's share, so that chunks for one request do not evict those for another."""
 
+LEAVE_OUT = "no longer a setting, leave it out"
 GONE = {
-    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
-    "out",
-    "lookup_wait_seconds": "no setting any more: a step waits 1 ms for look-ups, so leave it out",
-    "lookup_deadline_seconds": "no setting any more: a look-up has 0.1 s, and less where the "
-    "prompt is quick to compute, so leave it out",
-    "redis_connections": "no setting any more: 2 connections read from each server, so leave it "
-    "out",
-    "redis_write_queue_mib": "no setting any more: a quarter of the CPU tier may wait to be "
-    "written, 1 GiB at most, so leave it out",
-    "prefetch_mib": "called 'prefetch' now, true or false: the size follows from cpu_gib",
-    "shutdown_seconds": "no setting any more: a shutdown waits 5 s for writes, so leave it out",
-    "self_test": "no setting any more: every start tests itself, so leave it out",
+    "share_after_reset": f"{LEAVE_OUT}: keys contain a digest of the weights in memory",
+    "lookup_wait_seconds": f"{LEAVE_OUT}: a scheduling step waits 1 ms for look-ups",
+    "lookup_deadline_seconds": f"{LEAVE_OUT}: a look-up has 0.1 s, and less where the prompt is "
+    "quick to compute",
+    "redis_connections": f"{LEAVE_OUT}: each rank reads over 2 connections to each server",
+    "redis_write_queue_mib": f"{LEAVE_OUT}: a quarter of the CPU tier may wait to be written, "
+    "1 GiB at most",
+    "prefetch_mib": "now called 'prefetch', true or false: the size follows from cpu_gib",
+    "shutdown_seconds": f"{LEAVE_OUT}: a shutdown waits 5 s for writes",
+    "self_test": f"{LEAVE_OUT}: every start runs the self-test",
 }
 """Refused settings, with what replaces them: see docs/upgrading.md."""
 

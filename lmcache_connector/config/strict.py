@@ -69,7 +69,7 @@ def gone_value(value: str, instead: str) -> BeforeValidator:
 
     def check(given: object) -> object:
         if given == value:
-            raise ValueError(f"{value!r} is gone: {instead}")
+            raise ValueError(f"{value!r} was removed: {instead}")
         return given
 
     return BeforeValidator(check)
@@ -138,7 +138,7 @@ ModelDigest = Annotated[
     Field(min_length=1, max_length=256),
     gone_value(
         "sampled",
-        "leave model_digest out, which reads every byte once and remembers the digest",
+        "leave model_digest out: the default reads every byte once and keeps the digest",
     ),
 ]
 """``full``, or the user's name for the weights."""
@@ -175,5 +175,5 @@ def _read(name: str) -> bytes:
     process writes to it."""
     with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         return file.read(_MAX_BYTES + 1)

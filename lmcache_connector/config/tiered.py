@@ -84,8 +84,8 @@ class ConnectorConfig(StrictSettings):
     ``python -m tests.support.settings_page``."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """The unit of look-up, storage and eviction. A multiple of vLLM's block sizes; by default
-    128, or the next multiple. Instances that share need the same."""
+    """Size of a chunk, the unit of look-up, storage and eviction: a multiple of vLLM's block sizes.
+    By default 128, or the next multiple. Instances that share KV need the same chunk size."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
     Data-parallel engines have one each."""
@@ -95,12 +95,12 @@ class ConnectorConfig(StrictSettings):
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
     """Fraction of the CPU tier that requests may pin, each tenant up to ``tenant_share`` of it."""
     redis_url: RedisUrl | None = None
-    """The Redis or Valkey to share through. None: the CPU tier alone."""
+    """Address of the Redis or Valkey to share through. None: no Redis tier."""
     namespace: Namespace = "default"
-    """Instances share only inside one namespace. Letters, digits, ``_``, ``.`` and ``-``."""
+    """Instances share only within one namespace. Letters, digits, ``_``, ``.`` and ``-``."""
     hash_key: HashKey | None = None
-    """Shared secret, at least 16 bytes. If it is set, nobody who lacks it can compute names of
-    chunks or forge stored values."""
+    """Shared secret, at least 16 bytes. Nobody who lacks it can compute names of chunks or forge
+    stored values."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
@@ -109,14 +109,14 @@ class ConnectorConfig(StrictSettings):
     redis_admission: Annotated[
         Literal["all", "reused"], gone_value("worth", "use 'reused', or 'all'")
     ] = "all"
-    """Chunks to write to Redis: every one, or those that a second request of this instance has
+    """Chunks to write to Redis: ``all``, or only those that a second request of this instance has
     used."""
     redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
     """Lossless compression of values in Redis. Every instance reads both forms."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis. None: the server's eviction policy decides."""
     redis_ttl_refresh: bool = False
-    """Restart the lifetime on every hit."""
+    """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
     """Timeout for one reply from Redis."""
     prefetch: bool = True
@@ -126,27 +126,27 @@ class ConnectorConfig(StrictSettings):
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
     peer_secret: Secret | None = None
-    """Password for listing what a peer server serves; on loopback only."""
+    """Password for listing the chunks of the peer server; allowed on loopback only."""
     peer_insecure: bool = False
     """Serve beyond loopback without a ``hash_key``: anyone who can name a chunk may read it."""
     host_sharing: bool = True
     """Share with the other engines of this user, host and namespace, which find each other."""
     host_folder: Annotated[str, Field(pattern="^/")] | None = None
-    """Folder of mode 0700 where engines of one host find each other. Engines with other folders do
-    not. None: ``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID``."""
+    """Folder of mode 0700 where engines of one host find each other; engines that share need the
+    same one. None: ``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID``."""
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
     peer_host: Annotated[str, _checked(lambda host: Address(host, 1).check())] | None = None
-    """Host at which others reach this instance, if it is not that of ``peer_listen``. Routers
+    """Host at which peers reach this instance, if it is not that of ``peer_listen``. Routers
     receive it."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
     """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
-    as ``10.0.0.0/16``. None: no request names any."""
+    as ``10.0.0.0/16``. An empty list: requests may name none."""
     transfer_deadline_seconds: LoadDeadline = 30.0
-    """Longest time a request waits for the instance it names to compute its KV."""
+    """Longest time a request waits until the instance it names has computed its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """How long KV of a KV transfer stays without a question from its reader."""
+    """How long the KV of a KV transfer is kept after its reader last asked for it."""
     router: Annotated[str, _checked(_check_proxy)] | None = None
     """Proxy to register with while this instance's ``/health`` answers (``LMCacheP2PConnector``):
     ``http://HOST:PORT``, or ``tcp://HOST:PORT``, the discovery address of vLLM's router."""
@@ -157,25 +157,25 @@ class ConnectorConfig(StrictSettings):
     heartbeat_seconds: Timeout = 2.0
     """Time between two registrations."""
     load_deadline_seconds: LoadDeadline = 10.0
-    """Deadline of a load; chunks that are late are recomputed."""
+    """Longest time a load may take; chunks that have not arrived by then are recomputed."""
     compute_or_load: Literal["auto", "always"] = "auto"
-    """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
+    """``auto`` loads only hits that are faster to load than to recompute; ``always`` loads every
     hit."""
     loads_in_step: bool = True
-    """Load hits from memory inside the step that uses them, where that is quick. Evictions then
-    wait for the scheduler; should a chunk be missing all the same, the engine ends. Never under
-    Ray, whose steps need not stay in order."""
+    """Load hits from memory inside the step that uses them, where that is quick. The CPU tier then
+    evicts a chunk only once the scheduler knows of it; if a chunk is missing nevertheless, the
+    engine ends. No effect under Ray, whose steps may overtake each other."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Fraction of hits that are audited: one chunk is recomputed and compared. The first hit of
-    each kind always is. 0 turns audits off."""
+    each kind is always audited. 0 turns audits off."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """``file:PATH``: a name for updated weights, with which engines of other parallel sizes share
-    them too; read at resets of the external cache. Engines of one size need none."""
+    """``file:PATH``: a file with a name for updated weights, by which engines of different parallel
+    sizes share KV; read at resets of the external cache. Engines of equal sizes need none."""
     model_digest: ModelDigest = "full"
-    """How weights are recognised: ``full`` is a digest of every byte, read once; any other value is
-    their name."""
+    """How weights are identified: ``full`` is a digest of every byte, read once; any other value is
+    used as their name."""
 
     lmcache: dict[str, Any] = Field(default_factory=dict)
     """``lmcache.NAME`` is passed to LMCache's own configuration as ``NAME``."""
@@ -291,17 +291,18 @@ class ConnectorConfig(StrictSettings):
         if (self.router is None) != (self.http_address is None):
             yield "'router' and 'http_address' go together: set both or neither"
         if self.router is not None and self.peer_listen is None:
-            yield "'router': there is nothing to register without a 'peer_listen'"
+            yield "'router': registering at it needs a 'peer_listen'"
         if not self.is_reached_from_here_alone:
             if self.hash_key is None and not self.peer_insecure:
                 yield (
-                    "'peer_listen': beyond loopback it needs a 'hash_key', or 'peer_insecure' if "
-                    "whoever reaches it may read every chunk that they can name"
+                    "'peer_listen': beyond loopback it needs a 'hash_key'; or set "
+                    "'peer_insecure', and anyone who reaches it may read every chunk that "
+                    "they can name"
                 )
             if self.peer_secret is not None:
                 yield "'peer_secret': beyond loopback it would be sent in clear text"
         if self.host_folder is not None and not self.host_sharing:
-            yield "'host_folder': without 'host_sharing' nobody looks into it"
+            yield "'host_folder': it has no effect without 'host_sharing': leave it out"
         try:
             self.redis_tier_config()
         except ValueError as error:
@@ -346,7 +347,7 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
 
 _VLLMS = dict.fromkeys(
     ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy"),
-    "vLLM's own: put it beside 'kv_connector'",
+    "vLLM's own setting: put it beside 'kv_connector'",
 )
 _NOT_HERE = {
     **limits.GONE,
@@ -356,22 +357,24 @@ _NOT_HERE = {
     "insecure": "a setting of LMCacheP2PConnector: here it is 'peer_insecure'",
 }
 _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-_PULLED = "no setting any more, leave it out: decode instances fetch what has been computed"
+_PULLED = f"{limits.LEAVE_OUT}: decode instances fetch KV once it is computed"
+_ONE_PORT = f"{limits.LEAVE_OUT}: KV goes over 'kv_port'"
+_IN_CPU_GIB = "now part of 'cpu_gib', a quarter of which may wait to be fetched"
 _GONE = {
-    "secret": "no setting any more: set 'hash_key', the same everywhere, which names and seals KV, "
-    "and 'router_secret' for a proxy that wants signed registrations",
+    "secret": "no longer a setting: set 'hash_key', the same everywhere, to key names and seals of "
+    "KV, and 'router_secret' for a proxy that expects signed registrations",
     "send_type": _PULLED,
-    "transport": "no setting any more, leave it out: KV goes over the port that is 'kv_port'",
-    "data_port": "no setting any more, leave it out: KV goes over the port that is 'kv_port'",
-    "kv_buffer_size": "'cpu_gib' now, whose fourth may wait to be fetched",
-    "overflow_bytes": "'cpu_gib' now, whose fourth may wait to be fetched",
-    "buffer_wait_seconds": "no setting any more, leave it out: no prompt waits for room",
-    "checksum": "no setting any more, leave it out: everything is verified",
-    "unknown_grace_seconds": "no setting any more, leave it out: it is a second",
-    "stall_seconds": "'redis_timeout_seconds' now",
-    "peer_listen": "'host', 'bind_host' and vLLM's 'kv_port' here",
-    "peer_host": "'host' here",
-    "peer_insecure": "'insecure' here",
+    "transport": _ONE_PORT,
+    "data_port": _ONE_PORT,
+    "kv_buffer_size": _IN_CPU_GIB,
+    "overflow_bytes": _IN_CPU_GIB,
+    "buffer_wait_seconds": f"{limits.LEAVE_OUT}: prompts do not wait for memory",
+    "checksum": f"{limits.LEAVE_OUT}: everything is verified",
+    "unknown_grace_seconds": f"{limits.LEAVE_OUT}: the grace period is 1 s",
+    "stall_seconds": "now called 'redis_timeout_seconds'",
+    "peer_listen": "called 'host', 'bind_host' and vLLM's 'kv_port' here",
+    "peer_host": "called 'host' here",
+    "peer_insecure": "called 'insecure' here",
     **_VLLMS,
 }
 
@@ -393,7 +396,9 @@ def parse_p2p_config(
     if is_local:
         known.setdefault("peer_hosts", list(_LOOPBACK))
     elif loads and not known.get("peer_hosts"):
-        problems.append("'peer_hosts': name the hosts that requests may have this instance dial")
+        problems.append(
+            "'peer_hosts': list the hosts from which requests may have this instance load KV"
+        )
     try:
         config = parse_config({**known, **listens})
     except ConfigError as error:

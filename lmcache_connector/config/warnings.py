@@ -82,8 +82,8 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         )
     if config.weights_label is not None and not config.weights_label.startswith("file:"):
         yield StartupWarning(
-            f"weights_label {config.weights_label!r} never changes, so it names no update of the "
-            "weights",
+            f"weights_label {config.weights_label!r} never changes, so it cannot name an "
+            "update of the weights",
             "set file:PATH and write each label to that file, or leave it out",
         )
     if config.redis_url is not None:
@@ -94,8 +94,8 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         idle.discard("redis_timeout_seconds")  # peers are read as Redis is
     if idle:
         yield StartupWarning(
-            f"without redis_url nothing is done with {' and '.join(sorted(idle))}",
-            "set it, or leave them out",
+            f"without redis_url, these settings have no effect: {', '.join(sorted(idle))}",
+            "set redis_url, or leave them out",
         )
     if kv_role == "kv_consumer" and not reads:
         yield StartupWarning(
@@ -122,8 +122,8 @@ def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[Sta
     if around.narrowest_window is not None and config.chunk_size > around.narrowest_window:
         yield StartupWarning(
             f"chunk_size {config.chunk_size} is more than the {around.narrowest_window} tokens of "
-            "the model's narrowest window, whose beginning is gone before an answer fills a chunk, "
-            "so no hit ends inside an answer",
+            "the model's narrowest window, which has passed the beginning of a chunk of an answer "
+            "before the chunk is full, so no hit ends inside an answer",
             "lower chunk_size, if the block size allows it",
         )
     longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
@@ -131,13 +131,13 @@ def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[Sta
         needed_gib = longest_bytes / _GIB * config.cpu_gib / config.rank_gib
         yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
-            f"{around.max_model_len}, whose end would push out its beginning",
+            f"{around.max_model_len}, so the end of such a prompt would evict its beginning",
             f"raise cpu_gib to {needed_gib + 0.05:.1f} or more",
         )
     available = around.available_bytes
     if available is not None and config.cpu_gib * _GIB > available:
         yield StartupWarning(
-            f"cpu_gib {config.cpu_gib:g} is more than the {available / _GIB:.1f} GiB this host has "
-            "left, which may run out as the tier fills",
+            f"cpu_gib {config.cpu_gib:g} is more than the {available / _GIB:.1f} GiB that "
+            "are free on this host, which may run out of memory as the tier fills",
             "lower cpu_gib",
         )

@@ -5,8 +5,9 @@ gather or scatter overlaps the other's transfer, and both overlap the forward pa
 stream. Each slot's stream orders its operations. The side streams wait for the caller's fence, the
 calling thread waits for the end. Copies of long runs bypass the slots.
 
-Memory: ``2 pipelines * 2 slots * slot bytes`` on the device, allocated at the first copy of each
-direction (the self-test at start). Host memory may be unpinned, but copies are slower then.
+Memory on the device: two slots for each of the two pipelines, and one for copies inside steps,
+allocated at the first copy of each kind (the self-test at start). Host memory may be unpinned, but
+copies are slower then.
 
 Threads: one copy per direction at a time; further ones wait.
 

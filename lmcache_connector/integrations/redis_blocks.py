@@ -104,7 +104,9 @@ class RedisBlocks:
         them, and returns False."""
         if self._wait_idle(seconds):
             return True
-        logger.error("Transfers with Redis did not end within %g s: Redis is given up", seconds)
+        logger.error(
+            "Transfers with Redis did not end within %g s: Redis is not used any more", seconds
+        )
         self._tier.close(0.0)
         self._wait_idle(seconds)
         return False
@@ -128,7 +130,7 @@ class RedisBlocks:
             try:
                 on_done(results)
             except Exception:  # a caller's bug must not end our thread
-                logger.exception("What was to follow a transfer with Redis failed")
+                logger.exception("The callback of a transfer with Redis failed")
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()

@@ -104,7 +104,7 @@ class RedisSecondaryTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys, on_done = list(job_metadata.keys), self._ends(job_metadata)
         if not all(map(_is_sound, keys)):
-            logger.debug("Not stored: names with hashes of less than %d bytes", _HASH_BYTES)
+            logger.debug("Blocks not stored: their hashes have less than %d bytes", _HASH_BYTES)
             on_done([False] * len(keys))
             return
         position = job_metadata.req_context.get_offload_key_position

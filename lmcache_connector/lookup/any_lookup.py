@@ -40,9 +40,9 @@ class AnyLookup:
         for tier, lookup in self._lookups.items():
             asked[tier] = lookup.ask(keys, limit)
             asked_at[tier] = self._clock()
-        questions = [question for each in asked.values() for question in each]
+        node_lookups = [node_lookup for each in asked.values() for node_lookup in each]
         lookups = list(self._lookups.values())
-        await_answers(questions, limit, enough(lookups, keys, questions))
+        await_answers(node_lookups, limit, enough(lookups, keys, node_lookups))
         now = self._clock()
         self.last_seconds = {
             tier: max((q.answered_at or now for q in each), default=asked_at[tier]) - started

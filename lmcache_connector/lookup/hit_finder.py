@@ -228,11 +228,11 @@ class HitFinder:
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
     ) -> Mapping[bytes, Tier] | Pending:
         """The answer of the remote tiers, after a short wait if that is worth it."""
-        question, lookup = asked.pending, self.lookup
-        if question is None or lookup is None:
+        pending, lookup = asked.pending, self.lookup
+        if pending is None or lookup is None:
             return asked.places
         remaining = self._remaining_seconds(asked, num_computed_tokens, lookup.last_seconds)
-        answer = wait.on(lambda seconds: question.answer(min(seconds, max(0.0, remaining))))
+        answer = wait.on(lambda seconds: pending.answer(min(seconds, max(0.0, remaining))))
         if answer is None:
             if remaining > 0:
                 wait.end()

@@ -85,11 +85,11 @@ _ALL = (
         known=_BYPASSES,
     ),
     counter("lookups", "Requests looked up in a tier.", "tier"),
-    counter("scheduler_failures", "Scheduler exceptions, which cost hits."),
-    counter("lookup_hits", "Requests that found at least one chunk.", "tier"),
+    counter("scheduler_failures", "Exceptions in the connector's scheduler side; they cost hits."),
+    counter("lookup_hits", "Requests that found at least one chunk in a tier.", "tier"),
     counter(
         "lookups_given_up",
-        "Requests that stopped waiting for a look-up's answer and counted it as a miss.",
+        "Requests that stopped waiting for a look-up and were treated as misses in that tier.",
     ),
     counter("queried_tokens", "Prompt tokens looked up that vLLM's own cache lacked."),
     counter("hit_tokens", "Tokens planned to be loaded from a tier.", "tier"),
@@ -97,9 +97,9 @@ _ALL = (
     counter(
         "decisions", "Compute-or-load decisions on hits, by reason.", "reason", known=_DECISIONS
     ),
-    counter("probes", "Background measurements of Redis' speed."),
+    counter("probes", "Background measurements of the speed of Redis."),
     counter("load_jobs", "Loads planned."),
-    counter("loads_in_step", "Loads made inside the step that used them."),
+    counter("loads_in_step", "Loads executed inside the step that uses them."),
     counter("store_jobs", "Stores planned."),
     counter("prefetch_jobs", "Prefetches from Redis planned for queued requests."),
     counter("prefetched_bytes", "Bytes prefetched from Redis for queued requests."),
@@ -127,7 +127,7 @@ _ALL = (
     ),
     counter(
         "retention_hints",
-        "Hints of requests (pin, ttl_seconds, priority): taken, or ignored (unsound, unknown).",
+        "Hints of requests (pin, ttl_seconds, priority): taken, or ignored (malformed or unknown).",
         "result",
         known=("taken", "ignored"),
     ),
@@ -141,18 +141,18 @@ _ALL = (
     ),
     counter(
         "redis_chunks",
-        "Chunks that loads read from Redis: hit, or why not (missing, bad_checksum...).",
+        "Chunks that loads read from Redis: hit, or why it missed (missing, bad_checksum...).",
         "result",
         known=_READS,
     ),
-    counter("peer_chunks", "Chunks that loads read from peers: hit, or why not.", "result"),
+    counter("peer_chunks", "Chunks that loads read from peers: hit, or why it missed.", "result"),
     counter(
         "peer_mapped_chunks",
         "Chunks copied from the memory of engines, or other ranks, on the same host.",
     ),
     counter(
         "peer_fallbacks",
-        "Reads by socket because the memory of an engine on the same host could not be read.",
+        "Reads over a socket because the memory of an engine on the same host was unreadable.",
     ),
     counter(
         "audits",
@@ -160,7 +160,7 @@ _ALL = (
         "result",
         known=("match", "mismatch", "inconclusive"),
     ),
-    gauge("audit_error", "Relative error of the last audit, and the largest.", "which"),
+    gauge("audit_error", "Relative error of an audit: the last, and the largest.", "which"),
     gauge(
         "info",
         "1 for the root in use: a digest of weights, settings, namespace, chunk size and hash_key. "
@@ -168,7 +168,7 @@ _ALL = (
         "root",
         "version",
     ),
-    gauge("roots_apart", "Roots that this instance shares with no other since an audit."),
+    gauge("roots_apart", "Roots that this instance no longer shares after a failed audit."),
     histogram("lookup_seconds", "Time of a look-up in a tier.", "tier", buckets=SECONDS_BUCKETS),
     histogram(
         "load_seconds", "Time of a load job in a tier, per rank.", "tier", buckets=SECONDS_BUCKETS
@@ -207,17 +207,17 @@ _ALL = (
         "node",
     ),
     gauge("writes_paused", "1 while Redis refuses writes.", "rank"),
-    counter("p2p_handovers", "Prompts computed here for another instance to load."),
+    counter("p2p_handovers", "Prompts this instance computed for another instance to load."),
     counter("p2p_hit_tokens", "Prompt tokens loaded from the instance a request names."),
     counter(
         "p2p_failed_loads",
         "Failed loads from the instance a request names: unreachable, lost, unknown, deadline, "
-        "busy; or missing, if they ended early.",
+        "busy, or missing (the load ended early).",
         "reason",
         known=_TRANSFER_FAILURES,
     ),
     counter("p2p_received_bytes", "Bytes loaded from instances that requests name."),
-    counter("p2p_receive_seconds", "Seconds of these loads, on the slowest rank of each."),
+    counter("p2p_receive_seconds", "Duration of KV transfers, on the slowest rank of each."),
     counter(
         "p2p_malformed_requests", "Requests whose id or parameters were malformed or not allowed."
     ),

@@ -32,7 +32,7 @@ class Address:
         try:
             return cls(host, int(port), is_dns).check()
         except ValueError as error:
-            raise ValueError(f"must be HOST:PORT: {error} comes first") from None
+            raise ValueError(f"must be HOST:PORT: the host is {error}") from None
 
     def check(self) -> Address:
         """Returns itself. Raises ``ValueError`` if ``host`` is no host."""

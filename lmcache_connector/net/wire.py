@@ -215,7 +215,7 @@ class Wire:
         with the number of bytes received so far; it may raise to give up.
         """
         if self._line_buffer:
-            raise WireError(WireFault.OUT_OF_STEP, "bytes that nobody asked for")
+            raise WireError(WireFault.OUT_OF_STEP, "unexpected bytes")
         pending = _Pending(views)
         silence = self._silence()
         # Return with the first bytes: they may be an error, with nothing behind them.
@@ -269,7 +269,7 @@ class Wire:
         end = self._line_buffer.find(b"\r\n")
         if end < 0:
             if len(self._line_buffer) > _LINE_BYTES:
-                raise WireError(WireFault.OUT_OF_STEP, "a line without an end")
+                raise WireError(WireFault.OUT_OF_STEP, "a line that is too long")
             return None
         line = bytes(self._line_buffer[:end])
         del self._line_buffer[: end + 2]
@@ -344,7 +344,7 @@ class Wire:
             raise WireError(WireFault.CLOSED, "the peer closed the connection") from None
         except OSError as error:
             raise WireError(WireFault.CLOSED, f"connection broken: {error.strerror}") from error
-        silence.heard(count)
+        silence.count_bytes(count)
         return count
 
 
@@ -377,7 +377,7 @@ class _Silence:
     def seconds(self) -> float:
         return self._clock() - self._since
 
-    def heard(self, count: int) -> None:
+    def count_bytes(self, count: int) -> None:
         self._moved += count
         if self._moved >= self._least:
             self._since, self._moved = self._clock(), 0

@@ -133,9 +133,9 @@ class Greeting:
         """Raises ``ValueError`` if ``line`` is not a greeting."""
         words = line.decode("ascii", "replace").split(" ") if isinstance(line, bytes) else []
         if len(words) != 3 or words[0] != "lmcache-connector" or not words[1].isdecimal():
-            raise ValueError("it is no peer server")
+            raise ValueError("it is not a peer server")
         if len(words[1]) > 6 or int(words[1]) == 0 or not _ENGINE_ID.fullmatch(words[2]):
-            raise ValueError("it is no peer server")
+            raise ValueError("it is not a peer server")
         return cls(int(words[1]), words[2])
 
 
@@ -257,7 +257,7 @@ class Commands:
         wrong secrets."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
-            return _error("unknown command; this server only serves chunks to read")
+            return _error("unknown command: this server only serves chunks")
         return verb(client, words[1:])
 
     @staticmethod
@@ -274,7 +274,7 @@ class Commands:
 
     def _transfer(self, client: Client, words: list[bytes]) -> Reply:
         if len(words) < 3:
-            return _error("how long, who, and which")
+            return _error("TRANSFER takes MS READER ID...")
         states = [self._transfers.state(words[1], _text(name)) for name in words[2:]]
         parts = (_bulk(s) if isinstance(s, bytes) else _INCOMPLETE[s] for s in states)
         is_early = not any(isinstance(state, bytes) for state in states)
@@ -293,7 +293,7 @@ class Commands:
     def _getrange(self, client: Client, words: list[bytes]) -> Reply:
         """Both ends are inclusive, as in Redis; negative offsets are refused."""
         if len(words) != 3 or not (_is_number(words[1]) and _is_number(words[2])):
-            return _error("a name, and two places from the beginning")
+            return _error("GETRANGE takes NAME START END, none negative")
         reply = self._value(words[0])
         if reply is NIL or reply.lease is None:
             return Reply((_bulk(b""),))
@@ -335,12 +335,12 @@ class Commands:
 
     def _map(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
-            return _error("no memory is handed over here")
+            return _error("this connection cannot map memory")
         return replace(OK, descriptor=self._chunks.memory)
 
     def _lease(self, client: Client, words: list[bytes]) -> Reply:
         if not client.is_local or self._chunks.memory is None:
-            return _error("no memory is handed over here")
+            return _error("this connection cannot map memory")
         leases, num_bytes, answer = dict[bytes, Lease](), 0, bytearray()
         for name in words:
             before = len(leases)
@@ -358,9 +358,9 @@ class Commands:
 
     def _holds(self, client: Client, words: list[bytes]) -> Reply:
         if len(words) != 2 or not words[1] or len(words[1]) % CHUNK_KEY_BYTES:
-            return _error("a namespace, and whole keys")
+            return _error("HOLDS takes NAMESPACE and whole keys")
         if len(words[1]) > MAX_ASKED * CHUNK_KEY_BYTES:
-            return _error("fewer keys")
+            return _error("too many keys")
         keys = (words[1][i : i + CHUNK_KEY_BYTES] for i in range(0, len(words[1]), CHUNK_KEY_BYTES))
         is_ours, chunks = words[0] == self._namespace.encode(), self._chunks
         held = (is_ours and (chunks.holds(key) or chunks.is_read_from_owner(key)) for key in keys)
@@ -395,7 +395,7 @@ class Commands:
 
     def _auth(self, client: Client, words: list[bytes]) -> Reply:
         if self._secret is None:
-            return _error("no secret is set here")
+            return _error("no peer_secret is set")
         if words and len(words) <= 2 and hmac.compare_digest(words[-1], self._secret):
             client.is_trusted = True
             return OK
@@ -411,9 +411,9 @@ class Commands:
         cursor, count = words[0] if words else b"", options.get(b"COUNT", b"10")
         pattern = options.get(b"MATCH", b"*")
         if not (_is_number(cursor) and _is_number(count)):
-            return _error("a cursor and a count")
+            return _error("a cursor and COUNT must be numbers")
         if len(pattern) > _MAX_PATTERN_BYTES or len(_STAR.findall(pattern)) > _MAX_STARS:
-            return _error("a shorter pattern")
+            return _error("the pattern is too long")
         if cursor == b"0":
             client.names = list(chain.from_iterable(map(self._names, self._chunks.all_keys())))
         first = int(cursor)
@@ -483,7 +483,7 @@ class CommandParser:
                 self._place = before
                 return None
             if self._received[end : end + len(CRLF)] != CRLF:
-                raise ProtocolError("a string of another length")
+                raise ProtocolError("a string that does not have its announced length")
             self._words.append(bytes(self._received[self._place : end]))
             self._place = end + len(CRLF)
             self._num_left -= 1
@@ -500,7 +500,7 @@ class CommandParser:
         end = self._received.find(CRLF, self._place, self._place + 32)
         if end < 0:
             if len(self._received) - self._place >= 32:
-                raise ProtocolError("a line without an end")
+                raise ProtocolError("a line that is too long")
             return None
         line = bytes(self._received[self._place : end])
         self._place = end + len(CRLF)
@@ -509,5 +509,5 @@ class CommandParser:
     def _length(self, line: bytes, kind: bytes, most: int) -> int:
         number = bulk_length(b"$" + line[1:])
         if number is None or number > most:
-            raise ProtocolError("a length that is not served")
+            raise ProtocolError("a malformed or excessive length")
         return number

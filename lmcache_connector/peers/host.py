@@ -94,7 +94,7 @@ class HostFolder:
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             os.close(opened)
             raise HostFolderError(
-                f"the folder {self.path} must belong to the user who runs this, with mode 0700"
+                f"the folder {self.path} must belong to the user of this process, with mode 0700"
             )
         return opened
 
@@ -133,7 +133,7 @@ class HostFolder:
             reason = error.strerror or error
             raise HostFolderError(f"cannot listen in the folder {self.path}: {reason}") from error
         sock.close()
-        raise HostFolderError(f"another engine in {self.path} has this one's engine_id")
+        raise HostFolderError(f"another engine in {self.path} uses the same engine_id")
 
     def engines(self, namespace: str, rank: int, num_ranks: int) -> list[SocketName]:
         """Sockets of that rank, of engines with as many ranks. Raises ``OSError``."""
@@ -209,7 +209,7 @@ class HostSocket:
             old, self.sock = self.sock, self._folder.listen(self._name)
         except HostFolderError as error:
             if not self._is_told:
-                logger.warning("No other engine of this host can load from here: %s", error)
+                logger.warning("Other engines of this host cannot load from this one: %s", error)
             self._is_told = True
             return None
         self._inode, self._is_told = self._folder.inode(self._name), False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import SLICE_SECONDS, WireError, WireFault, wait_readable
 from lmcache_connector.peers.commands import MAX_ASKED
-from lmcache_connector.peers.topology import HERE, PeerTopology
+from lmcache_connector.peers.topology import HOST_PREFIX, PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line
@@ -60,8 +60,8 @@ class PeerLookup(RedisLookup):
         """Engines of this host are reported as one, in their worst state: their names change with
         each start, and labels of metrics should not."""
         states = super().servers()
-        here = [state for node, state in states if node.startswith(HERE)]
-        others = [each for each in states if not each[0].startswith(HERE)]
+        here = [state for node, state in states if node.startswith(HOST_PREFIX)]
+        others = [each for each in states if not each[0].startswith(HOST_PREFIX)]
         worst = [("this host", max(here, key=lambda state: state.value))] if here else []
         return (*others, *worst)
 
@@ -71,9 +71,9 @@ class PeerLookup(RedisLookup):
         self._collect()
         return self._send(keys, deadline)
 
-    def leave(self, question: NodeLookup, *, is_silent: bool) -> None:
+    def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
         """The answer is read later, to keep the connection. Until then the node is not asked."""
-        self._owed[question.node] = question
+        self._owed[node_lookup.node] = node_lookup
 
     def maintain(self) -> None:
         self._collect()
@@ -85,13 +85,13 @@ class PeerLookup(RedisLookup):
         self._owed = {n: q for n, q in self._owed.items() if q.wire.fileno() >= 0}  # not closed
         if not self._owed:
             return
-        ready = wait_readable([question.wire for question in self._owed.values()], 0.0)
+        ready = wait_readable([node_lookup.wire for node_lookup in self._owed.values()], 0.0)
         now = self._clock()
-        for node, question in list(self._owed.items()):
-            if question.wire in ready:
-                is_over = self.receive(question, Deadline(now + SLICE_SECONDS, self._clock))
-            elif is_over := now - question.asked_at > _OWED_SECONDS:
-                super().leave(question, is_silent=True)
+        for node, node_lookup in list(self._owed.items()):
+            if node_lookup.wire in ready:
+                is_over = self.receive(node_lookup, Deadline(now + SLICE_SECONDS, self._clock))
+            elif is_over := now - node_lookup.asked_at > _OWED_SECONDS:
+                super().leave(node_lookup, is_silent=True)
             if is_over:
                 del self._owed[node]
 
@@ -111,21 +111,23 @@ class PeerLookup(RedisLookup):
         asked = (keys[i : i + MAX_ASKED] for i in range(0, len(keys), MAX_ASKED))
         return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
 
-    def _take(self, question: NodeLookup, line: bytes) -> None:
-        bits, indices = line[1:], question.indices
+    def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
+        bits, indices = line[1:], node_lookup.indices
         if line[:1] != b"+" or bits.strip(b"01") or not 0 < len(bits) <= len(indices):
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
-        question.counts.update(zip(indices, map(int, bits.decode()), strict=False))
+        node_lookup.counts.update(zip(indices, map(int, bits.decode()), strict=False))
         del indices[: len(bits)]
 
-    def found(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[bool]:
-        return [place is not None for place in self.places(keys, questions)]
+    def found(self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]) -> list[bool]:
+        return [place is not None for place in self.places(keys, node_lookups)]
 
-    def places(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[Node | None]:
+    def places(
+        self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
+    ) -> list[Node | None]:
         """Per key the peer that has it; among several, the peer that has most of ``keys``."""
         held = {
-            question.node: {i for i, count in question.counts.items() if count}
-            for question in questions
+            node_lookup.node: {i for i, count in node_lookup.counts.items() if count}
+            for node_lookup in node_lookups
         }
         places: list[Node | None] = [None] * len(keys)
         for node in sorted(held, key=lambda node: len(held[node])):
@@ -135,28 +137,28 @@ class PeerLookup(RedisLookup):
 
     def find_places(self, keys: Sequence[bytes], limit: Deadline) -> list[Node | None]:
         """Ask and wait; see `places`."""
-        questions = self.ask(keys, limit)
-        await_answers(questions, limit, enough([self], keys, questions))
-        return self.places(keys, questions)
+        node_lookups = self.ask(keys, limit)
+        await_answers(node_lookups, limit, enough([self], keys, node_lookups))
+        return self.places(keys, node_lookups)
 
 
 def enough(
-    lookups: Sequence[RedisLookup], keys: Sequence[bytes], questions: Sequence[NodeLookup]
+    lookups: Sequence[RedisLookup], keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
 ) -> Callable[[Sequence[NodeLookup]], bool]:
     """Whether to stop waiting: every key has a place, or all but late peers have answered."""
     first_answer: list[float] = []
 
     def is_enough(left: Sequence[NodeLookup]) -> bool:
-        if len(left) == len(questions):
+        if len(left) == len(node_lookups):
             return False
         now = time.monotonic()
         first_answer.append(now)
         if now - first_answer[0] > _LATE_SECONDS and all(
-            isinstance(question.asker, PeerLookup) for question in left
+            isinstance(node_lookup.asker, PeerLookup) for node_lookup in left
         ):
             return True
         found = (
-            lookup.found(keys, [q for q in questions if q.asker is lookup]) for lookup in lookups
+            lookup.found(keys, [q for q in node_lookups if q.asker is lookup]) for lookup in lookups
         )
         return all(any(each) for each in zip(*found, strict=True))
 

@@ -211,23 +211,19 @@ class _Mapping:
         limit: Deadline,
     ) -> list[bool]:
         """Each batch is leased while the one before is copied."""
-        hits, leased = [True] * len(keys), list[_Value]()
+        num_left, leased = [len(plan.stripes_of(key)) for key in keys], list[_Value]()
         values = _values(plan, keys, buffers)
         for batch in chain(
             batches(values, _Value.num_bytes, _BATCH_BYTES, _MAX_BATCH_VALUES), [[]]
         ):
+            asked = batch if limit.remaining() > 0.0 else []
             until = _reply_deadline(limit)
-            if batch and limit.remaining() <= 0.0:
-                for value in batch:
-                    hits[value.index] = False
-                continue
-            if batch:
-                self._wire.send([command(b"LEASE", *(value.name for value in batch))], until)
+            if asked:
+                self._wire.send([command(b"LEASE", *(value.name for value in asked))], until)
             for value, place in zip(leased, self._places(len(leased), until), strict=True):
-                if not (hits[value.index] and self._copy(plan.sealer, value, *place)):
-                    hits[value.index] = False
-            leased = batch
-        return hits
+                num_left[value.index] -= self._copy(plan.sealer, value, *place)
+            leased = asked
+        return [not count for count in num_left]
 
     def _places(self, count: int, until: Deadline) -> Iterator[tuple[int, bytes]]:
         """Offset and header of each value of a ``LEASE``."""
@@ -255,7 +251,7 @@ class _Mapping:
         if offset == NOWHERE:
             return False
         if offset + size > len(self._memory):
-            raise WireError(WireFault.OUT_OF_STEP, "a place outside of the memory")
+            raise WireError(WireFault.OUT_OF_STEP, "an address outside the mapped memory")
         # numpy's copy releases the GIL, a memoryview's does not.
         np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
         try:

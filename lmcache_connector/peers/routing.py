@@ -140,7 +140,7 @@ def _checked(name: object) -> str:
             return name
     except UnicodeEncodeError:
         pass
-    raise ValueError(f"a KV transfer is named by 1 to {MAX_TRANSFER_ID_BYTES} bytes")
+    raise ValueError(f"the name of a KV transfer must have 1 to {MAX_TRANSFER_ID_BYTES} bytes")
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:

@@ -215,7 +215,7 @@ class PeerServer:
             if not is_local:
                 keep_alive(sock)
             elif _user_of(sock) not in (0, os.geteuid()):
-                raise ValueError("it is another user's")
+                raise ValueError("it belongs to another user")
             self._selector.register(sock, selectors.EVENT_READ)
         except (OSError, ValueError) as error:
             logger.debug("A peer was not accepted: %s", error)

@@ -216,7 +216,7 @@ class PeerTier:
         return [nodes[rank] for rank in ranks]
 
     def _distrust(self, key: bytes, node: Node) -> None:
-        logger.warning("peer %s: sends values that are not what their names say", node)
+        logger.warning("peer %s: sent values that fail verification", node)
         self._topology.distrust(node)
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:

@@ -24,7 +24,7 @@ from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 _SECONDS_BETWEEN_LOOKS = 10.0
 _DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
-HERE = "host "
+HOST_PREFIX = "host "
 """Prefix of node names of engines on this host."""
 _RANK = " rank "
 """In node names: precedes a rank other than the asking one."""
@@ -51,7 +51,7 @@ class PeerTopology(Topology):
         self._ranks = (share.rank, *sorted(share.others))
         self._config = config
         self._host = host
-        self._found_here: dict[Node, SocketName] = {}
+        self._host_sockets: dict[Node, SocketName] = {}
         self._clock = clock
         self._addresses = addresses
         self._greeting = greeting
@@ -73,7 +73,7 @@ class PeerTopology(Topology):
         return node if rank == self.share.rank else Node(f"{node}{_RANK}{rank}")
 
     def own_rank(self, rank: int) -> Node:
-        return self.of_rank(Node(f"{HERE}{digest(self._greeting.engine_id)}"), rank)
+        return self.of_rank(Node(f"{HOST_PREFIX}{digest(self._greeting.engine_id)}"), rank)
 
     def admit(self, host: str, port: int) -> Node:
         """A node for one rank of an instance that a request names. Thread-safe."""
@@ -87,12 +87,12 @@ class PeerTopology(Topology):
 
     def node_on_host(self, engine_id: str) -> Node | None:
         """The engine with that id, if it is on this host."""
-        node = Node(f"{HERE}{digest(engine_id)}") if engine_id else None
-        return node if node in self._found_here else None
+        node = Node(f"{HOST_PREFIX}{digest(engine_id)}") if engine_id else None
+        return node if node in self._host_sockets else None
 
     def socket_path(self, node: str) -> str | None:
         """Path of the socket of a peer on this host, else ``None``."""
-        name = self._found_here.get(Node(node)) or self._own_ranks.get(Node(node))
+        name = self._host_sockets.get(Node(node)) or self._own_ranks.get(Node(node))
         return self._host.address(name) if name is not None and self._host is not None else None
 
     @property
@@ -133,8 +133,8 @@ class PeerTopology(Topology):
         own = digest(self._greeting.engine_id)
         wanted = digest(self._config.namespace), self.share.rank, self._greeting.num_ranks
         found = [name for name in self._host.engines(*wanted) if name.engine != own]
-        self._found_here = {
-            self.of_rank(Node(f"{HERE}{name.engine}"), rank): replace(name, rank=rank)
+        self._host_sockets = {
+            self.of_rank(Node(f"{HOST_PREFIX}{name.engine}"), rank): replace(name, rank=rank)
             for name in found
             for rank in self._ranks
         }
@@ -149,7 +149,7 @@ class PeerTopology(Topology):
         now = self._clock()
         return tuple(
             node
-            for node in (*self._found_here, *self._endpoints)
+            for node in (*self._host_sockets, *self._endpoints)
             if _RANK not in node
             and node not in self._own
             and self._distrusted.get(node, now) <= now
@@ -169,28 +169,28 @@ class PeerTopology(Topology):
     def connect(self, node: Node, max_bytes: int) -> Client:
         if (guest := self._guests.get(node)) is not None:
             return self._dialer.connect(*guest[0], max_bytes)
-        name = self._found_here.get(node) or self._own_ranks.get(node)
+        name = self._host_sockets.get(node) or self._own_ranks.get(node)
         if name is not None and self._host is not None:
-            client = self._connect_here(self._host, name, max_bytes)
+            client = self._connect_on_host(self._host, name, max_bytes)
         elif (endpoint := self._endpoints.get(node)) is not None:
             client = self._dialer.connect(*endpoint, max_bytes)
         else:
-            raise OSError("it is no peer any more")
+            raise OSError("it is no longer a peer")
         try:
             disable_reconnect(client)  # a redialled connection would not be greeted
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
                 self._own.add(node)
-                raise ValueError("it is this engine itself, which is not asked")
+                raise ValueError("it is this engine itself")
             if found.num_ranks != self._greeting.num_ranks:
-                ranks = f"{found.num_ranks} ranks, and {self._greeting.num_ranks} are here"
-                raise ValueError(f"it has {ranks}: such instances share through Redis")
+                ranks = f"{found.num_ranks} ranks, this instance has {self._greeting.num_ranks}"
+                raise ValueError(f"it has {ranks}: share through Redis instead")
         except BaseException:
             client.close()
             raise
         return client
 
-    def _connect_here(self, host: HostFolder, name: SocketName, max_bytes: int) -> Client:
+    def _connect_on_host(self, host: HostFolder, name: SocketName, max_bytes: int) -> Client:
         address = replace(self._config.address, path=host.address(name))
         seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
         try:

@@ -267,7 +267,7 @@ class _InstancePoller:
             raise ValueError(f"it has {greeting.num_ranks} ranks")
         while len(self._clients) < greeting.num_ranks:
             if self._greet_next() != greeting:
-                raise ValueError(f"rank {len(self._clients) - 1} is another instance's")
+                raise ValueError(f"rank {len(self._clients) - 1} belongs to another instance")
         self._engine_id = greeting.engine_id
 
     def _greet_next(self) -> Greeting:
@@ -287,7 +287,7 @@ class _InstancePoller:
                 asked = keys[first : first + MAX_ASKED]
                 said = client.execute_command("HOLDS", self._namespace, b"".join(asked))
                 if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
-                    raise ValueError("an answer that is none")
+                    raise ValueError("a malformed answer")
                 held += [key for key, bit in zip(asked, said, strict=True) if bit == ord("1")]
             keys = held
         return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
@@ -307,7 +307,7 @@ class _InstancePoller:
             if was_pinged:
                 pending.answer()
         if not isinstance(answer, list) or len(answer) != len(wanted):
-            raise ValueError("an answer that is none")
+            raise ValueError("a malformed answer")
         now = self._clock()
         for awaited, said in zip(wanted, answer, strict=True):
             if isinstance(said, bytes):
@@ -324,5 +324,5 @@ class _InstancePoller:
 def _prefixes(said: bytes) -> frozenset[bytes]:
     size = KEY_PREFIX_BYTES
     if len(said) % size:
-        raise ValueError("half the name of a chunk")
+        raise ValueError("a truncated chunk key")
     return frozenset(said[i : i + size] for i in range(0, len(said), size))

@@ -114,7 +114,7 @@ class BlockWitness:
         state.witness.num_tokens = state.witness.num_vouched = state.witness.due_at = 0
         state.witness.has_gap = True
 
-    def look_again(self, states: Iterable[RequestState]) -> None:
+    def recheck_next_step(self, states: Iterable[RequestState]) -> None:
         """Check these requests again in the next step."""
         for state in states:
             state.witness.due_at = 0

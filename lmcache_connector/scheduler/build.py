@@ -228,7 +228,8 @@ def learn_start(
     others = [Share(rank, model.owners).others for rank in range(model.world_size)]
     if any(ranks - start.reads for ranks, start in zip(others, starts, strict=True)):
         logger.info(
-            "lmcache-connector: each rank stores what others hold alike: memory cannot be read"
+            "lmcache-connector: each rank stores its own copy of KV that ranks have in common: "
+            "they cannot read each other's memory"
         )
     from lmcache_connector.storage.geometry import PartGeometries
 

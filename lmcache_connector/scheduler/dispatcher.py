@@ -120,7 +120,7 @@ class JobDispatcher:
         if isinstance(job, LoadJob) and job.in_step:
             self.policy.load_ended_in_step(planned.results)
         elif isinstance(job, LoadJob):
-            self.transfers.let_go(job.request_id)
+            self.transfers.drop_source(job.request_id)
             if job.source is None or job.source.is_trusted:
                 self.witness.loaded(state, job, planned.num_chunks)
             short = self.loads.ended(state, job, planned.num_chunks, planned.results)

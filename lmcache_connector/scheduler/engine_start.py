@@ -77,7 +77,7 @@ class EngineStart:
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True
-        logger.error("LMCacheTieredConnector: all requests pass the KV cache tiers by: %s", why)
+        logger.error("LMCacheTieredConnector: all requests bypass the KV cache tiers: %s", why)
 
 
 def _differing(starts: list[RankStart]) -> str:

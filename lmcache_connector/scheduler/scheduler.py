@@ -277,7 +277,7 @@ class Scheduler:
     def _begins(self, request: Request, num_tokens: int) -> None:
         """``num_tokens`` of the request remain to compute."""
         self._to_compute.pop(request.request_id, None)
-        self.transfers.let_go(request.request_id)
+        self.transfers.drop_source(request.request_id)
         self.policy.request_admitted(request.request_id, num_tokens)
 
     def exclude_from_loads(self, request: Request) -> None:
@@ -576,7 +576,7 @@ class Scheduler:
                 self.kv_events.clear()
 
     def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
-        self.witness.look_again(self.book.states.values())
+        self.witness.recheck_next_step(self.book.states.values())
         if doubtful := self.loaded_adapters.update(rank, adapters):
             self.witness.forget()
             for state in self.book.of_adapters(doubtful):

@@ -120,12 +120,12 @@ class RequestTransfers:
             return PENDING
         if offered.cause is not None:
             self.tally.count("p2p_failed_loads", offered.cause.value)
-            self.let_go(name)
+            self.drop_source(name)
             return None
         offered_keys = filter(offered.holds, self._part_keys(state.keys.loadable))
         state.lookup.offered_keys = frozenset(offered_keys)
         if not state.lookup.offered_keys:
-            self.let_go(name)
+            self.drop_source(name)
             return None
         state.source = PeerSource(
             awaited.source.host,
@@ -139,9 +139,9 @@ class RequestTransfers:
     def turn_down(self, state: RequestState) -> None:
         """Others have more of the request than the instance that it names."""
         state.source, state.lookup.offered_keys = None, frozenset()
-        self.let_go(state.request.request_id)
+        self.drop_source(state.request.request_id)
 
-    def let_go(self, request_id: str) -> None:
+    def drop_source(self, request_id: str) -> None:
         """The request needs nothing more from another instance."""
         self._sources.pop(request_id, None)
         awaited = self._awaited.pop(request_id, None)
@@ -177,7 +177,7 @@ class RequestTransfers:
         """Whether vLLM must keep the request's blocks until its stores have ended on all ranks,
         and the parameters for the router. ``state`` is ``None`` for a request that is not stored.
         """
-        self.let_go(request.request_id)
+        self.drop_source(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None
         job_ids = frozenset[int]()

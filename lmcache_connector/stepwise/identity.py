@@ -192,7 +192,7 @@ def _class_names(kinds: Iterable[type]) -> list[str]:
     packages = {kind: kind.__module__.partition(".")[0] for kind in kinds}
     if _ADAPTERS in packages.values():
         raise UnsupportedError(
-            "Adapters of peft can be switched without a trace: merge them (merge_and_unload)."
+            "peft adapters can be switched unnoticed: merge them (merge_and_unload)."
         )
     # The module name of a model's own code depends on its path.
     return sorted(

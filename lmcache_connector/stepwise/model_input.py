@@ -57,12 +57,12 @@ class ModelInput:
         salts = self.cache_salts or (None,) * number
         listed = (self.query_lens, self.block_tables, self.sampling_positions or salts, salts)
         if any(len(each) != number for each in listed):
-            raise ValueError(f"{number} sequences, but not as many of everything else")
+            raise ValueError(f"{number} sequences, but other fields have another length")
         if len(self.token_ids) != sum(self.seq_lens):
             raise ValueError(f"{len(self.token_ids)} tokens for lengths {list(self.seq_lens)}")
         for seq_len, query_len in zip(self.seq_lens, self.query_lens, strict=True):
             if not 0 <= query_len <= seq_len:
-                raise ValueError(f"{query_len} tokens to compute of {seq_len}")
+                raise ValueError(f"query length {query_len} is not within 0 to {seq_len}")
         for index, positions in enumerate(self.sampling_positions or ()):
             computed = range(self.seq_lens[index] - self.query_lens[index], self.seq_lens[index])
             if any(position not in computed for position in positions):

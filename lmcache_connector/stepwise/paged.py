@@ -154,7 +154,7 @@ class PagedSequences:
                 f"their block table has {len(used)}"
             )
         if used and not 0 <= min(used) <= max(used) < there:
-            raise ValueError(f"a block table names block {min(used)} or {max(used)} of {there}")
+            raise ValueError(f"block table: {min(used)} to {max(used)} exceed the {there} blocks")
         if len(set(used)) < number:
             raise ValueError("a block table names a block twice, for different tokens")
 

@@ -57,7 +57,7 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
         raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
     settings, standing = parse_config(config), check_lmcache()
     if settings.peer_listen is not None or settings.peers:
-        raise ConfigError("'peer_listen' and 'peers' are vLLM's connector's: share through Redis")
+        raise ConfigError("'peer_listen' and 'peers' work only with vLLM: share through Redis")
     if not standing.unverified:
         return settings
     logger.warning(
@@ -279,7 +279,7 @@ class Tiers:
             left = until - self._clock()
             if left <= 0:
                 self._rank.jobs.cancel([job.job_id])
-                raise StuckCopyError("a load of KV does not end; its memory must not be used")
+                raise StuckCopyError("a load of KV did not end; its memory must not be used")
             self._rank.jobs.wait_for_result(left)
 
     def _settle(self) -> list[QueuedJob]:

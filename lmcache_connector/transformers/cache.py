@@ -167,7 +167,7 @@ class ForwardCall:
         }
         input_ids = arguments.get("input_ids")
         if other := sorted(asked - _UNDERSTOOD):
-            return f"the pass has {', '.join(other)}, and tiers know token ids alone"
+            return f"the pass has {', '.join(other)}, and the tiers support token ids only"
         if not isinstance(input_ids, torch.Tensor):
             return "the pass has no input_ids"
         if arguments.get("use_cache") is False:

@@ -109,7 +109,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         """An empty cache for one sequence. KV is shared between sequences of equal salts. Raises
         ``ValueError`` after :meth:`close`."""
         if not self._hooks:
-            raise ValueError("these KVTiers are closed: make others")
+            raise ValueError("these KVTiers are closed: create new ones")
         cache = TieredCache(self._model.config, self, cache_salt)
         if self._config.require_cache_salt and not cache_salt:
             cache.bypasses = True
@@ -217,7 +217,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         cache.bypasses = True
         if reason not in self._told:
             self._told.add(reason)
-            logger.warning("A sequence is neither loaded nor stored from here on: %s", reason)
+            logger.warning("A sequence is neither loaded nor stored from now on: %s", reason)
 
     # -- chunks --------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def drafter_problems(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
         )
     if speculative.use_multi_module_mtp():
         yield (
-            "MTP with several modules yet, of which the later ones draft from drafts",
+            "MTP with several modules yet, because later modules read drafts of earlier ones",
             "set num_speculative_tokens to 1",
         )
     if speculative.disable_eagle_block_drop:

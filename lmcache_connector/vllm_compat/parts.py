@@ -233,7 +233,7 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
     if not fitting and spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * tp
     raise unsupported(
-        f"layer {layer.name}, of whose KV heads vLLM does not say how many ranks share one",
+        f"layer {layer.name}, because vLLM does not report how many ranks share a KV head",
         "use one rank",
     )
 

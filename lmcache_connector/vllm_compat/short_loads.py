@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 _TWO_CONNECTORS = (
-    "MultiConnector runs two LMCacheTieredConnectors: vLLM tells one of them when it hands a block "
-    "out again, and the other would store KV of other requests. Leave one out: one is enough for "
-    "memory and Redis, salts keep its tenants apart, and a namespace says which instances share"
+    "MultiConnector runs two LMCacheTieredConnectors, and vLLM reports reused blocks to "
+    "only one of them, so the other would store KV of other requests. Leave one out: one "
+    "serves memory and Redis, separates tenants by cache_salt, and shares by namespace"
 )
 
 

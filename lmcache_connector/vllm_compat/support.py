@@ -63,7 +63,7 @@ def kept_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupS
         if number in kv_cache_config.prefix_cacheable_group_ids:
             kept.append((number, group))
         elif spec.prefix_cacheable:
-            raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
+            raise unsupported(f"layer {name}, whose KV vLLM does not pass to connectors,")
         elif spec.prefix_replay_tokens:
             raise unsupported(f"the {type(spec).__name__} of layer {name} yet")
     return kept
@@ -139,8 +139,9 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if _has_a_scheduler_per_rank(vllm_config):
         yield (
             "the external_launcher executor with several ranks per engine",
-            "every rank has a scheduler of its own there, and ours go by the time and do not "
-            "decide alike; use the mp or the ray executor, or engines of one rank",
+            "there, every rank has its own scheduler, and the connector's decisions depend "
+            "on time, so ranks would decide differently; use the mp or the ray executor, or "
+            "engines of one rank",
         )
     yield from drafter_problems(vllm_config)
     if vllm_config.speculative_config is not None and any(

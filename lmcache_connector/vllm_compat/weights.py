@@ -71,8 +71,8 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         return WeightFiles(f"sha256:{digest}", (*files.values(), *filter(None, links)))
     names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
-        "The weights of %s are not on this host's disk: instances recognise each other by its name "
-        "and revision alone. Set model_digest to a name of your own if that is not enough.",
+        "The weights of %s are not on this host's disk: instances identify them by name and "
+        "revision alone. Set model_digest to a name of your own if that is not enough.",
         names,
     )
     return WeightFiles(f"remote:{names}")
@@ -96,7 +96,8 @@ def folder_identity(name: str, mode: str, cache_folder: Path) -> str:
     weights = {} if path is None else weight_files(path, _ANY)
     if path is None or not weights:
         logger.warning(
-            "The weights of %s are not on this host's disk: its name stands for them.", name
+            "The weights of %s are not on this host's disk: they are identified by name alone.",
+            name,
         )
         return f"remote:{name}"
     files = weights | side_files(path) if path.is_dir() else weights

@@ -231,7 +231,7 @@ def _peer_server_maker(
             try:
                 host_socket = HostSocket(host, name)
             except HostFolderError as error:
-                logger.warning("No other engine of this host can load from here: %s", error)
+                logger.warning("Other engines of this host cannot load from this one: %s", error)
         limits = Limits(leased_bytes=leased_bytes)
         server = PeerServer(listeners, commands, limits, host_socket=host_socket)
         transfers.on_change, transfers.seal = server.recheck_held_commands, commands.seal

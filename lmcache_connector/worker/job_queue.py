@@ -57,8 +57,8 @@ class JobQueue:
     """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``: whether a job
     is open, or its result not taken; a plain attribute, cheap to poll every step.
 
-    Stores begin ``store_delay_seconds`` late, unless another instance waits for them. Where copies
-    use the cores of the model, the step's tokens are sampled and sent first. ``on_executed`` is
+    Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
+    step's tokens are sampled and sent first. ``on_executed`` is
     called on the lane after each job, ``between_stores`` on the store lane when no store is ready,
     and again after the seconds that it returns.
     """

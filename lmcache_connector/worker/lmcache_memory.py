@@ -72,7 +72,7 @@ class SharedMemory:
             try:
                 return self._allocate(size)
             except OSError as error:
-                logger.warning("Others of this host read the CPU tier by a socket: %s", error)
+                logger.warning("Other engines here read the CPU tier over a socket: %s", error)
                 return original(size, *args, **more)
 
         with _starting:

@@ -40,15 +40,20 @@ class SelfTestResult:
 
 
 def run_self_test(
-    engine: LMCacheEngineAdapter, parts: Sequence[PagedPart], clock: Callable[[], float]
+    engine: LMCacheEngineAdapter,
+    parts: Sequence[PagedPart],
+    clock: Callable[[], float],
+    *,
+    in_step: bool,
 ) -> SelfTestResult | None:
-    """Store, load and compare a chunk of each part.
+    """Store, load and compare a chunk of each part. ``in_step``: also load it as inside a step,
+    where a device that has no memory left for the copy would end the engine.
 
     Returns ``None`` if the cache is smaller than a chunk. Raises :class:`SelfTestError` if a chunk
     cannot be stored and loaded, or changes on the way.
     """
     trials = [_Trial.of(engine, parts, number, clock) for number in range(len(parts))]
-    results = [trial.run() for trial in trials if trial is not None]
+    results = [trial.run(in_step=in_step) for trial in trials if trial is not None]
     if len(results) < len(parts):
         return None
     return SelfTestResult(
@@ -99,13 +104,18 @@ class _Trial:
         key = part_key(_KEY, number, len(parts))
         return cls(engine, part, PartRun(number, (key,), (0,), block_ids), clock)
 
-    def run(self) -> SelfTestResult:
+    def run(self, *, in_step: bool) -> SelfTestResult:
         (key,) = self.run_of_one.keys
         before = self.read()
         pattern = [torch.randint(0, 256, layer.shape, dtype=torch.uint8) for layer in before]
         try:
             # The first trip touches memory and compiles; only the second one is timed.
             self.round_trip(pattern)
+            if in_step:
+                self.write([torch.zeros_like(layer) for layer in pattern])
+                queued = self.engine.load_in_step(self.load_job)
+                self.compare(pattern)  # reads behind the copy
+                queued.release()
             self.engine.forget(key)
             return self.round_trip(pattern)
         finally:
@@ -120,12 +130,15 @@ class _Trial:
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()
-        load = LoadJob(0, "self-test", (self.run_of_one,), _DEADLINE_SECONDS, False, 0)
         fence, deadline = self.engine.fence(), started + _DEADLINE_SECONDS
-        loaded = self.engine.load(load, fence, never, deadline)
+        loaded = self.engine.load(self.load_job, fence, never, deadline)
         load_seconds = self.clock() - started
         if stored.num_chunks != 1 or loaded.num_chunks != 1:
             raise SelfTestError("the self-test could not store and load one chunk: raise cpu_gib")
+        self.compare(pattern)
+        return SelfTestResult(stored.num_bytes, store_seconds, load_seconds)
+
+    def compare(self, pattern: Sequence[torch.Tensor]) -> None:
         names = [name for group in self.part.groups for name in group.names]
         for name, found, wanted in zip(names, self.read(), pattern, strict=True):
             if not torch.equal(found, wanted):
@@ -133,7 +146,10 @@ class _Trial:
                     f"the self-test loaded other bytes than it stored in layer {name}; "
                     "refusing to start, please report this with your model and vLLM command line"
                 )
-        return SelfTestResult(stored.num_bytes, store_seconds, load_seconds)
+
+    @property
+    def load_job(self) -> LoadJob:
+        return LoadJob(0, "self-test", (self.run_of_one,), _DEADLINE_SECONDS, False, 0)
 
     def store(self) -> JobTransfer:
         job = StoreJob(0, "self-test", (self.run_of_one,), redis_keys=frozenset())

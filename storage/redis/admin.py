@@ -50,22 +50,25 @@ _MAX_BYTES = _PIECE_BYTES + (1 << 20)
 # Error text, in lower case, and hint; the first match applies.
 _UNKNOWN_HOST = "this machine cannot resolve the host name: correct it"
 _HINTS = (
-    ("certificate", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
+    ("certificate", "use rediss:// and name the CA: ?ssl_ca_certs=/path/to/ca.pem"),
     ("handshake", "this port speaks no TLS: use redis://, or the port of the server that does"),
     ("wrong_version", "this port speaks no TLS: use redis://, or the port of the server that does"),
-    ("ssl", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
+    ("ssl", "use rediss:// and name the CA: ?ssl_ca_certs=/path/to/ca.pem"),
     ("cluster support disabled", "this server is no cluster: use redis:// without +cluster"),
-    ("'sentinel'", "this server is no Sentinel: use redis://, or the port of a Sentinel (26379)"),
-    ("db index", "the server has fewer databases: end the URL in a smaller number (0 to 15)"),
+    ("'sentinel'", "this is not a Sentinel: use redis://, or the port of a Sentinel (26379)"),
+    ("db index", "the server has fewer databases: end the URL with a smaller number (0 to 15)"),
     ("refused", "start the server, or correct host and port; a container must publish its port"),
-    ("timed out", "the server does not answer: look at firewalls, and at its own load"),
-    ("timeout", "the server does not answer: look at firewalls, and at its own load"),
+    ("timed out", "the server does not answer: check firewalls and the server's load"),
+    ("timeout", "the server does not answer: check firewalls and the server's load"),
     ("name or service", _UNKNOWN_HOST),
     ("resolution", _UNKNOWN_HOST),
     ("nodename", _UNKNOWN_HOST),
     ("http/", "an HTTP server answers here: correct host and port"),
-    ("closed", "is this a Redis? It hangs up: it may want TLS (rediss://), or be protected"),
-    ("reset", "is this a Redis? It hangs up: it may want TLS (rediss://), or be protected"),
+    (
+        "closed",
+        "is this a Redis? It hangs up: it may need TLS (rediss://), or be in protected mode",
+    ),
+    ("reset", "is this a Redis? It hangs up: it may need TLS (rediss://), or be in protected mode"),
 )
 
 

@@ -127,7 +127,7 @@ class Servers:
             is_new = node not in self._forbidding
             self._forbidding.add(node)
         if is_new:
-            logger.warning("redis %s: nothing is read from it: %s", node, self.redact(detail))
+            logger.warning("redis %s: reads are not permitted: %s", node, self.redact(detail))
 
     def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
         """Connect, and check that the server answers commands with these credentials. Some servers
@@ -153,7 +153,7 @@ class Servers:
             is_new, self._troubled = not self._troubled, True
             if is_new:
                 address, detail = self.config.address, self.redact(error)
-                what = "cannot learn where chunks live"
+                what = "cannot read which node holds which keys"
                 logger.warning("%s %s: %s: %s", self.kind, address, what, detail)
         else:
             self._troubled = False
@@ -300,7 +300,7 @@ class Connections:
         self._servers.topology.mark_stale()
         if blame and self._servers.breaker(node).failed(at_once=at_once):
             kind, detail = self._servers.kind, self._servers.redact(detail)
-            logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
+            logger.warning("%s %s: %s; the circuit breaker opens", kind, node, detail)
 
     def maintain(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
         """Start connecting to every node that has no live connection and may be tried."""

@@ -83,9 +83,9 @@ class RedisLookup:
         if not keys:
             return []
         limit = Deadline(deadline, self._clock, cancelled)
-        questions = self.ask(keys, limit)
-        await_answers(questions, limit)
-        return self.found(keys, questions)
+        node_lookups = self.ask(keys, limit)
+        await_answers(node_lookups, limit)
+        return self.found(keys, node_lookups)
 
     def maintain(self) -> None:
         """Connect ahead of need."""
@@ -103,11 +103,11 @@ class RedisLookup:
         self._servers.refresh(deadline)
         return self._send(keys, deadline)
 
-    def found(self, keys: Sequence[bytes], questions: Sequence[NodeLookup]) -> list[bool]:
+    def found(self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]) -> list[bool]:
         """Which ``keys`` are complete, according to the answers so far."""
         counts: dict[int, int] = {}
-        for question in questions:
-            counts |= question.counts
+        for node_lookup in node_lookups:
+            counts |= node_lookup.counts
         return [counts.get(i) == len(self._names(key)) for i, key in enumerate(keys)]
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
@@ -123,7 +123,7 @@ class RedisLookup:
         by_node = self._assign(keys)
         connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
-        questions = []
+        node_lookups = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
             asked = self._commands([keys[i] for i in by_node[node]])
             try:
@@ -134,8 +134,8 @@ class RedisLookup:
             except WireError as error:
                 self._connections.drop(node, str(error), blame=error.is_peers_fault)
                 continue
-            questions.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
-        return questions
+            node_lookups.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
+        return node_lookups
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
         names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
@@ -148,28 +148,28 @@ class RedisLookup:
         """Suffixes of the names of the values of ``key``."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
-    def receive(self, question: NodeLookup, deadline: Deadline) -> bool:
+    def receive(self, node_lookup: NodeLookup, deadline: Deadline) -> bool:
         """Read available replies. True if the answer is complete or the connection failed."""
         try:
-            question.wire.receive_some(deadline)
-            while question.indices and (line := question.wire.next_line()) is not None:
-                self._take(question, line)
+            node_lookup.wire.receive_some(deadline)
+            while node_lookup.indices and (line := node_lookup.wire.next_line()) is not None:
+                self._take(node_lookup, line)
         except WireError as error:
-            self._connections.drop(question.node, str(error), blame=error.is_peers_fault)
+            self._connections.drop(node_lookup.node, str(error), blame=error.is_peers_fault)
             return True
-        if question.indices:
+        if node_lookup.indices:
             return False
-        question.answered_at = self._clock()
-        self._connections.succeeded(question.node)
+        node_lookup.answered_at = self._clock()
+        self._connections.succeeded(node_lookup.node)
         return True
 
-    def _take(self, question: NodeLookup, line: bytes) -> None:
+    def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
         """Count one reply. Raises ``WireError`` if it is malformed."""
-        question.counts[question.indices.pop(0)] = self._number(line, question.node)
+        node_lookup.counts[node_lookup.indices.pop(0)] = self._number(line, node_lookup.node)
 
-    def leave(self, question: NodeLookup, *, is_silent: bool) -> None:
+    def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
         """Give up the answer. Closes the connection: a late reply would be out of step."""
-        self._connections.drop(question.node, "no answer in time", blame=is_silent)
+        self._connections.drop(node_lookup.node, "no answer in time", blame=is_silent)
 
     def _number(self, line: bytes, node: Node) -> int:
         """The count in a reply; 0 for a chunk that has moved or is being moved."""
@@ -202,18 +202,18 @@ class NodeLookup:
 
 
 def await_answers(
-    questions: Sequence[NodeLookup],
+    node_lookups: Sequence[NodeLookup],
     deadline: Deadline,
     is_enough: Callable[[Sequence[NodeLookup]], bool] = lambda left: False,
 ) -> None:
     """Wait until all are answered, ``deadline``, or ``is_enough`` of the unanswered ones."""
-    started, left = deadline.clock(), list(questions)
+    started, left = deadline.clock(), list(node_lookups)
     while left and deadline.remaining() > 0.0 and not is_enough(left):
         slice_seconds = min(SLICE_SECONDS, deadline.remaining())
-        ready = wait_readable([question.wire for question in left], slice_seconds)
-        for question in [q for q in left if q.wire in ready]:
-            if question.asker.receive(question, deadline):
-                left.remove(question)
+        ready = wait_readable([node_lookup.wire for node_lookup in left], slice_seconds)
+        for node_lookup in [q for q in left if q.wire in ready]:
+            if node_lookup.asker.receive(node_lookup, deadline):
+                left.remove(node_lookup)
     is_silent = deadline.clock() - started > _SUSPICIOUS_SECONDS and not deadline.cancelled()
-    for question in left:
-        question.asker.leave(question, is_silent=is_silent)
+    for node_lookup in left:
+        node_lookup.asker.leave(node_lookup, is_silent=is_silent)

@@ -177,14 +177,14 @@ class Writer(threading.Thread):
                 pauses = error.reply.startswith(_PAUSING_ERRORS)
                 self._connections.drop(node, str(error), blame=not pauses)
                 if pauses:
-                    self._pause(node, f"refuses writes, they pause: {error}", at_once=True)
+                    self._pause(node, f"refuses writes; writing is paused: {error}", at_once=True)
             except WireError as error:
                 is_slow = error.fault is WireFault.DEADLINE
                 blame = error.is_peers_fault and not is_slow
                 self._connections.drop(node, str(error), blame=blame)
                 self._bytes_per_second = 0.0
                 if is_slow:  # reads may still be fast
-                    self._pause(node, "takes writes too slowly, they pause", at_once=False)
+                    self._pause(node, "accepts writes too slowly; writing is paused", at_once=False)
 
     def _run_burst(
         self, node: Node, writes: Sequence[PendingWrite], left: dict[bytes, PendingWrite]

@@ -166,9 +166,9 @@ def test_a_misplaced_or_removed_key_is_told_where_it_belongs(cli: Cli) -> None:
     for sentence in (
         "'hash_key' belongs inside kv_connector_extra_config",
         "'kv_rol' is not a key: did you mean 'kv_role'?",
-        "'kv_port' is vLLM's own: put it beside 'kv_connector'",
+        "'kv_port' is vLLM's own setting: put it beside 'kv_connector'",
         "'cpu_gb' is not a key: did you mean 'cpu_gib'?",
-        "'secret' is no setting any more: set 'hash_key'",
+        "'secret' is no longer a setting: set 'hash_key'",
         "would refuse to start",
     ):
         assert sentence in outcome.out
@@ -193,10 +193,10 @@ def test_a_wildcard_address_is_warned_of(cli: Cli) -> None:
     outcome = cli("check", text, "--json")
     address = found(outcome)["address"]
     assert (outcome.code, address["verdict"]) == (0, "warning")
-    assert "leads each of them to itself" in address["detail"]
+    assert "which is each peer's own machine" in address["detail"]
     refused = cli("check", p2p(bind_host="0.0.0.0"))
     assert refused.code == 2
-    assert "it needs a 'hash_key', or 'insecure'" in refused.out
+    assert "it needs a 'hash_key'; or set 'insecure'" in refused.out
 
 
 def check_peers(cli: Cli, *peers: str, **more: Any) -> tuple[int, list[tuple[str, str]]]:
@@ -216,7 +216,7 @@ def test_peers_are_asked_for_ranks(cli: Cli) -> None:
     (_, first), (_, second), (_, third) = found
     assert (code, {verdict for verdict, _ in found}) == (0, {"ok"})
     assert "it answers, 1 rank(s) each" in first
-    assert "it answers, 2 rank(s) each; ours needs as many" in second
+    assert "it answers, 2 rank(s) each; this instance must have as many" in second
     assert "1 of 1 instances answer, 1 rank(s) each" in third or "1 of 2 instances" in third
 
 
@@ -226,5 +226,5 @@ def test_peers_that_cannot_serve_are_named(cli: Cli, valkey: Server) -> None:
     code, found = check_peers(cli, *peers, peer_hosts=["127.0.0.1"])
     assert (code, [verdict for verdict, _ in found]) == (3, ["error"] * 3)
     assert "refused" in found[0][1]
-    assert f"{redis} cannot be loaded from: a Redis listens there" in found[1][1]
-    assert "dns:nobody.invalid:7450 cannot be loaded from" in found[2][1]
+    assert f"cannot load from {redis}: a Redis listens there" in found[1][1]
+    assert "cannot load from dns:nobody.invalid:7450" in found[2][1]

@@ -91,7 +91,7 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     assert found["cpu_capacity_bytes"] == 200
     people = cli("stats", engine.url).out
     assert "hit rate 64.0% of 2,000 tokens" in people
-    assert "; 256 more were to be loaded, lost and recomputed\n" in people
+    assert "; 256 more were planned, then lost and recomputed\n" in people
     assert "requests that are not cached: no salt 6\n" in people
     assert "failed loads: deadline 4" in people
     assert "circuit open" in people

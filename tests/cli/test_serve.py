@@ -163,7 +163,7 @@ def test_an_option_is_no_model(arguments: list[str]) -> None:
     """The number of words of each of vLLM's options is not known here."""
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
     assert answer.exit_code == 2
-    assert "the model comes first" in answer.stderr
+    assert "the model must come first" in answer.stderr
 
 
 def test_every_option_of_vllm_goes_to_vllm() -> None:
@@ -193,4 +193,4 @@ def test_a_taken_port_is_refused_before_a_model_is_loaded(option: str) -> None:
         answer = CliRunner().invoke(app, ["serve", *options])
     assert answer.exit_code == 2
     error = json.loads(answer.stdout)["error"]
-    assert error == f"port {port} cannot be listened at: Address already in use"
+    assert error == f"cannot listen on port {port}: Address already in use"

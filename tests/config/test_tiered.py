@@ -52,7 +52,7 @@ def test_every_problem_is_named_at_once() -> None:
 
 def test_keys_of_vllm_and_of_the_other_connector_are_named_as_such() -> None:
     assert problems(kv_port=1, bind_host="0.0.0.0", qqqqqq=1, xxxxxx=1) == [
-        "  - 'kv_port' is vLLM's own: put it beside 'kv_connector'",
+        "  - 'kv_port' is vLLM's own setting: put it beside 'kv_connector'",
         "  - 'bind_host' is a setting of LMCacheP2PConnector: here it is 'peer_listen'",
         f"  - 'qqqqqq', 'xxxxxx' are not keys: valid keys are {', '.join(FIELDS)}",
     ]
@@ -190,7 +190,7 @@ def test_allowed_peers(settings: dict[str, Any]) -> None:
 
 
 def test_an_unused_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="without 'host_sharing' nobody looks into it"):
+    with pytest.raises(ConfigError, match="it has no effect without 'host_sharing'"):
         parse_config({"host_folder": "/x", "host_sharing": False})
     with pytest.raises(ConfigError, match="host_folder"):
         parse_config({"host_folder": "relative"})
@@ -240,12 +240,14 @@ def test_a_removed_setting_is_refused_with_its_replacement(name: str) -> None:
         ({"model_digest": "sampled"}, "leave model_digest out"),
     ],
 )
-def test_so_is_a_removed_value(setting: dict[str, Any], instead: str) -> None:
+def test_a_removed_value_is_refused_with_its_replacement(
+    setting: dict[str, Any], instead: str
+) -> None:
     ((name, value),) = setting.items()
     with pytest.raises(ConfigError) as raised:
         parse_config(setting)
     (line,) = str(raised.value).splitlines()[1:]
-    assert line.startswith(f"  - {name!r}: {value!r} is gone")
+    assert line.startswith(f"  - {name!r}: {value!r} was removed")
     assert instead in line
     assert f"| `{name}: {value}` |" in UPGRADING
 

@@ -50,6 +50,6 @@ def test_a_fifo_is_an_error_at_once(tmp_path: Path) -> None:
     """Opening a FIFO waits for a writer, and the engine's step would wait, too."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
-    for name, why in (("fifo", "no regular file"), ("folder", "Is a directory")):
+    for name, why in (("fifo", "not a regular file"), ("folder", "Is a directory")):
         with pytest.raises(ConfigError, match=f"cannot be read .*{why}"):
             read_weights_label(f"file:{tmp_path / name}")

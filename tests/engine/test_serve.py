@@ -205,7 +205,7 @@ def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
     assert planned == {"cpu": 0, "redis": HIT_TOKENS}
     loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
     assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
-    assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
+    assert f"; {HIT_TOKENS:,} more were planned, then lost and recomputed" in people
     # Damaged values are removed or written again.
     api.settle(lambda: cli("verify", "--redis-url", valkey.url)["values"].keys() == {"sound"})
 

@@ -75,7 +75,7 @@ def test_a_range_of_many_digits_holds_no_chunk(digits: int) -> None:
     chunks = HeldChunks(range(2))
     with serving(chunks) as server, redis.Redis.from_url(url(server), protocol=2) as client:
         for place in (("0", "9" * digits), ("9" * digits, "0")):
-            with pytest.raises(redis.ResponseError, match="two places"):
+            with pytest.raises(redis.ResponseError, match="none negative"):
                 client.execute_command("GETRANGE", name(0), *place)
         assert client.getrange(name(0), 0, 3) == b"LMCV"
         assert chunks.await_leased(lambda count: count == 0)

@@ -249,7 +249,7 @@ def test_an_ended_engine_is_no_server_any_more(path: Path) -> None:
 def test_two_engines_of_one_name_do_not_replace_each_other(path: Path) -> None:
     folder = HostFolder(path)
     with folder.listen(name_of("one")):
-        with pytest.raises(HostFolderError, match=r"another engine .* has this one's engine_id"):
+        with pytest.raises(HostFolderError, match=r"another engine .* uses the same engine_id"):
             folder.listen(name_of("one"))
         assert names_in(path) == {str(name_of("one"))}
     folder.listen(name_of("one")).close()  # after its death
@@ -273,7 +273,7 @@ def test_engines_that_start_at_the_same_time_are_found(path: Path) -> None:
 def test_a_folder_that_others_may_enter_is_refused(path: Path, mode: int) -> None:
     path.mkdir()
     path.chmod(mode)
-    with pytest.raises(HostFolderError, match="must belong to the user who runs this, with mode"):
+    with pytest.raises(HostFolderError, match="must belong to the user of this process, with mode"):
         HostFolder(path)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire
 from lmcache_connector.peers import commands, mapped
 from lmcache_connector.peers.commands import NOWHERE, PLACE
 from lmcache_connector.peers.host import HostFolder
@@ -215,7 +217,7 @@ def test_clients_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
         for words in ((b"MAP",), (b"LEASE", b"x")):
             sock.sendall(command(*words))
             data, descriptors, _, _ = socket.recv_fds(sock, 256, 1)
-            assert data == b"-ERR no memory is handed over here\r\n"
+            assert data == b"-ERR this connection cannot map memory\r\n"
             assert not descriptors
 
 
@@ -330,3 +332,34 @@ def _trickle(listener: socket.socket) -> None:
         while True:
             sock.sendall(b"*")
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 6])
+def test_batches_before_the_deadline_are_hits(
+    path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_batches: int
+) -> None:
+    """The last of them is copied, and its reply is read: the connection stays of use."""
+    monkeypatch.setattr(mapped, "_BATCH_BYTES", 1)
+    keys, num_asked = [chunk_key(i) for i in range(6)], 0
+    sent = Wire.send
+
+    def send(*arguments: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        sent(*arguments)
+
+    monkeypatch.setattr(Wire, "send", send)
+    num_values = num_batches * len(PLAN.stripes_of(keys[0]))
+    with owner(path, chunks):
+        peers, read = reader_of_one(path, 60.0)
+        assert read() == [True]
+        num_asked = 0
+        (node,) = peers._idle
+        limit = Deadline(time.monotonic() + 60.0, time.monotonic, lambda: num_asked >= num_values)
+        buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in keys]
+        hits = peers.read(keys, buffers, node, limit)
+        assert hits == [True] * num_batches + [False] * (6 - num_batches)
+        assert [bytes(each) for each in buffers[:num_batches]] == of(list(range(num_batches)))
+        assert peers.num_failed == 0
+        assert read() == [True]
+        peers.close()

@@ -288,7 +288,7 @@ def test_a_taken_port_is_an_error(chunks: HeldChunks, server: PeerServer) -> Non
     ],
 )
 def test_foreign_greetings_fail(line: object) -> None:
-    with pytest.raises(ValueError, match="no peer server"):
+    with pytest.raises(ValueError, match="not a peer server"):
         Greeting.parse(line)
 
 

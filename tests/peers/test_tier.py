@@ -42,7 +42,7 @@ from tests.support.redis.chunks import (
 )
 from tests.support.redis.servers import Server
 
-OWN = Greeting(1, "the reader")
+OWN = Greeting(1, "the-reader")
 
 
 def settings(**more: object) -> RedisTierConfig:
@@ -127,7 +127,9 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
             bad = stack.enter_context(serving(HeldChunks(range(8)), engine_id=name)).port
         tier = stack.enter_context(reading(at(bad, good), read_timeout_seconds=0.3))
         assert read_once_connected(tier, range(4)).hits == [True] * 4
-        if trouble != "itself":  # the engine itself is no peer
+        if trouble == "itself":  # is no peer
+            once_dialled(lambda: at(bad)[0] in tier._topology._own)
+        else:
             once_dialled(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
         assert read(tier, range(4))[0].hits == [True] * 4
         assert read(tier, [4])[0].hits == [False]  # another rank has other heads

@@ -139,7 +139,7 @@ def test_loads_that_come_to_nothing_stop_nobody(model: Path, policy: SchedulingP
     engine.check_whole()
 
 
-def test_nor_who_comes_before_them(model: Path) -> None:
+def test_loads_that_come_to_nothing_stop_no_urgent_request(model: Path) -> None:
     """It has a hit, for which vLLM never sees room while it waits for nothing else."""
     engine = loads_that_come_to_nothing(model, SchedulingPolicy.PRIORITY)
     urgent = engine.add([4, *prompt(100)], 1, priority=0)

@@ -114,7 +114,7 @@ def test_a_call_that_raises_costs_hits_alone(model: Path, call: str) -> None:
 @pytest.mark.parametrize(
     ("call", "shape"), [(call, shape) for call in CALLS for shape in shapes_for(call)]
 )
-def test_nor_in_any_of_many_lives(model: Path, call: str, shape: str) -> None:
+def test_a_call_that_raises_costs_hits_alone_soak(model: Path, call: str, shape: str) -> None:
     num_raised = 0
     for number in range(60):
         chance = random.Random(f"{call} {shape} {number}")

@@ -39,7 +39,11 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
 
     torch.set_num_threads(1)
     copier = _SlowCopier(CpuCopier())
-    _replace("worker.rank_tiers", make_copier=lambda device: copier, run_self_test=lambda *_: None)
+    _replace(
+        "worker.rank_tiers",
+        make_copier=lambda device: copier,
+        run_self_test=lambda *_, **more: None,
+    )
     _replace("worker.adapter", ask_for_amx=lambda: None)
     _replace("worker.rank_finder", store_sample=lambda *_: ())
     _replace("worker.lmcache_engine", start_engine=lmcache_model.start_engine)

@@ -34,8 +34,9 @@ never logs secrets, but vLLM logs its own command line: prefer `env:` or `file:`
 _TAIL = """\
 | `lmcache.NAME` | any | | | Passed to LMCache's own configuration as `NAME`. |
 
-Settings that are gone are refused with what replaces them; [upgrading](upgrading.md) lists them.
-`LMCacheP2PConnector` takes the same, and [some instead of others](disaggregated.md#settings).
+Removed settings are refused with a message that names the replacement; [upgrading](upgrading.md)
+lists them. `LMCacheP2PConnector` takes the same settings, except for
+[the address](disaggregated.md#settings).
 """
 _TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
 _UNITS = {
@@ -57,7 +58,7 @@ _LINKS = {
     "weights_label": ("read at resets", "operations.md#labels"),
     "model_digest": ("read once", "operations.md#what-tells-models-apart"),
 }
-"""Which words of a setting lead where."""
+"""The words of a setting's description that become a link, and its target."""
 
 
 def page() -> str:

@@ -73,7 +73,7 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-def test_what_differs_has_another_form() -> None:
+def test_different_values_have_different_forms() -> None:
     forms = [form(value) for value in DIFFERENT]
     assert len(set(forms)) == len(forms)
 
@@ -85,7 +85,7 @@ def test_the_order_of_sets_and_keys_and_the_kind_of_sequence_do_not_count() -> N
     assert form((1, 2)) == form([1, 2])
 
 
-def test_what_is_excused_is_left_out() -> None:
+def test_ignored_fields_are_left_out() -> None:
     assert form(Point(1, 2), "y") == form(Point(1, 3), "y")
     assert form({"y": 1}, "y") != form({"y": 2}, "y"), "keys of a mapping are no fields"
 

@@ -64,7 +64,7 @@ def test_the_kv_of_a_head_follows_from_the_token_after_it(model: Path, head: Pat
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_of_a_drafter_is_in_the_key(
+def test_which_drafter_settings_are_in_the_key(
     model: Path, head: Path, args: dict[str, Any], is_same: bool
 ) -> None:
     plain = described(configured(model, head)).configuration
@@ -72,7 +72,7 @@ def test_what_of_a_drafter_is_in_the_key(
     assert plain != described(configured(model, None)).configuration
 
 
-def test_so_are_its_weights(model: Path, head: Path, tmp_path: Path) -> None:
+def test_the_weights_of_a_drafter_are_in_the_key(model: Path, head: Path, tmp_path: Path) -> None:
     def identity(drafter: Path | None) -> str:
         return weights_identity(configured(model, drafter), "full", tmp_path / "kept").name
 

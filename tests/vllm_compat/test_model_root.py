@@ -244,7 +244,9 @@ def test_the_length_counts_where_angles_may_depend_on_it(model: Path, rope: dict
 
 
 @pytest.mark.parametrize("rope", [ROPE, {"rope_type": "linear", "factor": 2.0}])
-def test_it_does_not_where_they_follow_from_the_position(model: Path, rope: dict[str, Any]) -> None:
+def test_the_length_does_not_count_where_angles_follow_from_positions(
+    model: Path, rope: dict[str, Any]
+) -> None:
     overrides = {"rope_parameters": {"rope_theta": 1e4, **rope}}
     one, two = (
         fingerprint(model, max_model_len=length, hf_overrides=overrides) for length in (256, 512)

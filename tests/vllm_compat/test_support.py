@@ -83,7 +83,7 @@ def test_a_ring_is_left_out(model: Path) -> None:
     ("changed", "what"),
     [
         ({"kv_cache_spec": WINDOW}, "the SlidingWindowMLASpec of layer"),
-        ({"enable_kv_transfer": False}, "whose KV vLLM does not let others keep"),
+        ({"enable_kv_transfer": False}, "whose KV vLLM does not pass to connectors"),
         ({"host_resident": True}, "HiSparse"),
     ],
 )

@@ -54,7 +54,7 @@ def test_what_is_read_from_elsewhere_is_not_named_by_the_folder(
     """``npcache`` reads what it made of the files at its first start, whatever they hold now."""
     with caplog.at_level(logging.WARNING):
         assert identity(folder, load_format) == f"remote:{folder}@None"
-    assert "its name and revision alone" in caplog.text
+    assert "by name and revision alone" in caplog.text
 
 
 def test_files_beside_the_weights_count(folder: Path) -> None:

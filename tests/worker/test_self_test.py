@@ -37,8 +37,10 @@ class CountingCopier:
 
     inner: Copier
     num_fences: int = 0
+    num_in_step: int = 0
     waited_for: list[Any] = field(default_factory=list)
     shares_cores: bool = True
+    is_sound: bool = True
 
     def fence(self) -> Any:
         self.num_fences += 1
@@ -49,7 +51,8 @@ class CountingCopier:
         return self.inner.copy(copies, direction)
 
     def enqueue(self, copies: Any) -> QueuedCopy:
-        return self.inner.enqueue(copies)
+        self.num_in_step += 1
+        return self.inner.enqueue(copies if self.is_sound else copies[:0])
 
     def close(self) -> None:
         self.inner.close()
@@ -81,7 +84,7 @@ def test_the_cache_is_left_as_it_was(
     part = make_cache(kernel_tokens)
     before = [layer.clone() for layer in part.groups[0].owners]
     engines.append(make_engine(part, copier))
-    result = run_self_test(engines[0], [part], time.monotonic)
+    result = run_self_test(engines[0], [part], time.monotonic, in_step=True)
     assert result is not None
     assert result.num_bytes == GEOMETRY.chunk_bytes
     assert all(torch.equal(a, b) for a, b in zip(part.groups[0].owners, before, strict=True))
@@ -95,15 +98,26 @@ def test_copies_wait_for_what_the_test_has_written(
     """On CUDA it has only been queued by then."""
     counting, part = CountingCopier(copier), make_cache(BLOCK_SIZE)
     engines.append(make_engine(part, counting))
-    run_self_test(engines[0], [part], time.monotonic)
+    run_self_test(engines[0], [part], time.monotonic, in_step=True)
     assert counting.waited_for == [1, 2, 3, 4]  # each for the newest fence
+    assert counting.num_in_step == 1
 
 
 def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineAdapter]) -> None:
     """The engine moves another cache than the one that is looked at."""
     engines.append(make_engine(make_cache(BLOCK_SIZE), copier))
     with pytest.raises(SelfTestError, match=r"other bytes than it stored in layer layers\.0"):
-        run_self_test(engines[0], [make_cache(BLOCK_SIZE)], time.monotonic)
+        run_self_test(engines[0], [make_cache(BLOCK_SIZE)], time.monotonic, in_step=True)
+
+
+def test_a_load_inside_a_step_is_tested_too(
+    copier: Copier, engines: list[LMCacheEngineAdapter]
+) -> None:
+    counting, part = CountingCopier(copier, is_sound=False), make_cache(BLOCK_SIZE)
+    engines.append(make_engine(part, counting))
+    with pytest.raises(SelfTestError, match=r"other bytes than it stored in layer layers\.0"):
+        run_self_test(engines[0], [part], time.monotonic, in_step=True)
+    assert run_self_test(engines[0], [part], time.monotonic, in_step=False) is not None
 
 
 def test_a_self_test_quicker_than_the_clock_ends_no_start() -> None:

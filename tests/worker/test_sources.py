@@ -54,7 +54,7 @@ def test_what_a_stranger_sends_is_not_kept(is_trusted: bool) -> None:
         assert second.load(1, MINE) == kept
 
 
-def test_what_it_lacks_is_a_miss() -> None:
+def test_chunks_that_the_source_lacks_are_misses() -> None:
     with two() as (first, second, server):
         first.store(1, MINE, 2)
         source = PeerSource("127.0.0.1", server.port, 1, is_trusted=False)

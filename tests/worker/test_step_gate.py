@@ -88,7 +88,7 @@ def made(make_redis_tier: Callable[[], RedisTier] | None = None) -> Iterator[Ins
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tiers, "make_copier", lambda device: copier)
-        patch.setattr(rank_tiers, "run_self_test", lambda *_: None)
+        patch.setattr(rank_tiers, "run_self_test", lambda *_, **more: None)
         worker = WorkerAdapter(settings, {"layers.0": cache}, make_redis_tier, FixedWeights())
     yield Instance(worker, {"layers.0": cache}, copier=copier)
     copier.may_copy.set()

@@ -187,7 +187,7 @@ def test_what_is_dropped_leaves_nothing_in_the_ledger(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        pytest.param("cache_policy", r"lmcache\.cache_policy is set by", id="ours-takes-its-place"),
+        pytest.param("cache_policy", r"lmcache\.cache_policy is set by", id="set-by-the-connector"),
         pytest.param("min_retreive_tokens", "did you mean 'min_retrieve_tokens'", id="misspelt"),
     ],
 )

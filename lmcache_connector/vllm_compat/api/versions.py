@@ -98,7 +98,7 @@ def check_overrides(kind: type, base: type) -> None:
         if not takes_any and list(taken) != list(given):
             raise UnsupportedError(_refusal(f"{base.__name__}.{name} has other parameters"))
     for name in sorted(getattr(kind, "__abstractmethods__", ())):
-        raise UnsupportedError(_refusal(f"{base.__name__} asks for a method {name}"))
+        raise UnsupportedError(_refusal(f"{base.__name__} requires a method {name}"))
 
 
 def warnings(standing: Standing) -> list[str]:
@@ -108,7 +108,8 @@ def warnings(standing: Standing) -> list[str]:
     return [
         f"{_found()} was not tested with this release, which supports {VLLM_PACKAGE.name} "
         f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}: "
-        "nothing is shared with instances of these, and the tiers' self-test runs"
+        "KV is not shared with instances of supported versions, and the self-test verifies "
+        "the tiers"
     ]
 
 
@@ -130,9 +131,9 @@ def _standing(package: Package) -> Standing:
 
 def _refusal(why: str) -> str:
     return (
-        f"{_found()} is not as lmcache-connector needs it ({why}): install {VLLM_PACKAGE.name} "
-        f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}, or a "
-        "newer connector release."
+        f"{_found()} does not fit lmcache-connector ({why}): install {VLLM_PACKAGE.name} "
+        f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}, "
+        "or a newer connector release."
     )
 
 
@@ -151,8 +152,8 @@ def installed_version(package: Package) -> str:
         if found:  # incomplete installations have no version
             return found
     raise UnsupportedError(
-        f"{package.name} is not installed, or without the metadata that tells its version: "
-        f"pip install {package.distributions[0]}."
+        f"{package.name} is not installed, or lacks the metadata with its version: pip "
+        f"install {package.distributions[0]}."
     )
 
 

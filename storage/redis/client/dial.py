@@ -119,7 +119,7 @@ def take_socket(client: Client) -> socket.socket:
     redis-py's buffer. Raises one of ``CONNECTION_ERRORS``."""
     connection = client.connection_pool.get_connection()
     if connection.can_read(0):
-        raise InvalidResponse("bytes that nobody asked for")
+        raise InvalidResponse("unexpected bytes")
     sock: socket.socket = connection._sock.sock
     connection._sock = None  # it would be closed with the client
     return sock

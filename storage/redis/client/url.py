@@ -103,10 +103,10 @@ def parse_redis_url(url: str) -> RedisAddress:
     netloc, _, path = rest.partition("/")
     login, _, names = netloc.rpartition("@")
     if "@" in login and "," in login:
-        raise ValueError(f"redis_url: user and password stand once, before all hosts{_ENCODE}")
+        raise ValueError(f"redis_url: give user and password once, before the first host{_ENCODE}")
     # Options are parsed as those of a Unix socket: redis-py has no URL with several hosts.
     given = _parsed(
-        f"unix://{login}@/{path}?{query}", f"an option or the database is no number{_ENCODE}"
+        f"unix://{login}@/{path}?{query}", f"an option or the database is not a number{_ENCODE}"
     )
     path, db, master = given.pop("path").rstrip("/"), given.pop("db", 0), ""
     hosts: tuple[tuple[str, int], ...] = ()
@@ -172,11 +172,11 @@ def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, Any]) ->
         if name not in allowed:
             known = ", ".join(sorted(allowed | {"db"}))
             shown = repr(name) if name.isidentifier() else ""
-            raise ValueError(f"redis_url: unknown option {shown}; here only {known} make sense")
+            raise ValueError(f"redis_url: unknown option {shown}; valid here: {known}")
     if options.get("ssl_cert_reqs", "required") not in _CERT_REQS:
-        raise ValueError(f"redis_url: ssl_cert_reqs is one of {', '.join(_CERT_REQS)}")
+        raise ValueError(f"redis_url: ssl_cert_reqs must be one of {', '.join(_CERT_REQS)}")
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
-            raise ValueError(f"redis_url: {name} names no file")
+            raise ValueError(f"redis_url: {name} is not a file")
     if "ssl_ca_path" in options and not Path(options["ssl_ca_path"]).is_dir():
-        raise ValueError("redis_url: ssl_ca_path names no folder")
+        raise ValueError("redis_url: ssl_ca_path is not a folder")

@@ -115,22 +115,22 @@ def test_a_newer_version_that_has_all_runs_apart_from_others(
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        pytest.param("", "is made", id="nothing"),
+        pytest.param("", "is made", id="compatible"),
         pytest.param(
             "import vllm.v1.request as r; del r.RequestStatus",
             "cannot import name 'RequestStatus'",
-            id="a name that is gone",
+            id="missing name",
         ),
         pytest.param(
             "base.KVConnectorBase_V1.take_events = lambda self, how: ()",
             "KVConnectorBase_V1.take_events has other parameters",
-            id="a call with more",
+            id="extra parameter",
         ),
         pytest.param(
             "base.KVConnectorBase_V1.start_save_kv = abstractmethod(lambda self: None)\n"
             "base.KVConnectorBase_V1.__abstractmethods__ |= {'start_save_kv'}",
-            "KVConnectorBase_V1 asks for a method start_save_kv",
-            id="a method that must be there",
+            "KVConnectorBase_V1 requires a method start_save_kv",
+            id="new abstract method",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_newer_vllm_that_differs_is_refused_with_a_sentence(other: str, said: 
 
 
 def test_the_engine_is_refused_with_a_sentence_where_an_untested_version_fails() -> None:
-    sentence = r"not as lmcache-connector needs it \(no x\)"
+    sentence = r"does not fit lmcache-connector \(no x\)"
     with pytest.raises(UnsupportedError, match=sentence), Standing(("0.34",)).blamed():
         raise AttributeError("no x")
     with pytest.raises(AttributeError), Standing().blamed():
