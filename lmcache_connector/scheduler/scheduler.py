@@ -164,6 +164,7 @@ class Scheduler:
             # While others run, a waiting request may wait until a store has read its blocks.
             self.held.delay_free_for_stores(self.jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
+            self._stores.end_a_step_at_the_last_border(request)
             return 0, False
         num_tokens = self._find(request, num_computed_tokens)
         if num_tokens is None:
@@ -173,6 +174,7 @@ class Scheduler:
             if now < self._ask_until.setdefault(request.request_id, now + _ASK_AGAIN_SECONDS):
                 self.prefetcher.is_next(request.request_id)
                 return None, False
+            self._stores.end_a_step_at_the_last_border(request)
             num_tokens = 0
         if num_tokens and self._was_refused_while_idle(request.request_id):
             num_tokens = 0
@@ -211,6 +213,7 @@ class Scheduler:
         if state is None or not is_current:
             return 0
         if not (self.settings.loads and state.load.is_allowed):
+            self._stores.end_a_step_at_the_last_border(request)
             return 0
         self._dispatcher.cancel_overwritten()
         if self.transfers.find(state, num_computed_tokens, self._wait) is PENDING:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
+from typing import TYPE_CHECKING
 
 from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
@@ -16,6 +17,9 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+
+if TYPE_CHECKING:
+    from lmcache_connector.vllm_compat.api.names import Request
 
 GENERATED_RUN_CHUNKS = 4
 """How many chunks of generated tokens one job stores: a job's overhead is the same for four chunks
@@ -73,15 +77,23 @@ class StorePlanner:
     def found(self, state: RequestState, hit: Hit) -> None:
         """Note how far the request's beginning is shared. If that is further than the hit, store
         there what the next request that shares as much needs for a longer hit."""
-        request, size, lookahead = state.request, self.settings.chunk_size, self.settings.lookahead
-        end = 0
-        if hit.shared_end > hit.stop:
-            state.store.junction = end = hit.shared_end
-        elif lookahead:  # beside a head, vLLM keeps no state at a prompt's last border
-            end = (request.num_prompt_tokens - lookahead) // size
-        if end and self._has_states:
-            # vLLM then ends a step there, and offers the states.
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, end * size)
+        if hit.shared_end <= hit.stop:
+            self.end_a_step_at_the_last_border(state.request)
+            return
+        state.store.junction = hit.shared_end
+        if self._has_states:
+            self._end_a_step_at(state.request, hit.shared_end)
+
+    def end_a_step_at_the_last_border(self, request: Request) -> None:
+        """Beside a head, vLLM by itself keeps no state at a prompt's last border."""
+        if self._has_states and self.settings.lookahead and self.settings.stores:
+            known = request.num_prompt_tokens - self.settings.lookahead
+            self._end_a_step_at(request, known // self.settings.chunk_size)
+
+    def _end_a_step_at(self, request: Request, num_chunks: int) -> None:
+        """vLLM then offers the states there. It resets this whenever it asks for hits."""
+        junction = num_chunks * self.settings.chunk_size
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
     def plan(
         self,

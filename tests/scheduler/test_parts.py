@@ -140,6 +140,29 @@ def test_beside_a_head_a_prompt_has_a_state_at_its_last_border(
     assert serve(engine, tokens) == hit * BLOCK_SIZE
 
 
+def test_beside_a_head_a_prompt_has_this_state_without_a_look_for_hits(model: Path) -> None:
+    """Which an instance that only stores never takes. One that only loads needs no such state."""
+    writer = calm(model, replace(HEAD, role="kv_producer", redis=True))
+    serve(writer, prompt(1, 163))
+    reader = calm(model, replace(HEAD, role="kv_consumer", redis=True))
+    reader.share_redis_of(writer)
+    assert serve(reader, prompt(1, 163)) == 10 * BLOCK_SIZE
+    assert serve(reader, prompt(2, 163)) == 0
+    (_, other) = reader.requests.values()
+    assert not other.shared_prefix_boundary
+    engine = calm(model, HEAD)
+    request_id = engine.add(prompt(1, 163), 1)
+    engine.requests[request_id].skip_reading_prefix_cache = True
+    engine.run_until_idle()
+    assert serve(engine, prompt(1, 163)) == 10 * BLOCK_SIZE
+    request_id = engine.add(prompt(3, 163), 1)
+    with pytest.MonkeyPatch.context() as patch:  # nothing is known of hits for too long
+        patch.setattr(engine.adapter, "_find", lambda *of_request: None)
+        patch.setitem(engine.adapter._ask_until, request_id, 0.0)
+        engine.run_until_idle()
+    assert serve(engine, prompt(3, 163)) == 10 * BLOCK_SIZE
+
+
 @pytest.mark.parametrize("right", [0, 1])
 def test_beside_a_head_states_of_answers_wait_for_the_token_after_them(
     model: Path, right: int
