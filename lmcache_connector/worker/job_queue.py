@@ -109,8 +109,10 @@ class JobQueue:
         queued = QueuedJob(job, fence, now, now, None if waits else now, context)
         with self._lock:
             if isinstance(job, StoreJob):
-                queued.not_before += 0.0 if job.is_awaited else self._store_delay
+                queued.not_before += self._store_delay
                 (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
+                if job.is_awaited:  # stores run in order
+                    self._begin_stores()
             elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
             else:
