@@ -10,10 +10,9 @@ import pytest
 
 from examples.tiny_model import ModelShape, build_tiny_model
 from tests.support.engines.instance import StartInstance
-from tests.support.engines.interpreted import copy_states_without_a_gpu
 from tests.support.engines.settings import kv_transfer
 from tests.support.engines.storm import StormReport, Weather, run_storm
-from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.tiny_families import build_family
 from tests.support.redis.servers import CACHE, running_valkey
 
 BAD_VALUES = {"aborts": 0.02, "damages": 0.02, "resets": 0.01}
@@ -28,8 +27,6 @@ RANKS = "ranks"
         pytest.param(None, {"num_requests": 600}, {}, marks=pytest.mark.soak),
         # Layers with windows, and values that are damaged.
         pytest.param("gemma3 5:1", BAD_VALUES, {}, marks=pytest.mark.soak),
-        # One with recurrent states, some of drafts that are rejected.
-        pytest.param("qwen3-next", BAD_VALUES, {"drafts": 3, "blocks": 36}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {"max_num_seqs": 2}, marks=pytest.mark.soak),
         pytest.param(
@@ -43,7 +40,6 @@ RANKS = "ranks"
         "short",
         "long",
         "windows",
-        "drafts beside states",
         "updates",
         "two at a time",
         "audited",
@@ -61,21 +57,13 @@ def test_a_storm(
     tmp_path: Path,
 ) -> None:
     has_parts = family not in (None, RANKS)
-    sizes: dict[str, Any] = {
-        "num_gpu_blocks_override": int(others.get("blocks", 72 if has_parts else 20)),
+    sizes = {
+        "num_gpu_blocks_override": 72 if has_parts else 20,
         "max_model_len": 2048,
         "max_num_seqs": int(others.get("max_num_seqs", 8)),
     }
     more: dict[str, Any] = {"cpu_gib": (16 if has_parts else 8) / 1024}
     folder = build_family(str(family), tmp_path) if has_parts else tiny_model
-    if "drafts" in others:
-        drafts = {
-            "method": "ngram",
-            "num_speculative_tokens": int(others["drafts"]),
-            "prompt_lookup_max": 3,
-        }
-        sizes |= FAMILIES[str(family)].engine_args | {"speculative_config": drafts}
-        sizes["prepare"] = copy_states_without_a_gpu
     if family == RANKS:
         folder = build_tiny_model(tmp_path / "model", replace(ModelShape(), num_kv_heads=1))
         more |= {"cpu_gib": 4 / 1024, "host_folder": str(tmp_path / "host")}
