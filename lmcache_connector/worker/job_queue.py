@@ -58,9 +58,8 @@ class JobQueue:
     is open, or its result not taken; a plain attribute, cheap to poll every step.
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
-    step's tokens are sampled and sent first. ``on_executed`` is
-    called on the lane after each job, ``between_stores`` on the store lane when no store is ready,
-    and again after the seconds that it returns.
+    step's tokens are sampled and sent first. ``on_executed`` is called on the lane after each job,
+    ``between_stores`` on the store lane if no store is ready, and again after the seconds it says.
     """
 
     def __init__(
