@@ -62,7 +62,8 @@ _MAX_PATTERN_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
 _MAX_HEADERS = 256  # cached per chunk: readers may ask for any run of its layers
-_MAX_LEASED_BYTES = 64 << 20  # per command; exceeded by one value at most
+# Per command. Two chunks may be larger: a batch of values may begin with the end of a chunk.
+_MAX_LEASED_BYTES, _LEAST_LEASED_CHUNKS = 64 << 20, 2
 # Matching takes O(length ** stars) and blocks the server's only thread.
 _MAX_STARS = 2
 _STAR = re.compile(rb"(?<!\\)\*")
@@ -310,15 +311,16 @@ class Commands:
         return Reply((bulk_line(HEADER_BYTES + len(payload)), header, payload, CRLF), lease)
 
     def _leased(
-        self, name: bytes, leases: dict[bytes, Lease]
+        self, name: bytes, leases: dict[bytes, Lease], *, may_add: bool = True
     ) -> tuple[Lease, Stripe, bytes] | None:
-        """The pinned chunk (taken from or added to ``leases``), and the stripe and header that
-        ``name`` selects."""
+        """The pinned chunk (taken from ``leases`` or, if it ``may_add``, added), and the stripe and
+        header that ``name`` selects."""
         found = self._find(name, (self._own,))
         if found is None or found[2].num_bytes > MAX_PAYLOAD_BYTES:
             return None
         key, _, stripe = found
-        if (lease := leases.get(key) or self._chunks.lease(key)) is None:
+        lease = leases.get(key) or (self._chunks.lease(key) if may_add else None)
+        if lease is None:
             return None
         leases[key] = lease
         return lease, stripe, self._header(lease, key, stripe)
@@ -344,7 +346,8 @@ class Commands:
         leases, num_bytes, answer = dict[bytes, Lease](), 0, bytearray()
         for name in words:
             before = len(leases)
-            if num_bytes >= _MAX_LEASED_BYTES or (found := self._leased(name, leases)) is None:
+            may_add = before < _LEAST_LEASED_CHUNKS or num_bytes < _MAX_LEASED_BYTES
+            if (found := self._leased(name, leases, may_add=may_add)) is None:
                 answer += PLACE.pack(NOWHERE, b"")
                 continue
             lease, stripe, header = found

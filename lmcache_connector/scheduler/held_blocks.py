@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock
 
 MAX_STEPS = 32
-"""A store takes a few milliseconds; on CPU it starts 30 ms late."""
+"""A store takes a few milliseconds, and starts 30 ms late."""
 MAX_SECONDS = 0.5
 """Steps with long prompts take 0.25 s."""
 MAX_SHARE = 0.5

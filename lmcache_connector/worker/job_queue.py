@@ -58,9 +58,8 @@ class JobQueue:
     is open, or its result not taken; a plain attribute, cheap to poll every step.
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
-    step's tokens are sampled and sent first. ``on_executed`` is
-    called on the lane after each job, ``between_stores`` on the store lane when no store is ready,
-    and again after the seconds that it returns.
+    step's tokens are sampled and sent first. ``on_executed`` is called on the lane after each job,
+    ``between_stores`` on the store lane if no store is ready, and again after the seconds it says.
     """
 
     def __init__(
@@ -109,8 +108,10 @@ class JobQueue:
         queued = QueuedJob(job, fence, now, now, None if waits else now, context)
         with self._lock:
             if isinstance(job, StoreJob):
-                queued.not_before += 0.0 if job.is_awaited else self._store_delay
+                queued.not_before += self._store_delay
                 (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
+                if job.is_awaited:  # stores run in order
+                    self._begin_stores()
             elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
             else:

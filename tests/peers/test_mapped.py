@@ -211,6 +211,20 @@ def test_one_command_leases_no_more_than_a_share(
         assert chunks.await_leased(lambda count: count == 0)
 
 
+@pytest.mark.parametrize("num_values", [2, 3], ids=["of one chunk", "of two chunks"])
+def test_a_chunk_larger_than_a_command_may_lease_is_copied(
+    path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_values: int
+) -> None:
+    """A batch takes several values of it, or begins with the end of another one."""
+    monkeypatch.setattr(commands, "_MAX_LEASED_BYTES", GEOMETRY.chunk_bytes // 2)
+    value_bytes = GEOMETRY.chunk_bytes // len(PLAN.stripes_of(chunk_key(0)))
+    monkeypatch.setattr(mapped, "_BATCH_BYTES", num_values * value_bytes)
+    with owner(path, chunks), reader(path) as tier:
+        monkeypatch.setattr(tier._readers, "read", _forbidden)
+        result, data = read(tier, list(range(6)))
+        assert (result.hits, data) == ([True] * 6, of(list(range(6))))
+
+
 def test_clients_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
     with serving(chunks) as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.settimeout(10.0)

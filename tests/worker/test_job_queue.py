@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -112,8 +112,9 @@ def taken(jobs: JobQueue) -> dict[int, JobResult]:
         lambda jobs: jobs.submit(load(3, after_job=1), None),
         lambda jobs: jobs.submit(load(3, after_job=1, may_fetch=True), None),
         lambda jobs: jobs.wait_for_result(LONG),
+        lambda jobs: jobs.submit(replace(store(3), is_awaited=True), None),
     ],
-    ids=["a hit from memory", "a hit from Redis", "an idle step"],
+    ids=["a hit from memory", "a hit from Redis", "an idle step", "a store behind it"],
 )
 def test_a_delayed_store_begins_when_somebody_waits_for_it(
     runner: Runner, wait: Callable[[JobQueue], None]
