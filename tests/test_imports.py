@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 2020, "handover": 65, "transformers": 860},
     {"connector": 570, "stepwise": 1280},
-    {"integrations": 440, "scheduler": 3735, "worker": 4150},
+    {"integrations": 440, "scheduler": 3730, "worker": 4150},
     {"lookup": 790, "vllm_compat": 2560},
     {"config": 780, "copy_kv_blocks": 1200, "peers": 2930},
     {
