@@ -280,6 +280,7 @@ def copy_blocks(worker: Any, groups: Sequence[Sequence[int]], num_tokens: int) -
     runner = worker.model_runner
     caches = runner.compilation_config.static_forward_context
     found: Blocks = {}
+    drafts = runner.vllm_config.speculative_config
     for group, ids in zip(runner.kv_cache_config.kv_cache_groups, groups, strict=True):
         size = group.kv_cache_spec.block_size
         for layer in group.layer_names:
@@ -288,8 +289,13 @@ def copy_blocks(worker: Any, groups: Sequence[Sequence[int]], num_tokens: int) -
             last = num_tokens // size - (is_state and num_tokens % size == 0)
             for index, block in enumerate(ids[:last]):
                 if block != NULL_BLOCK:
-                    pieces = cache if is_state else (cache,)
-                    copies = [piece[block : block + 1].clone() for piece in pieces]
+                    copies = [
+                        piece[block : block + 1].clone()
+                        for piece in (cache if is_state else (cache,))
+                    ]
+                    if is_state and drafts is not None:
+                        # Behind the convolution's window lies what rejected drafts have left.
+                        copies[0] = copies[0][:, : -drafts.num_speculative_tokens]
                     found[layer, index * size] = copies if is_state else copies[0]
     return found
 
