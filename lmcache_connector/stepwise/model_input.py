@@ -62,7 +62,7 @@ class ModelInput:
             raise ValueError(f"{len(self.token_ids)} tokens for lengths {list(self.seq_lens)}")
         for seq_len, query_len in zip(self.seq_lens, self.query_lens, strict=True):
             if not 0 <= query_len <= seq_len:
-                raise ValueError(f"query length {query_len} is not within 0 to {seq_len}")
+                raise ValueError(f"{query_len} tokens to compute of a sequence of {seq_len}")
         for index, positions in enumerate(self.sampling_positions or ()):
             computed = range(self.seq_lens[index] - self.query_lens[index], self.seq_lens[index])
             if any(position not in computed for position in positions):

@@ -129,6 +129,6 @@ def test_no_call_outlasts_a_silent_server(valkey: Server, model: Path) -> None:
 
 def test_wrong_settings_stop_the_start(model: Path) -> None:
     tier = tier_settings("redis://127.0.0.1:1", namespce="x", redis_connections=0)
-    wrong = r"(?s)'redis_connections' is no setting any more.*did you mean 'namespace'"
+    wrong = r"(?s)'redis_connections' is no longer a setting.*did you mean 'namespace'"
     with pytest.raises(ConfigError, match=wrong), running_instance(model, tier):
         pass
