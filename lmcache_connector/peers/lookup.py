@@ -20,7 +20,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
 
-# How long to wait for further peers after the first answer.
+# How long to wait for further peers after the first answer. Who owes an answer for longer is late.
 _LATE_SECONDS = 0.02
 # A peer that owes an answer for longer is treated as silent.
 _OWED_SECONDS = 1.0
@@ -50,7 +50,7 @@ class PeerLookup(RedisLookup):
 
         self._topology = topology
         self._namespace = config.namespace.encode()
-        self._owed: dict[Node, NodeLookup] = {}
+        self._owed: dict[Node, list[NodeLookup]] = {}  # oldest first
 
     @property
     def has_servers(self) -> bool:
@@ -72,8 +72,8 @@ class PeerLookup(RedisLookup):
         return self._send(keys, deadline)
 
     def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
-        """The answer is read later, to keep the connection. Until then the node is not asked."""
-        self._owed[node_lookup.node] = node_lookup
+        """The answer is read later, to keep the connection. A late node is not asked until then."""
+        self._owed.setdefault(node_lookup.node, []).append(node_lookup)
 
     def maintain(self) -> None:
         self._collect()
@@ -82,16 +82,20 @@ class PeerLookup(RedisLookup):
 
     def _collect(self) -> None:
         """Read late answers."""
-        self._owed = {n: q for n, q in self._owed.items() if q.wire.fileno() >= 0}  # not closed
+        for node, owed in list(self._owed.items()):
+            left = [q for q in owed if q.indices and q.wire.fileno() >= 0]  # not closed
+            self._owed[node] = left
+            if not left:
+                del self._owed[node]
         if not self._owed:
             return
-        ready = wait_readable([node_lookup.wire for node_lookup in self._owed.values()], 0.0)
+        ready = wait_readable([owed[-1].wire for owed in self._owed.values()], 0.0)
         now = self._clock()
-        for node, node_lookup in list(self._owed.items()):
-            if node_lookup.wire in ready:
-                is_over = self.receive(node_lookup, Deadline(now + SLICE_SECONDS, self._clock))
-            elif is_over := now - node_lookup.asked_at > _OWED_SECONDS:
-                super().leave(node_lookup, is_silent=True)
+        for node, owed in list(self._owed.items()):
+            if owed[-1].wire in ready:
+                is_over = self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
+            elif is_over := now - owed[0].asked_at > _OWED_SECONDS:
+                super().leave(owed[-1], is_silent=True)
             if is_over:
                 del self._owed[node]
 
@@ -104,7 +108,9 @@ class PeerLookup(RedisLookup):
             for peer in self._topology.peers()
             for rank, indices in by_owner.items()
         }
-        usable = (n for n in nodes if n not in self._owed and not self._servers.is_open(n))
+        since = self._clock() - _LATE_SECONDS
+        late = {node for node, owed in self._owed.items() if owed[0].asked_at < since}
+        usable = (n for n in nodes if n not in late and not self._servers.is_open(n))
         return {node: nodes[node] for node in usable}
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
@@ -112,6 +118,8 @@ class PeerLookup(RedisLookup):
         return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
 
     def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
+        owed = self._owed.get(node_lookup.node, ())  # answers come in order
+        node_lookup = next((q for q in owed if q.indices), node_lookup)
         bits, indices = line[1:], node_lookup.indices
         if line[:1] != b"+" or bits.strip(b"01") or not 0 < len(bits) <= len(indices):
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
