@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 570, "stepwise": 1280},
     {"integrations": 440, "scheduler": 3730, "worker": 4150},
     {"lookup": 790, "vllm_compat": 2560},
-    {"config": 780, "copy_kv_blocks": 1200, "peers": 2930},
+    {"config": 780, "copy_kv_blocks": 1200, "peers": 2940},
     {
         "audit": 345,
         "cost_model": 1355,
