@@ -180,6 +180,11 @@ def value_names(valkey: Server) -> set[bytes]:
         return {name for name in names if client.strlen(name) > 1024}
 
 
+def last_bytes(valkey: Server, names: set[bytes]) -> dict[bytes, bytes]:
+    with valkey.client() as client:
+        return {name: client.getrange(name, -1, -1) for name in names}
+
+
 def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
     """Hits count loaded tokens, not planned ones. Here all values are damaged after the chunks were
     evicted from memory."""
@@ -190,10 +195,10 @@ def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
     names = value_names(valkey) - before
     for seed in range(801, 812):
         api.complete(random_prompt(seed, PROMPT_TOKENS))
+    damaged = {name: bytes([last[0] ^ 1]) for name, last in last_bytes(valkey, names).items()}
     with valkey.client() as client:
-        for name in names:
-            last = client.strlen(name) - 1
-            client.setrange(name, last, bytes([client.getrange(name, last, last)[0] ^ 1]))
+        for name, last in damaged.items():
+            client.setrange(name, client.strlen(name) - 1, last)
 
     first = stats(api)
     assert json.loads(api.complete_afresh(prompt))["choices"][0]["text"] == cold
@@ -206,8 +211,8 @@ def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
     loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
     assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
     assert f"; {HIT_TOKENS:,} more were planned, then lost and recomputed" in people
-    # Damaged values are removed or written again.
-    api.settle(lambda: cli("verify", "--redis-url", valkey.url)["values"].keys() == {"sound"})
+    # What the load read is written anew; behind the first damaged chunk it may have read nothing.
+    api.settle(lambda: last_bytes(valkey, names) != damaged)
 
 
 def test_weights_reloaded_over_http_have_their_own_hits(
