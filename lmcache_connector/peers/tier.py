@@ -225,8 +225,8 @@ class PeerTier:
         nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
         if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
-        soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
         with self._asking:
+            soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
             places = self._lookup.find_places(keys, soon)
         end = places.index(None) if None in places else len(places)
         return [place for place in places[:end] if place is not None]

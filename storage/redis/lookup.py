@@ -125,6 +125,8 @@ class RedisLookup:
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         node_lookups = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
+            if not deadline.remaining():
+                break  # to begin a command now would cost the connection
             asked = self._commands([keys[i] for i in by_node[node]])
             try:
                 wire = self._connections.get(node, connecting)
