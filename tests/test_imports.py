@@ -54,49 +54,23 @@ LAYERS: tuple[dict[str, int], ...] = (
 MAX_LAYERS = 8
 # Packages that may import fewer of the packages below.
 ONLY = {
-    "storage": {"keys", "kv_parts"},
-    "storage/redis": {"storage/redis/client", "storage", "kv_parts", "keys", "net", "bounded"},
-    "storage/redis/client": {"net"},
-    "peers": {
-        "bounded",
-        "kv_parts",
-        "storage/redis",
-        "storage/redis/client",
-        "storage",
-        "keys",
-        "net",
-        "plans",
-        "threads",
-    },
-    "plans": {"kv_parts"},
-    "audit": {"bounded", "plans", "storage"},
-    "retention": {"bounded", "plans"},
-    "kv_events": {"plans", "vllm_compat/api"},
-    "cost_model": {"kv_parts", "plans"},
-    "tracing": {"vllm_compat/api"},
-    "integrations": {
-        "config",
-        "keys",
-        "storage",
-        "storage/redis",
-        "threads",
-        "vllm_compat",
-    },
-    "lookup": {
-        "bounded",
-        "cost_model",
-        "kv_events",
-        "kv_parts",
-        "keys",
-        "metrics",
-        "net",
-        "peers",
-        "plans",
-        "storage",
-        "storage/redis",
-        "storage/redis/client",
-        "threads",
-    },
+    package: set(names.split())
+    for package, names in {
+        "storage": "keys kv_parts",
+        "storage/redis": "storage/redis/client storage kv_parts keys net bounded",
+        "storage/redis/client": "net",
+        "peers": "bounded kv_parts storage/redis storage/redis/client storage keys net plans"
+        " threads",
+        "plans": "kv_parts",
+        "audit": "bounded plans storage",
+        "retention": "bounded plans",
+        "kv_events": "plans vllm_compat/api",
+        "cost_model": "kv_parts plans",
+        "tracing": "vllm_compat/api",
+        "integrations": "config keys storage storage/redis threads vllm_compat",
+        "lookup": "bounded cost_model kv_events kv_parts keys metrics net peers plans storage"
+        " storage/redis storage/redis/client threads",
+    }.items()
 }
 
 # By module or package: the files that may import it at run time. Type-only imports are free, except
