@@ -228,9 +228,8 @@ class CostModel:
         return trial
 
     def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
-        """As many chunks as may be as slow as those of the tier's last load, but about twice as
-        many at most: it may have become far slower. One alone takes as long as several where
-        latency is all: the tier would look slow for ever."""
+        """As many chunks as may be as slow as those of the last load, about twice as many at most:
+        the tier may be far slower now. One alone would look slow for ever where latency is all."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
         last_bytes, last_seconds = self._tiers[tier].last_load
