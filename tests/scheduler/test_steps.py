@@ -22,13 +22,13 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
+from tests.support.costs import product_frames
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
 from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
-from tests.support.frames import product_frames
 
 MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 

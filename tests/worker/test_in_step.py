@@ -21,12 +21,12 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
 from tests.support.vllm_configs import vllm_config
+from tests.support.workers import FixedWeights
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,), (0, 1), 2, "uint8")
 CAPACITY = 8

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from examples.tiny_model import ModelShape, build_tiny_model, save_tokenizer
-from tests.support.engines.tiny_families import build_family
+from tests.support.engines.tiny_families import COMMON_SIZES, build_family
 
 NUM_DRAFTS = 3
 _SHAPE = ModelShape(num_layers=1)
@@ -23,19 +23,10 @@ _DEEP = ModelShape(num_layers=7)  # EAGLE-3 reads the outputs of layers 2, 3 and
 # By the end of a weight's name: embeddings are then of unit size, as after a norm.
 _SCALES = {"embed_tokens": 50.0, "q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0}
 _MTP: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": _SHAPE.vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
+    COMMON_SIZES
+    | {
         "num_hidden_layers": 2,
         "max_position_embeddings": _SHAPE.max_position,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
