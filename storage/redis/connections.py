@@ -256,9 +256,7 @@ class Connections:
     """One thread's connections, one per node. ``idle_seconds``: see `Wire`. ``owing``: those with
     answers still to come, which on any other would be unrequested bytes."""
 
-    def __init__(
-        self, servers: Servers, idle_seconds: float, owing: Container[Wire] = frozenset()
-    ) -> None:
+    def __init__(self, servers: Servers, idle_seconds: float, owing: Container[Wire] = ()) -> None:
         self._owing = owing
         self._servers = servers
         self._idle_seconds = idle_seconds
@@ -340,8 +338,7 @@ class Connections:
         return Deadline(float("-inf"), self._servers.clock)
 
     def _close(self, node: Node) -> None:
-        wire = self._wires.pop(node, None)
-        if wire is not None:
+        if (wire := self._wires.pop(node, None)) is not None:
             wire.close()
 
 

@@ -72,8 +72,7 @@ class RedisLookup:
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
         """The number of leading keys that are complete in Redis; see `exist`."""
-        found = self.exist(keys, deadline, cancelled)
-        return num_leading(found)
+        return num_leading(self.exist(keys, deadline, cancelled))
 
     def exist(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
