@@ -26,7 +26,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.tier import ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled
@@ -130,7 +130,7 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
         if trouble == "itself":  # is no peer
             once_dialled(lambda: at(bad)[0] in tier._topology._own)
         else:
-            once_dialled(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
+            once_dialled(lambda: dict(tier._servers.states()).get(at(bad)[0]) is CircuitState.OPEN)
         assert read(tier, range(4))[0].hits == [True] * 4
         assert read(tier, [4])[0].hits == [False]  # another rank has other heads
 

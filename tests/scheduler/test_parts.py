@@ -36,10 +36,10 @@ def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
         first = engine.add(tokens[:length], max_tokens=2)
         engine.run_until_idle()
         engine.forget_prefixes()
-        before = engine.adapter.tally.total("hit_tokens")
+        before = engine.adapter.tally.totals.total("hit_tokens")
         again = engine.add(tokens[:length], max_tokens=2)
         engine.run_until_idle()
-        assert engine.adapter.tally.total("hit_tokens") - before == hit * CHUNK, length
+        assert engine.adapter.tally.totals.total("hit_tokens") - before == hit * CHUNK, length
         engine.forget_prefixes()
         for request_id in (first, again):
             engine.check_answer(request_id)
@@ -94,7 +94,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
         engine.run_until_idle()
         engine.check_whole()
         assert len(stored(engine, 1)) == 8 * 6
-        num_dropped.append(engine.adapter.tally.total("dropped_stores"))
+        num_dropped.append(engine.adapter.tally.totals.total("dropped_stores"))
     assert num_dropped[0] == 0 < num_dropped[1]
 
 

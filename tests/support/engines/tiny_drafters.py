@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from examples.tiny_model import ModelShape, build_tiny_model, save_tokenizer
-from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.tiny_families import COMMON_SIZES, FAMILIES, build_family
 
 NUM_DRAFTS = 3
 BESIDE_STATES = ("ngram", "mtp", "eagle3")
@@ -26,19 +26,10 @@ _WITH_STATES = ModelShape(intermediate_size=256, num_heads=4, num_kv_heads=2)  #
 # By the end of a weight's name: embeddings are then of unit size, as after a norm.
 _SCALES = {"embed_tokens": 50.0, "q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0}
 _MTP: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": _SHAPE.vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
+    COMMON_SIZES
+    | {
         "num_hidden_layers": 2,
         "max_position_embeddings": _SHAPE.max_position,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,

@@ -41,7 +41,7 @@ class Family:
         return "mamba_cache_mode" in self.engine_args
 
 
-_COMMON: dict[str, Any] = {
+COMMON_SIZES: dict[str, Any] = {
     "vocab_size": _SHAPE.vocab_size,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -262,7 +262,7 @@ def build_family(name: str, folder: Path) -> Path:
         return folder
     disable_progress_bar()  # of writing one small file
     family = FAMILIES[name]
-    config = getattr(transformers, family.config)(**_COMMON | family.sizes)
+    config = getattr(transformers, family.config)(**COMMON_SIZES | family.sizes)
     make: Callable[[Any], Any] = getattr(transformers, family.model)
     with torch.random.fork_rng():
         torch.manual_seed(_SEED)
