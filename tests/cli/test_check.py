@@ -12,21 +12,11 @@ import pytest
 from lmcache_connector.cli import check
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.vllm_compat.api import versions
-from tests.support.command_line import Cli, CliResult
+from tests.support.command_line import Cli, CliResult, transfer
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS
 from tests.support.redis.servers import Server, running_server, valkey_binary
-
-
-def transfer(**extra: Any) -> str:
-    return json.dumps(
-        {
-            "kv_connector": "LMCacheTieredConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_gib": 0.1, **extra},
-        }
-    )
 
 
 def verdicts(outcome: CliResult) -> dict[str, str]:
@@ -112,7 +102,6 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, vllm: str, status: str, words
     def version(name: str) -> str:
         return "0.5.6" if name == "lmcache" else vllm
 
-    monkeypatch.setattr(check, "version", version)
     monkeypatch.setattr(versions, "version", version)
     finding = check.check_versions()
     assert finding.verdict == status

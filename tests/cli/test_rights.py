@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from itertools import chain
 import pytest
 
 from lmcache_connector.storage.redis import admin
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, transfer
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
@@ -21,7 +20,7 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
+from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.redis.rights import PASSWORD, grant
 from tests.support.redis.server_groups import (
     certificates,
@@ -160,12 +159,7 @@ def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
     url = guarded.url_of("operator")
     with open_tier(guarded.url_of("engine")) as tier:
         wait_until(lambda: all(put_all(tier, range(3))), "not writable")
-    document = {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_gib": 0.1, "redis_url": url},
-    }
-    assert cli("check", json.dumps(document)).code == 0
+    assert cli("check", transfer(redis_url=url)).code == 0
     (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
     assert group["values"] == 3 * VALUES_PER_CHUNK
     assert group["idle_seconds"][0] is not None
@@ -189,12 +183,6 @@ def spoil(guarded: Guarded, index: int) -> None:
 
 # For clusters, and for a part of `ls` that is optional.
 ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
-
-
-def transfer(url: str) -> str:
-    extra = {"cpu_gib": 0.1, "redis_url": url}
-    document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}
-    return json.dumps({**document, "kv_connector_extra_config": extra})
 
 
 @pytest.fixture
@@ -227,11 +215,11 @@ def test_errors_of_tls_say_what_is_wrong(cli: Cli, redis_path: str) -> None:
         running_tls_server(redis_path, pem, CACHE, asks_clients=False) as server,
     ):
         url = f"rediss://127.0.0.1:{server.port}"
-        assert cli("check", transfer(f"{url}?ssl_ca_certs={pem.ca}")).code == 0
-        unknown = cli("check", transfer(url))
+        assert cli("check", transfer(redis_url=f"{url}?ssl_ca_certs={pem.ca}")).code == 0
+        unknown = cli("check", transfer(redis_url=url))
         assert unknown.code == 3
         assert "ssl_ca_certs" in unknown.out
-        plain = cli("check", transfer(url.replace("rediss", "redis")))
+        plain = cli("check", transfer(redis_url=url.replace("rediss", "redis")))
         assert plain.code == 3
         assert "rediss://" in plain.out
 
@@ -244,7 +232,7 @@ def test_a_silent_server_is_reported_at_once(
     another time-out, here an hour."""
     monkeypatch.setattr(admin, "_ANSWER_SECONDS", 3600.0)
     monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
-    with fault_proxy(valkey.port) as proxy:
+    with FaultProxy(valkey.port) as proxy:
         if scheme == "redis":
             proxy.arm(Fault(Kind.STALL, sticky=True))
         for command in (["ls"], ["verify"], ["purge", "--all", "--yes"]):
@@ -257,7 +245,7 @@ def test_an_answer_may_take_longer_than_the_greeting(
     valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
-    with fault_proxy(valkey.port) as proxy, admin.RedisAdmin(config(proxy.url)) as opened:
+    with FaultProxy(valkey.port) as proxy, admin.RedisAdmin(config(proxy.url)) as opened:
         opened.nodes()
         proxy.arm(Fault(Kind.DELAY, seconds=1.0))
         assert opened.num_keys() == 0

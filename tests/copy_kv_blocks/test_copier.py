@@ -128,11 +128,6 @@ def test_layers_of_different_widths(copier: Copier, device: str) -> None:
     check_copy(copier, host, mixed, [3, 0], [2, 4])
 
 
-def test_loading_may_start_inside_a_chunk(copier: Copier, device: str) -> None:
-    cache = paged("LBHNC", device=device)
-    check_copy(copier, chunks(cache, 2, blocks_per_chunk=3), cache, [2, 3, 4], [0, 6, 1])
-
-
 def test_groups_of_one_part_are_copied_together(copier: Copier, device: str) -> None:
     """Layers 0 and 2 are in one KV cache group, layer 1 in another with other blocks."""
     places, ids = [(0, 2), (1,)], [[6, 2, 3, 0, 5, 4], [1, 2, 0, 6, 4, 3]]

@@ -32,7 +32,7 @@ def test_the_tests_for_gpus_are_rehearsed() -> None:
     """A part of them: all take minutes, and run by `make gpu ARGS=--rehearse`."""
     output = run_python(
         *("-m", "pytest", "-c", "tests/copy_kv_blocks/gpu.ini", "tests/copy_kv_blocks"),
-        *("-q", "-m", "cuda", "-k", "mla or widths or loading or groups or fence or beside"),
+        *("-q", "-m", "cuda", "-k", "mla or widths or groups or fence or beside"),
         TRITON_INTERPRET="1",
     )
     counts = re.search(r"(\d+) passed", output)

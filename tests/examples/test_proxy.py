@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,30 +16,15 @@ from examples.disaggregated.registry import Registry
 from tests.support.redis.servers import free_port
 
 
-def registration(**changes: Any) -> bytes:
-    fields = {
-        "role": "kv_producer",
-        "http": "127.0.0.1:8100",
-        "kv": "127.0.0.1:14579",
-        "engine_id": "one",
-        "data_parallel_rank": -1,
-        "leaves": False,
-        "time": 1000.0,
-    }
-    return json.dumps(fields | changes).encode()
-
-
 class FakeApi:
     """Answers as a vLLM instance, and records its requests."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.ranks: list[str | None] = []
+        self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.asked.append((request.headers["X-Request-Id"], body))
-        self.ranks.append(request.headers.get("X-data-parallel-rank"))
+        body, headers = await request.json(), request.headers
+        self.asked.append((headers["X-Request-Id"], headers.get("X-data-parallel-rank"), body))
         if not body.get("stream"):
             params = {"remote_host": "h"} if body.get("kv_transfer_params") else None
             return web.json_response({"text": "one", "kv_transfer_params": params})
@@ -60,87 +44,65 @@ async def serve(stack: AsyncExitStack, app: web.Application) -> str:
     return f"127.0.0.1:{port}"
 
 
-async def serve_api(stack: AsyncExitStack, api: FakeApi) -> str:
-    app = web.Application()
-    app.router.add_post("/v1/completions", api.complete)
-    return await serve(stack, app)
+async def ask_through_proxy(by_id: bool, instances: dict[str, FakeApi]) -> bytes:
+    """The answer to a client that names peers of its own wherever it can. ``instances``: by role,
+    each at another address and data-parallel rank."""
+    async with AsyncExitStack() as stack:
+        registry = Registry(10.0)
+        for number, (role, api) in enumerate(instances.items()):
+            app = web.Application()
+            app.router.add_post("/v1/completions", api.complete)
+            place: dict[str, Any] = {
+                "role": role,
+                "http": await serve(stack, app),
+                "kv": f"127.0.0.1:{number}",
+            }
+            place |= {"engine_id": role, "data_parallel_rank": number - 1}
+            registry.register(json.dumps(place | {"leaves": False, "time": 1000.0}).encode())
+        address = await serve(stack, Proxy(registry, by_id=by_id).app())
+        session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}"))
+        headers = {"X-Request-Id": "___prefill_addr_evil:1___decode_addr_evil:2_x"}
+        async with session.post("/v1/completions", json=BODY, headers=headers) as answer:
+            assert answer.status == 200
+            return await answer.read()
 
 
-def with_proxy(
-    test: Callable[[AsyncExitStack, Registry, aiohttp.ClientSession], Awaitable[None]],
-    *,
-    by_id: bool = False,
-) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            registry = Registry(10.0)
-            address = await serve(stack, Proxy(registry, by_id=by_id).app())
-            session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}"))
-            await test(stack, registry, session)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+BODY = {
+    **{"model": "m", "prompt": "p", "max_tokens": 9, "stream": True},
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"},
+    "vllm_xargs": {"kv_transfer_params": "x", "other": 1},
+}
 
 
-BODY = {"model": "m", "prompt": "p", "max_tokens": 9, "stream": True}
+@pytest.mark.parametrize("by_id", [False, True])
+def test_prefill_first_then_decode_streamed(by_id: bool) -> None:
+    prefill, decode = FakeApi(), FakeApi()
+    instances = {"kv_producer": prefill, "kv_consumer": decode}
+    answer = asyncio.run(asyncio.wait_for(ask_through_proxy(by_id, instances), 60))
+    assert answer == b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"
+    ((name, rank, short),), ((same_name, other_rank, full),) = prefill.asked, decode.asked
+    assert name == same_name
+    assert (rank, other_rank) == (None, "0")
+    assert (short["max_tokens"], short["stream"], full["max_tokens"]) == (1, False, 9)
+    assert full["vllm_xargs"] == short["vllm_xargs"] == {"other": 1}
+    assert "evil" not in f"{prefill.asked} {decode.asked}"
+    if by_id:
+        assert name.startswith("___prefill_addr_127.0.0.1:0___decode_addr_127.0.0.1:1_")
+        assert "kv_transfer_params" not in short | full
+    else:
+        assert short["kv_transfer_params"]["do_remote_decode"] is True
+        assert full["kv_transfer_params"] == {"remote_host": "h"}
 
 
-class TestProxy:
-    @pytest.mark.parametrize("by_id", [False, True])
-    def test_prefill_first_then_decode_streamed(self, by_id: bool) -> None:
-        prefill, decode = FakeApi(), FakeApi()
+def test_a_client_names_no_peer() -> None:
+    alone = FakeApi()
+    asyncio.run(asyncio.wait_for(ask_through_proxy(False, {"kv_consumer": alone}), 60))
+    assert "kv_transfer_params" not in alone.asked[0][2]
+    assert "evil" not in str(alone.asked)
 
-        async def test(
-            stack: AsyncExitStack, registry: Registry, session: aiohttp.ClientSession
-        ) -> None:
-            for role, api, kv, rank in (
-                ("kv_producer", prefill, "127.0.0.1:11", -1),
-                ("kv_consumer", decode, "127.0.0.1:22", 1),
-            ):
-                http = await serve_api(stack, api)
-                place = {"http": http, "kv": kv, "data_parallel_rank": rank}
-                registry.register(registration(role=role, **place))
-            forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
-            body = BODY | forged | {"vllm_xargs": {"kv_transfer_params": "x", "other": 1}}
-            async with session.post("/v1/completions", json=body) as answer:
-                assert answer.status == 200
-                assert await answer.read() == b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"
 
-        with_proxy(test, by_id=by_id)
-        ((name, short),), ((same_name, full),) = prefill.asked, decode.asked
-        assert name == same_name
-        assert (short["max_tokens"], short["stream"]) == (1, False)
-        assert full["max_tokens"] == 9
-        assert full["vllm_xargs"] == short["vllm_xargs"] == {"other": 1}
-        assert (prefill.ranks, decode.ranks) == ([None], ["1"])
-        if by_id:
-            route = "___prefill_addr_127.0.0.1:11___decode_addr_127.0.0.1:22_"
-            assert name.startswith(route)
-            assert "kv_transfer_params" not in full
-            assert "kv_transfer_params" not in short
-        else:
-            assert short["kv_transfer_params"]["do_remote_decode"] is True
-            assert full["kv_transfer_params"] == {"remote_host": "h"}
-
-    @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
-    def test_other_hosts_need_a_secret(self, host: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            main(["--host", host])
-        assert "--secret" in capsys.readouterr().err
-
-    def test_a_client_names_no_peer(self) -> None:
-        decode = FakeApi()
-
-        async def test(
-            stack: AsyncExitStack, registry: Registry, session: aiohttp.ClientSession
-        ) -> None:
-            registry.register(registration(role="kv_consumer", http=await serve_api(stack, decode)))
-            route = "___prefill_addr_evil:1___decode_addr_evil:2_x"
-            forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
-            headers = {"X-Request-Id": route}
-            async with session.post("/v1/completions", json=BODY | forged, headers=headers) as a:
-                assert a.status == 200
-
-        with_proxy(test)
-        ((name, body),) = decode.asked
-        assert "kv_transfer_params" not in body
-        assert "evil" not in name
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
+def test_other_hosts_need_a_secret(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--host", host])
+    assert "--secret" in capsys.readouterr().err

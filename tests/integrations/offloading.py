@@ -28,6 +28,7 @@ from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 from tests.support.waits import wait_until
 
 _IDLE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+_NUM_CHUNKS = 16
 
 
 def block_key(index: int, num_bytes: int = 32) -> OffloadKey:
@@ -42,19 +43,17 @@ def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
     return place | {"redis_url": url} | settings
 
 
-def configuration(
-    model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
-) -> tuple[VllmConfig, Any]:
-    """The configuration that vLLM gives the connector, with memory for ``num_chunks`` blocks."""
-    config, cache = vllm_config(model), kv_cache(full_attention(num_kv_heads))
-    page = -(-full_attention(num_kv_heads).page_size_bytes * 2 // 4096) * 4096
+def configuration(model: Path, tier: dict[str, Any]) -> tuple[VllmConfig, Any]:
+    """The configuration that vLLM gives the connector, with memory for ``_NUM_CHUNKS`` blocks."""
+    config, cache = vllm_config(model), kv_cache(full_attention())
+    page = -(-full_attention().page_size_bytes * 2 // 4096) * 4096
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector",
         kv_role="kv_both",
         engine_id=uuid.uuid4().hex,
         kv_connector_extra_config={
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": num_chunks * page,
+            "cpu_bytes_to_use": _NUM_CHUNKS * page,
             "secondary_tiers": [tier],
         },
     )
@@ -138,11 +137,9 @@ class Instance:
 
 
 @contextmanager
-def running_instance(
-    model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
-) -> Iterator[Instance]:
+def running_instance(model: Path, tier: dict[str, Any]) -> Iterator[Instance]:
     """Begins with empty memory, and frees it."""
-    instance = Instance(*configuration(model, tier, num_kv_heads, num_chunks))
+    instance = Instance(*configuration(model, tier))
     try:
         yield instance
     finally:

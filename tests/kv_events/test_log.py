@@ -53,20 +53,6 @@ def test_each_tier_reports_stored_and_removed_chunks() -> None:
     assert len(log) == 0
 
 
-def test_a_chunk_is_stored_once_all_ranks_have_it_and_removed_with_one() -> None:
-    log = log_of("a", world_size=2)
-    log.apply(report(0, admitted="a"))
-    assert log.take() == []
-    log.apply(report(1, admitted="a"))
-    log.apply(report(1, admitted="a"))  # again: nothing new
-    assert log.take() == [BlocksStored(Tier.CPU, blocks(b"a"))]
-    log.apply(report(0, evicted="a"))
-    log.apply(report(1, evicted="a"))
-    assert log.take() == [BlocksRemoved(Tier.CPU, blocks(b"a").hashes)]
-    log.forget_jobs()
-    assert len(log) == 0
-
-
 def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> None:
     log = log_of("a")
     log.describe([b"a"], 1, lambda i: blocks(b"a"))
@@ -81,22 +67,6 @@ def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> No
     assert len(log) == 1
     log.apply(report(0, evicted="a"))
     assert len(log) == 0
-
-
-def test_a_reset_removes_all_chunks_once() -> None:
-    log = log_of("ab")
-    log.apply(report(0, admitted="ab", written="a"))
-    log.take()
-    log.clear()
-    log.apply(report(0, evicted="ab"))
-    removed = log.take()
-    assert all(isinstance(event, BlocksRemoved) for event in removed)
-    assert {(event.tier, event.hashes) for event in removed} == {  # type: ignore[union-attr]
-        (Tier.CPU, blocks(b"a").hashes),
-        (Tier.REDIS, blocks(b"a").hashes),
-        (Tier.CPU, blocks(b"b").hashes),
-    }
-    assert len(removed) == 3
 
 
 def removed_from_redis(log: KvEventLog) -> list[str]:

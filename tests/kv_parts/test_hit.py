@@ -33,27 +33,10 @@ from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.kv_parts.part import Part, Rule, parents_of_part, part_key
 
 FULL = Part(Rule.PREFIX, (0,), 4)
-X, o = True, False
 
 
 def window(span: int, block_size: int = 4) -> Part:
     return Part(Rule.WINDOW, (1,), block_size, span)
-
-
-# -- examples with chunks of 4 tokens --------------------------------------------------------------
-
-
-def ends(
-    parts: list[Part], *held: list[bool], local: int = 0, num_tokens: int = 1000
-) -> tuple[int, ...]:
-    return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
-
-
-def test_windows_and_states_leave_the_last_token_to_compute() -> None:
-    state = Part(Rule.STATE, (1,), 4)
-    assert ends([FULL, state], [X] * 3, [X] * 3, num_tokens=12) == (1, 2)
-    assert ends([window(5)], [X] * 3, num_tokens=13) == (1, 2, 3)
-    assert ends([window(5)], [X] * 3, num_tokens=12) == (1, 2)
 
 
 def test_a_hit_is_cut_at_its_ends() -> None:

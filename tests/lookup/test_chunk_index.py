@@ -28,19 +28,6 @@ acts = st.lists(
 )
 
 
-def test_a_chunk_is_a_hit_once_all_ranks_have_it() -> None:
-    index = ChunkIndex(2)
-    index.apply(0, [CacheEvent(A, True)])
-    assert A not in index
-    index.apply(1, [CacheEvent(A, True)])
-    assert A in index
-    index.apply(0, [CacheEvent(A, False)])
-    assert A not in index
-    assert len(index) == 1
-    index.drop(1, A)
-    assert len(index) == 0
-
-
 @given(acts)
 def test_the_index_agrees_with_plain_sets(events: list[tuple[str, int, bytes]]) -> None:
     index = ChunkIndex(3)

@@ -121,7 +121,6 @@ class _Run:
         free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for i in range(num_jobs):
             free.put(self._copy(i))
-            self._copy(i).check(sorted({mutant.module for mutant in todo}))
 
         def judge(mutant: Mutant) -> tuple[str, Verdict]:
             copy = free.get()

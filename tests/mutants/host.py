@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -54,6 +54,9 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
     if anew:
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
     sys.path.insert(0, folder)
+    spec = importlib.util.find_spec("lmcache_connector")
+    if spec is None or not str(spec.origin).startswith(folder):
+        return f"not the product of {folder}: {spec}"
     if module == "tests.simulation":
         os.environ["PYTHONHASHSEED"] = "0"
         for name in [name for name in sys.modules if name.split(".")[0] == "redis"]:

@@ -40,8 +40,6 @@ def _tree(root: Path) -> None:
         "lmcache_connector/__init__.py": "",
         "lmcache_connector/sums.py": "def add(a, b):\n    return a + b\n",
         "tests/__init__.py": "",
-        "tests/mutants/__init__.py": "",
-        "tests/mutants/where.py": Path(__file__).with_name("where.py").read_text(),
         "tests/test_sums.py": (
             "from lmcache_connector.sums import add\n\ndef test_add():\n    assert add(2, 1) == 3\n"
         ),

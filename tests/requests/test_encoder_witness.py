@@ -62,17 +62,6 @@ def step() -> Step:
     return Step(EncoderWitness())
 
 
-def test_an_output_is_of_the_item_it_was_encoded_from(step: Step) -> None:
-    one = request(feature("name"))
-    mine, yours = spans_of(one, "mine"), spans_of(one, "yours")
-    assert not step.witness.vouches(one, mine, 0, 64), "brought from elsewhere, say"
-    step.encode(one, mine)
-    assert step.witness.vouches(one, mine, 0, 64)
-    assert not step.witness.vouches(one, yours, 0, 64)
-    step.encode(one, yours, "name")
-    assert step.witness.vouches(one, yours, 0, 64)
-
-
 def test_only_tokens_that_read_an_output_need_it(step: Step) -> None:
     mask = torch.tensor([False, True, True, False])
     one = request(feature("a", 8, mask), feature("b", 32))

@@ -22,13 +22,13 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
+from tests.support.costs import product_frames
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
 from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
-from tests.support.frames import product_frames
 
 MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 
@@ -95,7 +95,7 @@ def test_vllm_asks_again_until_the_ranks_have_reported(model: Path, role: str) -
     engine.run_until_idle()
     engine.check_answer(request)
     engine.check_whole()
-    assert (engine.adapter.tally.total("store_jobs") > 0) == (role != "kv_consumer")
+    assert (engine.adapter.tally.totals.total("store_jobs") > 0) == (role != "kv_consumer")
 
 
 # -- what a step costs -----------------------------------------------------------------------------

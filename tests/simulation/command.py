@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,59 +76,46 @@ def _run_one(arguments: argparse.Namespace, model: Path) -> int:
 def _run_many(arguments: argparse.Namespace, model: Path) -> int:
     started, numbers = time.monotonic(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(job)) for job in range(arguments.jobs)]
-        children = [_fork(arguments, model, job, file) for job, file in enumerate(files)]
+        children = []
+        for job in range(arguments.jobs):  # each runs its share of the seeds
+            child = os.fork()
+            if child == 0:
+                Path(folder, str(job)).write_text(json.dumps(_run_share(arguments, model, job)))
+                sys.stdout.flush()
+                os._exit(0)
+            children.append(child)
         ends = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
-        for file in files:
-            numbers.update(json.loads(file.read_text()) if file.exists() else {})
+        for file in Path(folder).iterdir():
+            numbers.update(json.loads(file.read_text()))
     _summarize(arguments, numbers, time.monotonic() - started)
     return bool(ends != {0} or numbers["failed"] or numbers["unlike"])
-
-
-def _fork(arguments: argparse.Namespace, model: Path, job: int, file: Path) -> int:
-    """A process that runs each ``arguments.jobs``-th seed and writes into ``file``."""
-    child = os.fork()
-    if child == 0:
-        numbers = _run_share(arguments, model, job)
-        file.write_text(json.dumps(numbers))
-        sys.stdout.flush()
-        os._exit(0)
-    return child
 
 
 def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[str]:
     from tests.simulation.world import run_world
 
     numbers, started, digests = Counter[str](), time.monotonic(), dict[int, str]()
-    seed = arguments.first + job
-    is_ended = False
-    while not (is_ended or _is_over(arguments, seed, started)):
+    for seed in count(arguments.first + job, arguments.jobs):
+        if arguments.seeds is None and time.monotonic() - started >= arguments.seconds:
+            break
+        if arguments.seeds is not None and seed >= arguments.first + arguments.seeds:
+            break
         report = run_world(seed, model)
-        is_ended = _ends(arguments, report)
         digests[seed] = report.digest
-        seed += arguments.jobs
-        _tidy(len(digests))
+        if len(digests) % _COLLECT_EVERY == 0:
+            gc.collect()
         numbers += report.counts
         numbers.update(seeds=1, failed=bool(report.failures), seconds=round(report.seconds))
         if report.failures:
             _print(report)
+        is_meant = any(re.search(arguments.until or "", failure) for failure in report.failures)
+        if is_meant and not arguments.keep_going:
+            break
     for seed in reversed(digests) if arguments.replay else ():
         if run_world(seed, model).digest != digests[seed]:
             numbers["unlike"] += 1
             print(f"seed {seed} does not repeat itself")
     return numbers
-
-
-def _ends(arguments: argparse.Namespace, report: Report) -> bool:
-    """Whether no further seed is to be run."""
-    if arguments.keep_going:
-        return False
-    return any(re.search(arguments.until or "", failure) for failure in report.failures)
-
-
-def _tidy(num_worlds: int) -> None:
-    if num_worlds % _COLLECT_EVERY == 0:
-        gc.collect()
 
 
 def _summarize(arguments: argparse.Namespace, numbers: Counter[str], seconds: float) -> None:
@@ -138,12 +126,6 @@ def _summarize(arguments: argparse.Namespace, numbers: Counter[str], seconds: fl
     print(", ".join(f"{name}: {count}" for name, count in sorted(numbers.items())), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(numbers))
-
-
-def _is_over(arguments: argparse.Namespace, seed: int, started: float) -> bool:
-    if arguments.seeds is not None:
-        return seed >= int(arguments.first + arguments.seeds)
-    return time.monotonic() - started >= float(arguments.seconds)
 
 
 def _print(report: Report) -> None:

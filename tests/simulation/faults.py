@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from redis.crc import key_slot
@@ -63,23 +63,30 @@ class Fault(Protocol):
     def end(self, world: Deployment, server: RedisModel) -> None: ...
 
 
-class _PathFault:
-    """Changes the path to a server as its class says, and puts it back."""
+class _Changes:
+    """Sets attributes of a server as its class says, and puts back their defaults."""
 
     changes: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls, **changes: Any) -> None:
         cls.changes = changes
 
-    def begin(self, world: Deployment, server: RedisModel | At) -> None:
-        path = world.network.paths[server.address]
-        world.network.paths[server.address] = replace(path, **self.changes)
+    def begin(self, world: Deployment, server: Any) -> None:
+        vars(self._target(world, server)).update(self.changes)
 
-    def end(self, world: Deployment, server: RedisModel | At) -> None:
-        path = world.network.paths[server.address]
-        usual = type(path)()
-        before = {name: getattr(usual, name) for name in self.changes}
-        world.network.paths[server.address] = replace(path, **before)
+    def end(self, world: Deployment, server: Any) -> None:
+        target = self._target(world, server)
+        vars(target).update({name: getattr(type(target), name) for name in self.changes})
+
+    def _target(self, world: Deployment, server: Any) -> Any:
+        return server
+
+
+class _PathFault(_Changes):
+    """Of the path to a server."""
+
+    def _target(self, world: Deployment, server: RedisModel | At) -> Any:
+        return world.network.paths[server.address]
 
 
 class SlowPath(_PathFault, latency_seconds=0.15, bytes_per_second=2e5):
@@ -106,21 +113,12 @@ class RefusingPort(_PathFault, refuses=True):
     """Nobody new can connect; what is connected goes on."""
 
 
-class SlowServer:
+class SlowServer(_Changes, seconds_per_command=0.03):
     """Each command takes long."""
 
-    def begin(self, world: Deployment, server: RedisModel) -> None:
-        server.seconds_per_command = 0.03
 
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        server.seconds_per_command = 5e-6
-
-
-class FrozenServer:
+class FrozenServer(_Changes, is_frozen=True):
     """It accepts and reads, and does not answer until it thaws."""
-
-    def begin(self, world: Deployment, server: RedisModel) -> None:
-        server.is_frozen = True
 
     def end(self, world: Deployment, server: RedisModel) -> None:
         server.thaw()
@@ -136,17 +134,11 @@ class DyingServer:
         server.start()
 
 
-class LoadingServer:
+class LoadingServer(_Changes, is_loading=True):
     """It answers that it is not ready yet."""
 
-    def begin(self, world: Deployment, server: RedisModel) -> None:
-        server.is_loading = True
 
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        server.is_loading = False
-
-
-class RefusingServer:
+class RefusingServer(_Changes, refusal=None):
     """It answers every write with an error."""
 
     read_only = b"-READONLY You can't write against a read only replica.\r\n"
@@ -160,9 +152,6 @@ class RefusingServer:
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
         server.refusal = world.chance.choice(self.errors)
-
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        server.refusal = None
 
 
 class ForgetfulServer:
@@ -217,8 +206,9 @@ class DamagedValues:
         return Entry(bytes(value), kind, entry.expires_at)
 
 
-class LyingServer:
-    """Now and then it answers with something else."""
+class LyingServer(_Changes, tamper=None):
+    """Now and then it answers with something else. Afterwards its connections may be out of step
+    for good, and nobody could tell from outside."""
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
         chance = world.chance
@@ -247,10 +237,6 @@ class LyingServer:
 
         server.tamper = tamper
         world.liars.add(server)
-
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        server.tamper = None
-        # Its connections may be out of step for good, and nobody could tell from outside.
 
 
 class MovingSlots:

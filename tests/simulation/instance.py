@@ -7,7 +7,7 @@ report goes back into the scheduler.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,13 +92,7 @@ class Instance:
         self.shape = shape
         self.is_up = False
         self.is_down = False
-        self.num_redis_hits = 0
-        self.num_peer_hits = 0
-        self.num_handed_over = 0
-        self.num_cpu_hits = 0
-        self.num_failed_loads = 0
-        self.num_prefetched = 0
-        self.num_in_step = 0
+        self.counts = Counter[str]()
         self._model, self._redis_url, self._names = model, redis_url, names
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
@@ -176,11 +170,6 @@ class Instance:
         return set.union(*held) if self.shape.shares else set.intersection(*held)
 
     @property
-    def num_read_from_ranks(self) -> int:
-        """Chunks out of the memory of the engine's other ranks."""
-        return sum(rank.num_read_from_ranks for rank in self._ranks)
-
-    @property
     def is_idle(self) -> bool:
         return self.is_up and not self._asked and not self._inbox
 
@@ -252,6 +241,7 @@ class Instance:
 
     def _shut_down(self) -> None:
         for rank in self._ranks:
+            self.counts["read from other ranks"] += rank.num_read_from_ranks
             rank.connector.shutdown()
         self._scheduler.connector.shutdown()
         for rank in self._ranks:
@@ -340,7 +330,7 @@ class Instance:
             )
 
     def _check_plan(self, plan: StepPlan, tables: dict[str, list[int]]) -> None:
-        self.num_in_step += len(plan.loads_in_step())
+        self.counts["loads inside steps"] += len(plan.loads_in_step())
         for load in plan.loads:
             self._loading[load.job_id] = _Loading(load, self.kernel.now)
             (run,) = load.runs
@@ -348,7 +338,7 @@ class Instance:
             assert run.chunks[0] == first
             self._name_keys(load.request_id, run, load.claim.tenant)
         for prefetch in plan.prefetches:
-            self.num_prefetched += len(prefetch.keys)
+            self.counts["fetched ahead"] += len(prefetch.keys)
             self._name_keys(prefetch.request_id, prefetch.runs[0], prefetch.tenant)
         for store in plan.stores:
             is_audit, tenant = isinstance(store, AuditJob), store.claim.tenant
@@ -439,11 +429,15 @@ class Instance:
         has_hit = all(result.num_chunks for result in loading.results)
         from_redis = any(result.fetched_bytes for result in loading.results)
         fetched = [each for result in loading.results for each in result.fetched]
-        self.num_peer_hits += any(f.tier is Tier.PEER and f.num_bytes for f in fetched)
-        self.num_handed_over += has_hit and loading.job.source is not None
-        self.num_failed_loads += any(r.outcome is not Outcome.DONE for r in loading.results)
-        self.num_redis_hits += has_hit and from_redis
-        self.num_cpu_hits += has_hit and not from_redis
+        self.counts.update(
+            {
+                "hits from redis": has_hit and from_redis,
+                "hits from memory": has_hit and not from_redis,
+                "hits from peers": any(f.tier is Tier.PEER and f.num_bytes for f in fetched),
+                "handed over": has_hit and loading.job.source is not None,
+                "failed loads": any(r.outcome is not Outcome.DONE for r in loading.results),
+            }
+        )
 
     def _check_answer(self, request: Request) -> None:
         if request.status not in (

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,7 @@ class Task:
 
 Waiter = tuple[Task, int]
 """A task, and its ticket when it began to wait."""
+Waiters = list[Waiter] | deque[Waiter]
 _Event = tuple[float, float, int, Callable[[], None] | None, Task | None, int, bool]
 
 
@@ -191,6 +193,16 @@ class Kernel:
         """The current task, which is about to park."""
         assert self.current is not None, "only a task can wait"
         return self.current, self.current.ticket
+
+    def wait_for(
+        self, holds: Callable[[], Any], waiters: Waiters, seconds: float | None = None
+    ) -> bool:
+        """The current task waits among ``waiters`` until ``holds()``, for ``seconds`` at most."""
+        end = None if seconds is None else self.now + seconds
+        while not (held := holds()) and (end is None or self.now < end):
+            waiters.append(self.waiter())
+            self.park(None if end is None else end - self.now)
+        return bool(held)
 
     def wake(self, waiter: Waiter) -> None:
         """Unless its wait has ended meanwhile."""

@@ -277,7 +277,7 @@ class SimSocket:
         end = None if timeout is None else kernel.now + timeout
         while count < wanted:
             left = None if end is None else max(0.0, end - kernel.now)
-            self._wait(self._readers, lambda: self.is_readable, left)
+            kernel.wait_for(lambda: self.is_readable, self._readers, left)
             kernel.maybe_stall()  # what has come is copied when the thread runs again
             if not self._received:
                 break
@@ -316,7 +316,8 @@ class SimSocket:
 
     def sendmsg(self, views: Sequence[Any]) -> int:
         data = b"".join(bytes(view) for view in views)
-        self._wait(self._senders, self._may_send, self._limit(real_socket.SO_SNDTIMEO))
+        limit = self._limit(real_socket.SO_SNDTIMEO)
+        self._network.kernel.wait_for(lambda: self.is_writable, self._senders, limit)
         if self._is_broken or self._link is None or self._link.is_closed:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
         room = _WINDOW_BYTES - self._link.num_unread
@@ -361,7 +362,8 @@ class SimSocket:
 
     @property
     def is_writable(self) -> bool:
-        return self._may_send()
+        link = self._link
+        return self._is_broken or link is None or link.is_closed or link.num_unread < _WINDOW_BYTES
 
     # -- details -------------------------------------------------------------------------------
 
@@ -376,19 +378,6 @@ class SimSocket:
         if self._timeout:
             return TimeoutError("timed out")
         return BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    def _may_send(self) -> bool:
-        link = self._link
-        return self._is_broken or link is None or link.is_closed or link.num_unread < _WINDOW_BYTES
-
-    def _wait(
-        self, waiters: list[Waiter], is_ready: Callable[[], bool], timeout: float | None
-    ) -> None:
-        kernel = self._network.kernel
-        end = None if timeout is None else kernel.now + timeout
-        while not is_ready() and (end is None or kernel.now < end):
-            waiters.append(kernel.waiter())
-            kernel.park(None if end is None else end - kernel.now)
 
     def _wake(self, waiters: list[Waiter]) -> None:
         for waiter in waiters:

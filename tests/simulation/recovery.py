@@ -40,9 +40,9 @@ class Recovery:
         """``reader``, with nothing in memory, finds a prompt in Redis that ``writer`` is asked
         for too."""
         reader.slow_down(_SLOWNESS)
-        before, attempts = reader.num_redis_hits, 0
+        before, attempts = reader.counts["hits from redis"], 0
         until = self._until(f"NO HIT of {reader.process.name} came back")
-        while reader.num_redis_hits == before:
+        while reader.counts["hits from redis"] == before:
             until()
             if attempts:
                 self.kernel.sleep(1.0)

@@ -20,6 +20,8 @@ _SECONDS_PER_BYTE = 2e-10
 _WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
 _OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 _SYNTAX = b"-ERR syntax error\r\n"
+_OF_ONE_KEY = {b"GET", b"GETEX", b"SET", b"STRLEN", b"PEXPIRE"}
+_WRITES = {b"SET", b"PEXPIRE", b"GETEX"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +105,6 @@ class RedisModel:
 
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
-        self.num_commands = 0
         self._busy_until = 0.0
         self._frozen: list[tuple[Link, bytes]] = []
         self.start()
@@ -159,7 +160,6 @@ class RedisModel:
     def _answer(self, link: Link, parts: Sequence[bytes]) -> None:
         if link.is_closed or self.network.services.get(self.address) is not self:
             return
-        self.num_commands += 1
         reply = self.execute(link.state, parts)
         if self.tamper is not None:
             reply = self.tamper(parts, reply)
@@ -173,7 +173,7 @@ class RedisModel:
     def execute(self, session: Session, parts: Sequence[bytes]) -> bytes:
         """The reply to one command."""
         verb, args = parts[0].upper(), parts[1:]
-        handler = _COMMANDS.get(verb)
+        handler = getattr(self, f"do_{verb.decode().lower()}", None)
         if handler is None:
             return b"-ERR unknown command '%b'\r\n" % verb
         if self.password is not None and not (session.is_known or verb == b"AUTH"):
@@ -181,10 +181,9 @@ class RedisModel:
         if self.is_loading and verb != b"AUTH":
             return b"-LOADING Redis is loading the dataset in memory\r\n"
         self._expire()
-        refusal = self._redirection(_KEYED[verb](args)) if verb in _KEYED else None
-        if refusal is None and verb in _WRITES:
-            refusal = self.refusal
-        return refusal or handler(self, session, args)
+        names = args if verb == b"EXISTS" else args[:1] if verb in _OF_ONE_KEY else ()
+        refusal = self._redirection(names) or (self.refusal if verb in _WRITES else None)
+        return refusal or bytes(handler(session, args))
 
     def _redirection(self, names: Sequence[bytes]) -> bytes | None:
         if self.cluster is None or not names:
@@ -221,21 +220,21 @@ class RedisModel:
             del self.entries[self.kernel.chance.choice(list(self.entries))]
         return self.used_bytes + num_bytes <= self.max_bytes
 
-    def _get(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_get(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b"$-1\r\n"
         return _bulk(entry.value) if entry.kind == b"string" else _WRONG_TYPE
 
-    def _getex(self, session: Session, args: Sequence[bytes]) -> bytes:
-        reply = self._get(session, args)
+    def do_getex(self, session: Session, args: Sequence[bytes]) -> bytes:
+        reply = self.do_get(session, args)
         entry = self.entries.get(args[0])
         is_string = entry is not None and entry.kind == b"string"
         if is_string and len(args) == 3 and args[1].upper() == b"PX":
             self._keep_for(args[0], int(args[2]))
         return reply
 
-    def _set(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_set(self, session: Session, args: Sequence[bytes]) -> bytes:
         name, value, *options = args
         if options and (len(options) != 2 or options[0] != b"PX"):
             return _SYNTAX
@@ -245,16 +244,16 @@ class RedisModel:
         self.entries[name] = Entry(value, expires_at=expires_at)
         return b"+OK\r\n"
 
-    def _strlen(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_strlen(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b":0\r\n"
         return b":%d\r\n" % len(entry.value) if entry.kind == b"string" else _WRONG_TYPE
 
-    def _exists(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_exists(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b":%d\r\n" % sum(name in self.entries for name in args)
 
-    def _pexpire(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_pexpire(self, session: Session, args: Sequence[bytes]) -> bytes:
         if args[0] not in self.entries:
             return b":0\r\n"
         self._keep_for(args[0], int(args[1]))
@@ -267,25 +266,25 @@ class RedisModel:
         expires_at = self.kernel.now + milliseconds / 1000
         self.entries[name] = replace(self.entries[name], expires_at=expires_at)
 
-    def _info(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_info(self, session: Session, args: Sequence[bytes]) -> bytes:
         policy = b"allkeys-lru" if self.evicts else b"noeviction"
         limit = 0 if self.max_bytes >= 1 << 40 else self.max_bytes
         text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
         return _bulk(text % (self.used_bytes, limit, policy))
 
-    def _auth(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_auth(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.password is None:
             return b"-ERR AUTH <password> called without any password configured\r\n"
         session.is_known = args[-1] == self.password
         return b"+OK\r\n" if session.is_known else b"-WRONGPASS invalid username or password\r\n"
 
-    def _sentinel(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_sentinel(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.master is None:
             return b"*-1\r\n"
         host, port = self.master.address
         return b"*2\r\n" + _bulk(host.encode()) + _bulk(b"%d" % port)
 
-    def _cluster(self, session: Session, args: Sequence[bytes]) -> bytes:
+    def do_cluster(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.cluster is None:
             return b"-ERR This instance has cluster support disabled\r\n"
         ranges = self.cluster.ranges()
@@ -304,36 +303,6 @@ class Session:
 
     buffer: bytearray = field(default_factory=bytearray)
     is_known: bool = False
-
-
-_Handler = Callable[[RedisModel, Session, Sequence[bytes]], bytes]
-_COMMANDS: dict[bytes, _Handler] = {
-    b"GET": RedisModel._get,
-    b"GETEX": RedisModel._getex,
-    b"SET": RedisModel._set,
-    b"STRLEN": RedisModel._strlen,
-    b"EXISTS": RedisModel._exists,
-    b"PEXPIRE": RedisModel._pexpire,
-    b"INFO": RedisModel._info,
-    b"AUTH": RedisModel._auth,
-    b"SENTINEL": RedisModel._sentinel,
-    b"CLUSTER": RedisModel._cluster,
-}
-
-
-def _first(args: Sequence[bytes]) -> Sequence[bytes]:
-    return args[:1]
-
-
-def _all(args: Sequence[bytes]) -> Sequence[bytes]:
-    return args
-
-
-_KEYED: dict[bytes, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
-    **dict.fromkeys((b"GET", b"GETEX", b"SET", b"STRLEN", b"PEXPIRE"), _first),
-    b"EXISTS": _all,
-}
-_WRITES = {b"SET", b"PEXPIRE", b"GETEX"}
 
 
 def _bulk(value: bytes) -> bytes:

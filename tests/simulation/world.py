@@ -277,14 +277,7 @@ class World:
             if left := [task for task in instance.process.tasks if not task.is_done]:
                 raise SimulationFailure(f"THREADS LEAKED: {left}")
             self.counts["pinned"] += instance.at_rest.num_pinned
-            self.counts["hits from redis"] += instance.num_redis_hits
-            self.counts["hits from peers"] += instance.num_peer_hits
-            self.counts["handed over"] += instance.num_handed_over
-            self.counts["hits from memory"] += instance.num_cpu_hits
-            self.counts["read from other ranks"] += instance.num_read_from_ranks
-            self.counts["loads inside steps"] += instance.num_in_step
-            self.counts["fetched ahead"] += instance.num_prefetched
-            self.counts["failed loads"] += instance.num_failed_loads
+            self.counts.update(instance.counts)
         processes = {instance.process for instance in alive}
         links = [link for link in RUNTIME.network.open_links() if link.process in processes]
         if links:

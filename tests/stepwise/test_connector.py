@@ -23,7 +23,7 @@ from tests.support.engines.stepped_model import (
     sequence,
 )
 from tests.support.redis.servers import Server
-from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.torch_threads import one_torch_thread
 
 CHUNK = 32
@@ -114,7 +114,7 @@ def test_a_slow_redis_is_waited_for_up_to_the_deadline(
         one.step(sequence(tokens, range(7)))
     link = SlowLink()
     monkeypatch.setattr(limits, "LOOKUP_DEADLINE_SECONDS", 30.0)
-    with slow_proxy(valkey.port, link) as proxy:
+    with SlowProxy(valkey.port, link) as proxy:
         settings = shared | {"load_deadline_seconds": 0.2, "redis_url": proxy.url}
         with SteppedEngine(settings) as two:
             two.step(sequence(tokens_of(19, 40), range(3)))  # connects

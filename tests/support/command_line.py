@@ -28,6 +28,12 @@ class CliResult:
         return document
 
 
+def transfer(**extra: Any) -> str:
+    """The JSON of ``--kv-transfer-config`` for a small instance."""
+    document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}
+    return json.dumps({**document, "kv_connector_extra_config": {"cpu_gib": 0.1, **extra}})
+
+
 Cli: TypeAlias = Callable[..., CliResult]
 
 

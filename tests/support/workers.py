@@ -7,8 +7,39 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepPlan
+from lmcache_connector.change_count import ChangeCount
+from lmcache_connector.plans import (
+    CacheEvent,
+    JobResult,
+    Outcome,
+    RankReport,
+    StepPlan,
+    WeightsInMemory,
+)
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter
+
+
+class FixedWeights(LoadedWeights):
+    """Weights that nobody changes, for workers without a model."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.changes = ChangeCount()
+        self.has_updates = True
+        self._question = 0
+
+    def ask(self, question: int) -> None:
+        self._question, self.has_updates = question, True
+
+    def take(self) -> WeightsInMemory | None:
+        if not self.has_updates:
+            return None
+        self.has_updates = False
+        return WeightsInMemory(answered=self._question)
+
+    def close(self) -> None:
+        self.changes.close()
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Engines that all cases share: one prefill engine, two decode engines.
 
-A case runs once for each way of moving KV in ``WAYS``. A case that a way does not support yet is a
-strict xfail.
+A case runs once for each way of moving KV in ``WAYS``.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ def by_memory(role: str, port: int, **settings: Any) -> dict[str, Any]:
 
 
 WAYS: dict[str, Way] = {"peers": by_peers, "memory": by_memory}
-LACKS: dict[str, frozenset[str]] = {"peers": frozenset(), "memory": frozenset()}
-"""Features that a way lacks, by the word in a case's ``needs`` mark."""
 
 
 @pytest.fixture(scope="session", params=["peers", pytest.param("memory", marks=pytest.mark.soak)])
@@ -49,13 +46,6 @@ def way_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def way(way_name: str) -> Way:
     return WAYS[way_name]
-
-
-@pytest.fixture(autouse=True)
-def _lacking(request: pytest.FixtureRequest, way_name: str) -> None:
-    for mark in request.node.iter_markers("needs"):
-        if mark.args[0] in LACKS[way_name]:
-            request.applymarker(pytest.mark.xfail(strict=True, reason=f"{way_name} has no {mark}"))
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+from tests.support.waits import wait_until
 from tests.transfers.conftest import Way
 from tests.transfers.test_transfers import BLOCK, WANTS, check, missing_blocks, rest
 
@@ -124,11 +125,7 @@ def test_the_decode_engine_falls_silent(
         timer = strike(second, 0.02, number)
         reading.start()
         timer.join()
-        for _ in range(60):
-            if first.call(missing_blocks) == 0:
-                break
-            time.sleep(0.5)
-        assert first.call(missing_blocks) == 0
+        wait_until(lambda: first.call(missing_blocks) == 0, "blocks are missing")
         if number is signal.SIGSTOP:
             os.kill(second.pid, signal.SIGCONT)
         reading.join()

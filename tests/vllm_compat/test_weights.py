@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,11 +196,19 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(latest, snapshots, snapshots / "1")
 
 
+def tick() -> None:
+    """Until files get another time than those that were written before."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        before = os.fstat(file.fileno()).st_ctime_ns
+        while os.fstat(file.fileno()).st_ctime_ns == before:
+            file.write(b"x")
+
+
 def later() -> float:
     """A time after all that was written by now, and before what is written next."""
-    time.sleep(0.02)  # times of files have the resolution of the kernel's clock, some ms
+    tick()
     now = time.time()
-    time.sleep(0.02)
+    tick()
     return now
 
 
@@ -254,7 +264,7 @@ def download(scene: Scene, name: str) -> Path:
     arriving, blob = blobs / "arriving.incomplete", blobs / name
     arriving.write_bytes(b"weights of 3")
     arriving.replace(blob)
-    time.sleep(0.02)
+    tick()
     link = scene.folder / "model-00001-of-00001.safetensors"
     link.unlink(missing_ok=True)
     link.symlink_to(Path("../../blobs") / name)
@@ -305,7 +315,7 @@ def test_a_download_is_no_change_of_what_is_named_by_its_content(scene: Scene, d
     link = download(scene, "a" * digits)
     files = WeightFiles("sha256:files", (link,))
     assert files.changed_since(loaded_at) is None
-    time.sleep(0.02)
+    tick()
     link.resolve().write_bytes(b"whatever")  # its name is not true any more
     assert files.changed_since(loaded_at) is not None
 

@@ -38,15 +38,14 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
-from tests.support.fixed_weights import FixedWeights
-from tests.support.frames import product_frames
+from tests.support.costs import product_frames
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server, free_port, running_valkey
-from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.vllm_configs import vllm_config
 from tests.support.waits import wait_until, within
-from tests.support.workers import SteppedWorker
+from tests.support.workers import FixedWeights, SteppedWorker
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
 CHUNK_TOKENS, NUM_BLOCKS = 32, 128
@@ -65,7 +64,7 @@ def link() -> SlowLink:
 
 @pytest.fixture
 def port(valkey: Server, link: SlowLink) -> Iterator[int]:
-    with slow_proxy(valkey.port, link) as proxy:
+    with SlowProxy(valkey.port, link) as proxy:
         yield proxy.port
         link.set()
 
@@ -291,7 +290,7 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
             client.execute_command("ACL SETUSER default -@write")
         link = SlowLink()
         with (
-            slow_proxy(server.port, link) as proxy,
+            SlowProxy(server.port, link) as proxy,
             make_instance(proxy.port, probe=True) as instance,
         ):
             _, first = started(instance).measured

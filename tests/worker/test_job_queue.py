@@ -260,11 +260,9 @@ class HeldFence:
     """Reached once it is told to be."""
 
     is_reached: bool = False
-    num_looks: int = 0
     fails: bool = False
 
     def query(self) -> bool:
-        self.num_looks += 1
         if self.fails:
             raise RuntimeError("an illegal memory access was encountered")
         return self.is_reached

@@ -45,8 +45,7 @@ def read(path: Path, pipe: Connection) -> None:
     tier = PeerTier(CONFIG, PARTS, topology(path))
     chance, hits, wrong, longest = random.Random(1), 0, 0, 0.0
     pipe.send("ready")
-    while not list(path.glob("*.sock")):
-        time.sleep(0.05)
+    assert within(120.0, lambda: bool(list(path.glob("*.sock"))))
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         prompt = chance.choice(PROMPTS)

@@ -33,9 +33,8 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.fixed_weights import FixedWeights
 from tests.support.redis.servers import Server
-from tests.support.workers import SteppedWorker
+from tests.support.workers import FixedWeights, SteppedWorker
 
 CHUNK, PAGE, NUM_BLOCKS, NUM_PARTS = 32, 4096, 64, 3
 FULL, WINDOW, STATE = range(NUM_PARTS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lmcache_connector.plans import Outcome, PartRun, PrefetchJob, StepPlan
+from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job
 from tests.support.redis.slow_proxy import SlowLink
-from tests.support.unused import num_unused
 from tests.support.waits import wait_until
 from tests.support.workers import SteppedWorker
 from tests.worker.test_adapter import (
@@ -40,6 +40,14 @@ def load_from_memory(job_id: int, chunks: range) -> StepPlan:
     """Into the first blocks."""
     keys = tuple(KEYS[i] for i in chunks)
     return StepPlan(loads=(load_job(job_id, "r", keys, (tuple(range(2 * len(keys))),)),))
+
+
+def num_unused(engine: LMCacheEngineAdapter) -> int:
+    """Chunks that were fetched ahead, that no job has used, and that somebody still waits for."""
+    with engine._cpu.cpu_lock:
+        engine._ledger.settle()
+    chunks = engine._ledger._chunks.values()
+    return sum(not (chunk.is_claimed or chunk.is_expired) for chunk in chunks)
 
 
 def assert_nothing_is_held(instance: SteppedWorker) -> None:

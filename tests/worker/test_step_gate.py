@@ -23,11 +23,10 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.fixed_weights import FixedWeights
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
-from tests.support.workers import SteppedWorker
+from tests.support.workers import FixedWeights, SteppedWorker
 
 LONG = 60.0
 BLOCK_SIZE, WIDTH, NUM_BLOCKS = 16, 64, 8

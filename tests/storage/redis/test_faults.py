@@ -30,7 +30,7 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
+from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind
 from tests.support.redis.server_groups import running_cluster
 from tests.support.redis.servers import Server, running_server
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
@@ -61,7 +61,7 @@ OFFSETS = {
 
 @pytest.fixture
 def proxy(valkey: Server) -> Iterator[FaultProxy]:
-    with fault_proxy(valkey.port) as proxy:
+    with FaultProxy(valkey.port) as proxy:
         yield proxy
 
 
@@ -286,23 +286,22 @@ LARGE = ChunkGeometry(256, 0, (4096,), (0,), 1, "uint8")  # 1 MiB
 def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> None:
     """The server takes some bytes all the time, so no write times out. Its reads go on."""
     link = SlowLink()
-    proxy = SlowProxy(valkey.port, link, is_narrow=True)
-    try:
-        with open_tier(
+    with (
+        SlowProxy(valkey.port, link, is_narrow=True) as proxy,
+        open_tier(
             proxy.url, LARGE, max_value_bytes=2 * MIB, num_connections=1,
             write_timeout_seconds=0.6, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
-        ) as tier:  # fmt: skip
-            wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
-            link.set(bytes_per_second=0.25 * MIB)  # 4 s for a chunk, 2.2 s for a burst of one
-            assert put_all(tier, [1]) == [False]
-            began = time.monotonic()
-            assert not any(put_all(tier, range(2, 20)))
-            assert time.monotonic() - began < 20.0, "each has had its 2.2 s"
-            assert tier.stats().writes_paused
-            assert tier.stats().servers[0][1] is CircuitState.CLOSED
-            assert not tier.put(chunk_key(20), memoryview(chunk_data(20, LARGE)), Ends())
-            link.set()
-            wait_until(lambda: get_all(tier, [0])[0] == [True], "reads went with the writes")
-            assert get_all(tier, [0])[1] == [chunk_data(0, LARGE)]
-    finally:
-        proxy.close()
+        ) as tier,
+    ):  # fmt: skip
+        wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
+        link.set(bytes_per_second=0.25 * MIB)  # 4 s for a chunk, 2.2 s for a burst of one
+        assert put_all(tier, [1]) == [False]
+        began = time.monotonic()
+        assert not any(put_all(tier, range(2, 20)))
+        assert time.monotonic() - began < 20.0, "each has had its 2.2 s"
+        assert tier.stats().writes_paused
+        assert tier.stats().servers[0][1] is CircuitState.CLOSED
+        assert not tier.put(chunk_key(20), memoryview(chunk_data(20, LARGE)), Ends())
+        link.set()
+        wait_until(lambda: get_all(tier, [0])[0] == [True], "reads went with the writes")
+        assert get_all(tier, [0])[1] == [chunk_data(0, LARGE)]

@@ -9,7 +9,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
 from tests.support.redis.servers import Server
-from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.waits import wait_until
 
 
@@ -75,7 +75,7 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
     link = SlowLink()
     with open_tier(valkey.url) as tier:
         put_all(tier, range(1))
-    with slow_proxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
+    with SlowProxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
         wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
         link.set(stalled=True)
         talks_again = threading.Timer(8.0, link.set)

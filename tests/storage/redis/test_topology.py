@@ -83,7 +83,7 @@ class TestCluster:
             try:
                 wait_until(lambda: holds(tier, range(10)), "the tier did not follow the slot")
             finally:
-                self._migrate_back(cluster, slot, target)
+                cluster.migrate(slot, cluster.owner(slot), target)
             wait_until(lambda: holds(tier, range(10)), "nor back again")
 
     def test_a_map_with_an_unowned_slot_is_read_again(self, cluster: Cluster) -> None:
@@ -130,17 +130,6 @@ class TestCluster:
         )
         lookup.close()
         assert num_looks(left_behind) <= 4  # once each
-
-    def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
-        home = cluster.owner(slot)
-        with home.client() as new, source.client() as old:
-            ids = {"home": new.cluster("MYID").decode(), "away": old.cluster("MYID").decode()}
-            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids["away"])
-            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids["home"])
-            keys = old.execute_command("CLUSTER GETKEYSINSLOT", slot, 100)
-            old.execute_command("MIGRATE", "127.0.0.1", home.port, "", 0, 5000, "KEYS", *keys)
-            for client in (new, old):
-                client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids["home"])
 
     def test_a_lost_master_costs_its_own_chunks_only(self, cluster: Cluster) -> None:
         lost = cluster.masters[1]
@@ -208,7 +197,7 @@ class TestCluster:
         try:
             wait_until(finds, "the look-up goes on asking the old master")
         finally:
-            self._migrate_back(cluster, slot, away)
+            cluster.migrate(slot, cluster.owner(slot), away)
             lookup.close()
 
     def test_a_silent_master_delays_no_writes_to_the_others(self, cluster: Cluster) -> None:

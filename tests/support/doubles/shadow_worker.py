@@ -104,7 +104,6 @@ class Faults:
     slow: float = 0.5  # a job is left for later
     stuck: bool = False  # while set, no job runs
     others_lie: bool = False  # vLLM's own prefix cache or another connector may supply wrong KV
-    has_gate: bool = True
 
 
 @dataclass
@@ -158,13 +157,12 @@ class ShadowRank:
         self.num_loaded_chunks = 0
         self.num_loaded_in_step = self.num_loaded_removed = 0
         self.num_stored_chunks = 0
-        self.num_audited_chunks = 0
         self.num_prefetched_chunks = 0
 
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
     def run(self, step: Step) -> StepReport:
-        self._gate_is_closed = bool(step.zeroed) and self.faults.has_gate
+        self._gate_is_closed = bool(step.zeroed)
         self.memory.zero(step.zeroed)
         self.run_some_jobs()
         vacated = self._open if step.plan.starts_over else step.plan.vacated_stores
@@ -395,7 +393,6 @@ class ShadowRank:
         stored = self.tier.get(key) or (self.remote.get(key) if job.may_fetch else None)
         if stored is None:
             return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0.0)
-        self.num_audited_chunks += 1
         wrong = sum(one != other for one, other in zip(computed, stored, strict=True))
         size = float(len(stored))
         found = LayerDifference(0, 0, float(wrong), size, size)
@@ -510,7 +507,7 @@ class ShadowRank:
         if not self._reads_weights or self.chance.random() < self.faults.slow:
             return None
         self._reads_weights = False
-        return WeightsInMemory(question=self._question, digest=step.weights)
+        return WeightsInMemory(answered=self._question, digest=step.weights)
 
     def _report(self, weights: WeightsInMemory | None) -> StepReport:
         done, self._done = self._done, []

@@ -41,7 +41,7 @@ class Family:
         return "mamba_cache_mode" in self.engine_args
 
 
-_COMMON: dict[str, Any] = {
+COMMON_SIZES: dict[str, Any] = {
     "vocab_size": _SHAPE.vocab_size,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -217,6 +217,22 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             },
             _by_blocks(384),
         ),
+        "zamba2": Family(
+            "Zamba2",
+            "recurrent states (Mamba-2), and full attention in some layers beside them",
+            "Zamba2ForCausalLM",
+            "Zamba2Config",
+            {
+                "layers_block_type": ["mamba", "hybrid"] * 2,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "mamba_d_state": 64,
+                "n_mamba_heads": 8,
+                "chunk_size": 64,
+            },
+            _by_blocks(128),
+        ),
         "lfm2": Family(
             "LFM2",
             "states of short convolutions, and full attention",
@@ -246,7 +262,7 @@ def build_family(name: str, folder: Path) -> Path:
         return folder
     disable_progress_bar()  # of writing one small file
     family = FAMILIES[name]
-    config = getattr(transformers, family.config)(**_COMMON | family.sizes)
+    config = getattr(transformers, family.config)(**COMMON_SIZES | family.sizes)
     make: Callable[[Any], Any] = getattr(transformers, family.model)
     with torch.random.fork_rng():
         torch.manual_seed(_SEED)

@@ -6,10 +6,9 @@ bytes in the fault's direction from then on, and only that one unless it is ``st
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -132,13 +131,3 @@ class FaultProxy(LoopbackProxy):
         poll.register(sock, select.POLLRDHUP)
         while not self._closed.is_set() and sock.fileno() >= 0 and not poll.poll(20):
             continue
-
-
-@contextlib.contextmanager
-def fault_proxy(target_port: int) -> Iterator[FaultProxy]:
-    """A proxy to ``target_port``, closed afterwards."""
-    proxy = FaultProxy(target_port)
-    try:
-        yield proxy
-    finally:
-        proxy.close()

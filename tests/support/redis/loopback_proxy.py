@@ -6,10 +6,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from typing import Self
 
 
 class LoopbackProxy:
-    """Listens on ``port`` and connects whoever comes with ``target_port``."""
+    """Listens on ``port`` and connects whoever comes with ``target_port``. Closed by a ``with``."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -23,6 +24,12 @@ class LoopbackProxy:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._closed.set()

@@ -55,9 +55,10 @@ class Cluster:
         """The master that a slot belonged to at first."""
         return self.masters[min(slot * len(self.masters) // NUM_SLOTS, len(self.masters) - 1)]
 
-    def migrate(self, slot: int, target: Server) -> None:
-        """Move a slot with all its keys to ``target``, keys first, as redis-cli does."""
-        source = self.owner(slot)
+    def migrate(self, slot: int, target: Server, source: Server | None = None) -> None:
+        """Move a slot with all its keys from ``source``, or its first owner, to ``target``, keys
+        first, as redis-cli does."""
+        source = source or self.owner(slot)
         with source.client() as old, target.client() as new:
             ids = {"old": old.cluster("MYID").decode(), "new": new.cluster("MYID").decode()}
             new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids["old"])
@@ -205,7 +206,6 @@ class Certificates:
     key: Path
     # Self-signed: no peer trusts it.
     stranger_certificate: Path
-    stranger_key: Path
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def certificates() -> Iterator[Certificates]:
         extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
         _openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial",
                  "-days", "1", "-extfile", extensions, "-out", folder / "peer.crt")  # fmt: skip
-        stranger, stranger_key = _self_signed(folder, "stranger")
-        yield Certificates(ca, folder / "peer.crt", key, stranger, stranger_key)
+        stranger, _ = _self_signed(folder, "stranger")
+        yield Certificates(ca, folder / "peer.crt", key, stranger)
     finally:
         shutil.rmtree(folder)
 

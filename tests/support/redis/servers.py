@@ -12,11 +12,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+if TYPE_CHECKING:
+    from tests.support.redis.server_groups import Certificates
 
 _START_SECONDS = 20.0
 
@@ -56,19 +59,6 @@ def free_port() -> int:
         return port
 
 
-class Tls(Protocol):
-    """The PEM files that a test's client uses."""
-
-    @property
-    def ca(self) -> Path: ...
-
-    @property
-    def certificate(self) -> Path: ...
-
-    @property
-    def key(self) -> Path: ...
-
-
 @dataclass
 class Server:
     """One server process, reached at ``url`` by TCP and at ``unix_url`` by its Unix socket.
@@ -82,7 +72,7 @@ class Server:
     port: int
     settings: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
-    tls: Tls | None = None
+    tls: Certificates | None = None
     process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -136,16 +136,6 @@ class _Direction:
 
 
 @contextlib.contextmanager
-def slow_proxy(target_port: int, link: SlowLink) -> Iterator[SlowProxy]:
-    """The proxy in this process, closed afterwards."""
-    proxy = SlowProxy(target_port, link)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
-
-
-@contextlib.contextmanager
 def proxy_process(target_port: int, link: SlowLink) -> Iterator[int]:
     """The proxy in a process of its own; yields its port."""
     context = multiprocessing.get_context("fork")
