@@ -71,3 +71,24 @@ class ReadCount:
     @property
     def number(self) -> int:
         return self._number[0]
+
+
+class RankChanges:
+    """The counters of all ranks of an engine, and the count in each rank's last report."""
+
+    def __init__(self, world_size: int) -> None:
+        self._counts = [ReadCount("")] * world_size
+        self._reported = [0] * world_size
+
+    def open(self, rank: int, place: str) -> None:
+        self._counts[rank] = ReadCount(place)
+
+    def report(self, rank: int, number: int) -> None:
+        self._reported[rank] = number
+
+    def are_reported(self) -> bool:
+        """Whether the ranks' last reports include every change so far. False if unknown."""
+        return all(
+            count.is_there and count.number == reported
+            for count, reported in zip(self._counts, self._reported, strict=True)
+        )

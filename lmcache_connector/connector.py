@@ -87,15 +87,6 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         return ReportMetadata(self.reports + other.reports)
 
 
-@dataclass(slots=True)
-class _Step:
-    """The plan of the step under way, and the calls made to the worker side for it."""
-
-    plan: StepPlan
-    loads_started: bool = False
-    forward_ended: bool = False
-
-
 @cache
 def _warn_once(text: str) -> None:
     """Log once, however many connectors this engine has under ``MultiConnector``."""
@@ -118,7 +109,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _scheduler: Scheduler | None = None
     _worker: WorkerAdapter | None = None
     _offers_in_step = False  # for the last hit that vLLM asked for
-    _step: _Step | None = None
+    _step: StepPlan | None = None  # the plan of the step under way
+    _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
@@ -348,8 +340,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._is_in_step:
             self._step_failed()
-        if self._step is not None:
-            self._end_step()
         if not isinstance(kv_connector_metadata, PlanMetadata):
             return
         if kv_connector_metadata.plan is not None:
@@ -359,17 +349,13 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's last call before the forward pass."""
         if self._is_in_step:
             self._step_failed()
-        if self._step is not None:
-            self._end_step()
         self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         plan = connector_metadata.plan
         if plan is not None and plan.loads and plan.loads_in_step():
             self._due = plan
-        if plan is not None:
-            super().bind_connector_metadata(connector_metadata)
-            self._step = _Step(plan)
+        self._step, self._has_started_loads = plan, False
         try:
             self._worker.start_forward(plan)
         except Exception as error:  # noqa: BLE001 - logged there
@@ -382,9 +368,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._due is not None:
             self._worker_side.load_in_step(self._due)
             self._due = None
-        if self._step is not None and not self._step.loads_started:
-            self._step.loads_started = True
-            if not self._tell("start_loads", self._step.plan):
+        if self._step is not None and not self._has_started_loads:
+            self._has_started_loads = True
+            if not self._tell("start_loads", self._step):
                 self._step = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -403,9 +389,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Called before ``get_finished``, or after it if a speculator runs in between."""
         if self._step is not None and self._has_raised():
             self._step_failed()
-        if self._step is not None and not self._step.forward_ended:
-            self._step.forward_ended = True
-            self._tell("end_forward", self._step.plan)
+        if self._step is not None:
+            plan, self._step = self._step, None
+            self._tell("end_forward", plan)
 
     def clear_connector_metadata(self) -> None:
         """vLLM's last call of a step."""
@@ -414,9 +400,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(
                 "vLLM ran a step without the KV that was planned to be loaded inside it"
             )
-        if self._step is not None:
-            self._end_step()
-            super().clear_connector_metadata()
 
     def has_connector_metadata(self) -> bool:
         """``False`` saves two calls per layer and forward pass, which would do nothing."""
@@ -447,25 +430,13 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._is_in_step and sys.exc_info()[1] is not self._handled
 
     def _step_failed(self) -> None:
-        step, self._step, self._is_in_step = self._step, None, False
+        plan, self._step, self._is_in_step = self._step, None, False
         try:
             if self._worker is not None:
-                are_loads_begun = step is not None and step.loads_started
-                call = "end_forward" if are_loads_begun else "start_loads"
-                self._worker.step_failed(call, step.plan if step is not None else None)
+                call = "end_forward" if self._has_started_loads else "start_loads"
+                self._worker.step_failed(call, plan)
         except Exception:
             logger.exception("LMCacheTieredConnector could not start over")
-
-    def _end_step(self) -> None:
-        """Complete the plan of the step under way, even if vLLM left calls out, as vLLM 0.30 did
-        for steps without compute."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        if not step.loads_started and not self._tell("start_loads", step.plan):
-            return
-        if not step.forward_ended:
-            self._tell("end_forward", step.plan)
 
     def _tell(self, call: str, plan: StepPlan) -> bool:
         """Call the worker side with a plan. ``False``: the call has raised, and the rest of the

@@ -41,12 +41,12 @@ class AdapterRef:
 class LoadedAdapterList:
     """The LoRA adapters in one rank's memory, as pairs of number and digest.
 
-    A digest of ``None`` means that the loaded content is unknown. ``question``: the last question
-    answered by this list. ``number`` counts the rank's lists from 1. ``replaced``: adapters that
+    A digest of ``None`` means that the loaded content is unknown. ``answered``: the last question
+    that this list answers. ``number`` counts the rank's lists from 1. ``replaced``: adapters that
     were in memory at or after the last list and are gone, in the order in which they left.
     """
 
-    question: int
+    answered: int
     digests: tuple[tuple[int, str | None], ...] = ()
     number: int = 0
     replaced: tuple[tuple[int, str | None], ...] = ()
@@ -62,13 +62,13 @@ class WeightsInMemory:
 
     ``version`` counts the calls that may have changed the weights. ``digest`` is ``None`` while the
     rank reads them, and describes their content only if ``is_visible``. ``first_digest``: digest of
-    the weights loaded at start; ``None`` if they changed before they were read. ``question``: the
+    the weights loaded at start; ``None`` if they changed before they were read. ``answered``: the
     last question answered. ``form``: how vLLM stores the weights, and on which hardware.
     ``loaded_after``: the weights were read from disk after this Unix time.
     """
 
     version: int = 0
-    question: int = 0
+    answered: int = 0
     digest: str | None = ""
     first_digest: str | None = ""
     is_visible: bool = True

@@ -139,7 +139,7 @@ class WeightNames:
         affect how files are loaded. Returns whether there is a name."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         have_answered = len(ranks) == len(self.acked) and all(
-            each.digest is not None and each.question >= self._num_questions for each in ranks
+            each.digest is not None and each.answered >= self._num_questions for each in ranks
         )
         if have_answered and not self.name:
             self._give_up_at = None

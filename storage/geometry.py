@@ -86,10 +86,6 @@ class ChunkGeometry:
     def bytes_per_token(self) -> int:
         return self.chunk_bytes // self.num_tokens
 
-    def stripe_width(self, max_value_bytes: int) -> int:
-        """Layers per stripe: as many as fit into ``max_value_bytes``, at least one."""
-        return max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
-
     def stripe(self, layer_start: int, layer_end: int, shard: int) -> Stripe:
         """A run of layers of one shard. Raises ``ValueError`` if they are not in this geometry."""
         first, end = layer_start - self.layer_start, layer_end - self.layer_start
@@ -100,8 +96,9 @@ class ChunkGeometry:
         return Stripe(layer_start, layer_end, shard, offset, num_bytes)
 
     def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:
-        """All stripes of this chunk, in buffer order."""
-        width = self.stripe_width(max_value_bytes)
+        """All stripes of this chunk, in buffer order: as many layers in each as fit into
+        ``max_value_bytes``, at least one."""
+        width = max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
         cuts = [self.layer_start]
         cuts += range((self.layer_start // width + 1) * width, self.layer_end, width)
         cuts.append(self.layer_end)

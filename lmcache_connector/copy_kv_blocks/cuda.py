@@ -38,8 +38,7 @@ from lmcache_connector.copy_kv_blocks.cuda_staging import (
     stage,
 )
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyPlan, Move, check_devices
-from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import BlockSpace
+from lmcache_connector.kv_layout.chunk_buffers import BlockSpace, ChunkBuffers
 
 DIRECT_MIN_RUN_BYTES = 256 << 10
 """Runs from here on are not staged. On an H200 staged copies move 49 GB/s of the 55 that the bus

@@ -15,7 +15,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from lmcache_connector.kv_layout.paged_cache import BlockSpace, Int64s, LayerTable, Rows
+from lmcache_connector.kv_layout.chunk_buffers import BlockSpace
+from lmcache_connector.kv_layout.paged_cache import Int64s, LayerTable, Rows
 
 
 class Move(IntEnum):

@@ -19,7 +19,7 @@ from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.tier import RedisTier, RedisTierStats
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.threads import Background
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,6 @@ class RedisBlocks:
         self._tier.close(limits.SHUTDOWN_SECONDS)
         self._loads.close(limits.SHUTDOWN_SECONDS)
         self._lookup.close()
-
-    def stats(self) -> RedisTierStats:
-        return self._tier.stats()
 
     def _keys(self, names: Sequence[bytes]) -> list[bytes]:
         return [blake3(self._root + name, key=self._key).digest() for name in names]

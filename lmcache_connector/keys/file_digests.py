@@ -41,7 +41,9 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
     names = {file: content_name(file) or "" for file in files}
     digests = {file: bytes.fromhex(name) for file, name in names.items() if len(name) == _SHA256}
     rest = [file for file in files if file not in digests]
-    digests |= _known(rest, kept)
+    entries = kept.load() if rest else {}
+    signed = {file: str(Signature.of(file.stat())) for file in rest}
+    digests |= {f: bytes.fromhex(entries[key]) for f, key in signed.items() if key in entries}
     rest = [file for file in rest if file not in digests]
     if rest:
         found: dict[str, str] = {}
@@ -61,12 +63,6 @@ def content_name(file: Path) -> str | None:
     if found.st_mtime_ns > link.st_mtime_ns or found.st_ctime_ns > link.st_ctime_ns:
         return None  # changed since: the name may be outdated
     return blob.name
-
-
-def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
-    entries = kept.load() if files else {}
-    signed = {file: str(Signature.of(file.stat())) for file in files}
-    return {file: bytes.fromhex(entries[key]) for file, key in signed.items() if key in entries}
 
 
 def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:

@@ -20,16 +20,16 @@ from lmcache_connector.keys.reasons import by_field
 
 IGNORED_FILES = by_field(
     {
-        "what vLLM resolves from it is in the keys": "config.json params.json",
-        "sampling": "generation_config.json",
-        "turns text into token ids, which are in the keys": (
+        "the values that vLLM resolves from it are in the keys": "config.json params.json",
+        "it configures sampling": "generation_config.json",
+        "it converts text to token ids, which are in the keys": (
             "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
             "vocab.json tekken.json chat_template.json"
         ),
-        "concerns what is done with the model's output": (
+        "it applies to the model's output": (
             "modules.json sentence_bert_config.json config_sentence_transformers.json"
         ),
-        "what training left behind; vLLM reads none of it": (
+        "training left it behind, and vLLM does not read it": (
             "trainer_state.json all_results.json train_results.json eval_results.json "
             "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt"
         ),

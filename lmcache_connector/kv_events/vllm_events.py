@@ -1,7 +1,4 @@
-"""Converts vLLM's requests to descriptions of blocks, and events to vLLM's format.
-
-vLLM's names are imported on use, because engines without KV events run without these names.
-"""
+"""Converts vLLM's requests to descriptions of blocks, and events to vLLM's format."""
 
 from __future__ import annotations
 
@@ -11,6 +8,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_events.log import BlockRun, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
+from lmcache_connector.vllm_compat.api.names import (
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheEvent, Request
@@ -34,11 +39,6 @@ def describe_chunk(
     Without vLLM's prefix caching blocks have no hashes: the chunk then counts as one block, named
     by its key.
     """
-    from lmcache_connector.vllm_compat.api.names import (
-        BlockHash,
-        generate_block_hash_extra_keys,
-    )
-
     start, per_chunk = index * chunk_size, chunk_size // block_size
     hashes = request.block_hashes[index * per_chunk : (index + 1) * per_chunk]
     parent = request.block_hashes[index * per_chunk - 1] if index and hashes else None
@@ -62,14 +62,6 @@ def describe_chunk(
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
     """The event in vLLM's format."""
-    from lmcache_connector.vllm_compat.api.names import (
-        BlockHash,
-        BlockRemoved,
-        BlockStored,
-        maybe_convert_block_hash,
-        to_event_extra_keys,
-    )
-
     medium, locality = _MEDIUM[event.tier], _locality(event)
     if not isinstance(event, BlocksStored):
         return BlockRemoved(

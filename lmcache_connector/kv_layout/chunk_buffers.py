@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from lmcache_connector.kv_layout.paged_cache import (
     Int64s,
     LayerTable,
     LayoutError,
+    PagedLayout,
     Plane,
     Rows,
     check_planes,
@@ -86,38 +88,29 @@ class ChunkBuffers:
         return Rows(np.repeat(self.addresses[chunk], split), split_rows(block, split))
 
 
+BlockSpace = PagedLayout | ChunkBuffers
+"""One side of a copy."""
+
+
 @lru_cache(maxsize=256)
 def _chunk_table(
     geometry: ChunkGeometry, layers: tuple[int, ...], planes: tuple[Plane, ...], row_tokens: int
 ) -> LayerTable:
     """The layers of a chunk, in rows of ``row_tokens`` tokens. Cached for all jobs of an engine."""
-    entries = [
-        (geometry.layer_offsets[layer] + start, *run)
-        for layer in layers
-        for start, *run in _runs(geometry, geometry.layer_widths[layer], planes, row_tokens)
-    ]
-    offset, num_runs, content, row_stride, run_stride = np.array(entries, np.int64).T.copy()
-    return LayerTable(
-        num_heads=np.full_like(offset, len(geometry.shards)),
-        row_tokens=row_tokens,
-        num_runs=num_runs,
-        content_bytes=content,
-        offset=offset,
-        row_stride=row_stride,
-        head_stride=np.full_like(offset, geometry.shard_bytes),
-        token_stride=run_stride,
-    )
+    facts = (_facts(geometry, layer, planes, row_tokens) for layer in layers)
+    return LayerTable.of(row_tokens, chain.from_iterable(facts))
 
 
-def _runs(
-    geometry: ChunkGeometry, width: int, planes: tuple[Plane, ...], row_tokens: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """One layer's entries: offset, number of runs, bytes of a run, row stride, run stride."""
+def _facts(
+    geometry: ChunkGeometry, layer: int, planes: tuple[Plane, ...], row_tokens: int
+) -> Iterator[tuple[int, ...]]:
+    """One layer's entries for `LayerTable.of`."""
+    heads, head_bytes = len(geometry.shards), geometry.shard_bytes
+    width, offset = geometry.layer_widths[layer], geometry.layer_offsets[layer]
     if not planes:
-        yield 0, row_tokens, width, width * row_tokens, width
-    offset = 0
+        yield heads, row_tokens, width, offset, width * row_tokens, head_bytes, width
     for plane in planes:
         run = plane.run_token_bytes * row_tokens
         stride = plane.run_token_bytes * geometry.num_tokens
-        yield offset, plane.num_runs, run, run, stride
+        yield heads, plane.num_runs, run, offset, run, head_bytes, stride
         offset += plane.num_runs * stride

@@ -1,7 +1,7 @@
 """The address of every KV byte in a paged KV cache.
 
 Both sides of a copy, this one and :class:`~lmcache_connector.kv_layout.chunk_buffers.ChunkBuffers`,
-are a :class:`BlockSpace`, which gives the address of a token's content::
+give the address of a token's content::
 
     address(layer, row, head, token) = anchor[row] + offset[layer] + index[row] * row_stride[layer]
                                      + head * head_stride[layer] + token * token_stride[layer]
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,14 +72,19 @@ class LayerTable:
     space always returns the same object, so that results computed from two tables can be cached.
     """
 
-    num_heads: Int64s
     row_tokens: int
+    num_heads: Int64s
     num_runs: Int64s
     content_bytes: Int64s
     offset: Int64s
     row_stride: Int64s
     head_stride: Int64s
     token_stride: Int64s
+
+    @classmethod
+    def of(cls, row_tokens: int, entries: Iterable[tuple[int, ...]]) -> LayerTable:
+        """``entries``: the other fields, in order, of each layer and plane."""
+        return cls(row_tokens, *np.array(list(entries), np.int64).T.copy())
 
     @property
     def row_bytes(self) -> int:
@@ -95,33 +100,13 @@ class Rows:
     index: Int64s
 
 
-class BlockSpace(Protocol):
-    """One side of a copy.
-
-    ``block_size`` and ``row_tokens`` are in tokens. ``spans``: the memory used, int64 ``[n, 2]``,
-    ascending, first byte and one past the last.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def row_tokens(self) -> int: ...
-    @property
-    def spans(self) -> Int64s: ...
-    def layers(self, row_tokens: int) -> LayerTable: ...
-    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows: ...
-
-
 @dataclass(frozen=True, eq=False)
 class PagedLayout:
     """A paged KV cache: every layer as logical (blocks, KV heads, tokens, content) with strides.
 
-    ``row_tokens`` divides ``block_size``: an attention backend may split vLLM's blocks. ``owners``
-    are the layers' tensors, ``[rows, heads, row_tokens, content]``.
+    ``row_tokens`` divides ``block_size``: an attention backend may split vLLM's blocks. ``spans``:
+    the memory used, int64 ``[n, 2]``, ascending, first byte and one past the last. ``owners`` are
+    the layers' tensors, ``[rows, heads, row_tokens, content]``.
     """
 
     names: tuple[str, ...]
@@ -162,7 +147,9 @@ class PagedLayout:
             device=device,
             block_size=block_size,
             num_blocks=num_rows // split,
-            table=_paged_table(tensors, planes),
+            table=LayerTable.of(
+                row_tokens, (fact for tensor in tensors for fact in _facts(tensor, planes))
+            ),
             spans=np.array(spans(boxes), np.int64),
             owners=tuple(tensors),
             planes=planes,
@@ -225,23 +212,8 @@ def _box(name: str, tensor: torch.Tensor) -> Box:
     )
 
 
-def _paged_table(tensors: Sequence[torch.Tensor], planes: tuple[Plane, ...]) -> LayerTable:
-    facts = np.array([fact for tensor in tensors for fact in _facts(tensor, planes)], np.int64)
-    heads, num_runs, content, offset, row_stride, head_stride, run_stride = facts.T.copy()
-    return LayerTable(
-        num_heads=heads,
-        row_tokens=tensors[0].shape[2],
-        num_runs=num_runs,
-        content_bytes=content,
-        offset=offset,
-        row_stride=row_stride,
-        head_stride=head_stride,
-        token_stride=run_stride,
-    )
-
-
 def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[int, ...]]:
-    """The entries of one layer, in the field order of :class:`LayerTable`."""
+    """One layer's entries for `LayerTable.of`."""
     size, (_, heads, tokens, content) = tensor.element_size(), tensor.shape
     row_stride, head_stride, token_stride = (tensor.stride(axis) * size for axis in range(3))
     address = tensor.data_ptr()

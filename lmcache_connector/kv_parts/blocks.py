@@ -6,7 +6,7 @@ vLLM frees blocks that have left a window, and lists the null block in their pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from lmcache_connector.kv_parts.part import BlockIds, Part
 
@@ -26,16 +26,10 @@ def blocks_between(
 
 
 def blocks_of(
-    part: Part, block_ids: Sequence[Sequence[int]], chunk_size: int, chunks: Iterable[int]
+    part: Part, block_ids: Sequence[Sequence[int]], chunk_size: int, chunk: int
 ) -> BlockIds:
-    """Blocks of whole chunks, chunk after chunk, per group of the part."""
-    each = [
-        blocks_between(part, block_ids, chunk * chunk_size, (chunk + 1) * chunk_size)
-        for chunk in chunks
-    ]
-    return tuple(
-        tuple(block for blocks in each for block in blocks[i]) for i in range(len(part.groups))
-    )
+    """Blocks of a whole chunk, per group of the part."""
+    return blocks_between(part, block_ids, chunk * chunk_size, (chunk + 1) * chunk_size)
 
 
 def are_there(blocks: BlockIds, num_blocks: int) -> bool:

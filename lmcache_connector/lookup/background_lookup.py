@@ -120,17 +120,14 @@ class BackgroundLookup:
             tiers = self._lookup.find(pending.keys, pending.deadline)
             places = zip(pending.keys, tiers, strict=True)
             found: Places = {key: tier for key, tier in places if tier is not None}
-            self._learn(len(found), len(pending.keys))
+            share = len(found) / max(1, len(pending.keys))
+            self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed
             logger.exception("A look-up failed; its chunks count as misses")
             found = MISS
         self.last_seconds = dict(self._lookup.last_seconds)
         self._times.extend(self.last_seconds.items())
         return found
-
-    def _learn(self, num_found: int, num_asked: int) -> None:
-        if num_asked:
-            self.found_share += _FOUND_WEIGHT * (num_found / num_asked - self.found_share)
 
 
 @dataclass(slots=True)

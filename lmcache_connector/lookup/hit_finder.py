@@ -7,7 +7,7 @@ it is scheduled, it waits for their answers if that is worth the time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,9 +76,13 @@ class HitFinder:
                 return PENDING
             hit = whole
         if not asked.is_counted:
-            of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
-            tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}
-            self._count(asked, num_computed_tokens, tiers)
+            asked.is_counted = True
+            tally, num_tokens = self.tally, asked.request.num_tokens - num_computed_tokens
+            tally.count("lookups", Tier.CPU.value)
+            tally.count("queried_tokens", amount=max(0, num_tokens))
+            loaded = self._to_load(asked, num_computed_tokens, keys, are_in_cpu, hit)
+            for tier in {Tier.CPU if in_cpu else places[key] for *_, key, in_cpu in loaded}:
+                tally.count("lookup_hits", tier.value)
         return hit
 
     def _hit(
@@ -100,43 +104,27 @@ class HitFinder:
         end = tail.end if tail is not None else None
         return find_hit(self.parts, self.chunk_size, num_computed_tokens, num_tokens, held, end)
 
-    def _of_hit(
+    def _to_load(
         self,
         asked: RequestLookup,
+        num_computed_tokens: int,
         keys: list[Sequence[bytes]],
         are_in_cpu: list[list[bool]],
         hit: Hit,
-        num_computed_tokens: int,
-    ) -> list[tuple[bytes, bool]]:
-        """The keys that a load of the whole hit reads, and whether each is in memory."""
-        if not hit:
-            return []
-        if is_prefix_only(self.parts):
-            end = hit.stop - hit.first
-            return list(zip(keys[0][:end], are_in_cpu[0][:end], strict=True))
+    ) -> list[tuple[int, int, bytes, bool]]:
+        """What a load of the whole hit reads, in load order: part, index of the chunk, key, and
+        whether it is in memory."""
+        end_token, first = asked.keys.end_of(hit.stop), hit.first
         return [
-            (of_part[chunk - hit.first], in_cpu[chunk - hit.first])
-            for part, of_part, in_cpu in zip(self.parts, keys, are_in_cpu, strict=True)
-            for chunk in chunks_to_load(
-                part, self.chunk_size, num_computed_tokens, asked.keys.end_of(hit.stop)
-            )
+            (number, i, keys[number][i - first], are_in_cpu[number][i - first])
+            for number, part in reversed(list(enumerate(self.parts if hit else ())))
+            for i in chunks_to_load(part, self.chunk_size, num_computed_tokens, end_token)
         ]
 
     def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
         """The keys of each part, from chunk ``first`` on."""
         num_parts, keys = len(self.parts), asked.keys.loadable[first:]
         return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
-
-    def _count(
-        self, asked: RequestLookup, num_computed_tokens: int, tiers: Collection[Tier]
-    ) -> None:
-        """Count a lookup once. ``tiers``: where a load of the whole hit reads."""
-        asked.is_counted = True
-        tally = self.tally
-        tally.count("lookups", Tier.CPU.value)
-        tally.count("queried_tokens", amount=max(0, asked.request.num_tokens - num_computed_tokens))
-        for tier in tiers:
-            tally.count("lookup_hits", tier.value)
 
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Look up chunks that the index lacks, from chunk ``first`` on, ahead of :meth:`find`. Done
@@ -174,20 +162,12 @@ class HitFinder:
             places = asked.pending.value
         if not places:
             return NOTHING_AHEAD
-        first, size = num_computed_tokens // self.chunk_size, self.chunk_size
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not hit:
             return NOTHING_AHEAD
-        missing: list[tuple[int, int, bytes]] = []
-        for number, part in reversed(list(enumerate(self.parts))):
-            end_token = asked.keys.end_of(hit.stop)
-            chunks = chunks_to_load(part, size, num_computed_tokens, end_token)
-            missing += [
-                (number, i, keys[number][i - first])
-                for i in chunks
-                if not are_in_cpu[number][i - first]
-            ]
-        return FetchAhead(hit.stop, tuple(missing), frozenset(places[key] for *_, key in missing))
+        loaded = self._to_load(asked, num_computed_tokens, keys, are_in_cpu, hit)
+        missing = tuple((part, i, key) for part, i, key, in_cpu in loaded if not in_cpu)
+        return FetchAhead(hit.stop, missing, frozenset(places[key] for *_, key in missing))
 
     def close(self) -> None:
         """Close connections and threads."""

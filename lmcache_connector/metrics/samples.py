@@ -122,10 +122,6 @@ class Tally:
     def observe(self, name: str, *labels: str, value: float) -> None:
         self._new.observe(name, *labels, value=value)
 
-    def total(self, name: str, label: str | None = None) -> float:
-        """A counter since the start: over all label values, or where the first is ``label``."""
-        return self.totals.total(name, label)
-
     def take(self) -> Samples | None:
         """New samples since the last call; ``None`` if there are none."""
         if self._new.is_empty:

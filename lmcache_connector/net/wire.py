@@ -18,7 +18,6 @@ import termios
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
 
@@ -59,25 +58,12 @@ class WireError(Exception):
 _Move = Callable[[Sequence[memoryview], float], int]
 
 
-class Channel(Protocol):
-    """Sends or receives for one slice of time.
+class PlainChannel:
+    """A TCP or Unix socket. Nobody else may set its options.
 
     Methods wait up to ``seconds`` and return the number of bytes moved. They raise ``OSError`` if
     the connection broke, ``EOFError`` if the peer closed it.
     """
-
-    def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
-        """``fill``: wait until all of ``views`` are full or the slice is over; else return as soon
-        as the first of them has received bytes."""
-        ...
-
-    def send(self, views: Sequence[memoryview], seconds: float) -> int:
-        """Send what the socket takes of ``views``."""
-        ...
-
-
-class PlainChannel:
-    """A TCP or Unix socket. Nobody else may set its options."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -86,6 +72,8 @@ class PlainChannel:
         self._low_water = 1
 
     def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
+        """``fill``: wait until all of ``views`` are full or the slice is over; else return as soon
+        as the first of them has received bytes."""
         self._set_timeout(socket.SO_RCVTIMEO, seconds)
         try:
             if fill:
@@ -142,7 +130,7 @@ def _without_tail(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], in
 
 
 class TlsChannel:
-    """A TLS socket. It moves one record (16 KiB) per system call and cannot scatter."""
+    """As `PlainChannel`, over TLS: one record (16 KiB) per system call, and no scattering."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -194,7 +182,7 @@ class Wire:
         idle_bytes: int = 1,
     ) -> None:
         self._sock = sock
-        self._channel: Channel = (
+        self._channel: PlainChannel | TlsChannel = (
             TlsChannel(sock) if isinstance(sock, ssl.SSLSocket) else PlainChannel(sock)
         )
         self._receive_any: _Move = partial(self._channel.receive, fill=False)

@@ -42,15 +42,12 @@ from lmcache_connector.storage.chunk_codec import (
     stripe_header,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
-from lmcache_connector.storage.redis.client.resp import CRLF, bulk_length, bulk_line
+from lmcache_connector.storage.redis.client.resp import CRLF, ProtocolError, bulk_line
 from lmcache_connector.storage.redis.value_names import chunk_tag, parse_value_name, stripe_suffix
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.transfers import Transfers
 
-MAX_COMMAND_BYTES = 1 << 18
-MAX_WORDS = 2_500
-"""Words in one command: enough for the names of 128 heads in 19 pieces each."""
 MAX_ASKED = 512
 """Keys in one ``HOLDS``, so that the reply fits into one line."""
 KEY_PREFIX_BYTES = 8
@@ -68,10 +65,6 @@ _MAX_LEASED_BYTES, _LEAST_LEASED_CHUNKS = 64 << 20, 2
 _MAX_STARS = 2
 _STAR = re.compile(rb"(?<!\\)\*")
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-
-
-class ProtocolError(Exception):
-    """The client violates RESP2 or a size limit. The message is sent to the client."""
 
 
 class Lease(Protocol):
@@ -445,72 +438,3 @@ def _as_regex(pattern: bytes) -> bytes:
     tokens = re.findall(rb"\\.|.", pattern, re.DOTALL)
     special = {b"*": b".*", b"?": b"."}
     return b"".join(special.get(t) or re.escape(t[1:] if len(t) == 2 else t) for t in tokens)
-
-
-class CommandParser:
-    """Splits a byte stream into commands (RESP2 arrays of bulk strings), within size limits."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-        self._place = 0  # end of the words parsed so far
-        self._words: list[bytes] = []
-        self._num_left = 0
-
-    def feed(self, data: bytes) -> None:
-        self._received += data
-
-    @property
-    def num_bytes(self) -> int:
-        """Buffered bytes of incomplete or untaken commands."""
-        return len(self._received)
-
-    def next(self) -> list[bytes] | None:
-        """The next complete command, or ``None``. Raises :class:`ProtocolError` if malformed."""
-        while True:
-            if not self._num_left:
-                line = self._line(b"*")
-                if line is None:
-                    return None
-                self._num_left = self._length(line, b"*", MAX_WORDS)
-                if not self._num_left:
-                    continue
-            before = self._place
-            line = self._line(b"$")
-            if line is None:
-                return None
-            num_bytes = self._length(line, b"$", MAX_COMMAND_BYTES)
-            end = self._place + num_bytes
-            if end + len(CRLF) > MAX_COMMAND_BYTES:
-                raise ProtocolError("a command that is too long")
-            if len(self._received) < end + len(CRLF):
-                self._place = before
-                return None
-            if self._received[end : end + len(CRLF)] != CRLF:
-                raise ProtocolError("a string that does not have its announced length")
-            self._words.append(bytes(self._received[self._place : end]))
-            self._place = end + len(CRLF)
-            self._num_left -= 1
-            if not self._num_left:
-                words, self._words = self._words, []
-                del self._received[: self._place]
-                self._place = 0
-                return words
-
-    def _line(self, kind: bytes) -> bytes | None:
-        """The next line without CRLF, or ``None`` if incomplete. Raises :class:`ProtocolError`."""
-        if len(self._received) > self._place and self._received[self._place] != kind[0]:
-            raise ProtocolError("no command")
-        end = self._received.find(CRLF, self._place, self._place + 32)
-        if end < 0:
-            if len(self._received) - self._place >= 32:
-                raise ProtocolError("a line that is too long")
-            return None
-        line = bytes(self._received[self._place : end])
-        self._place = end + len(CRLF)
-        return line
-
-    def _length(self, line: bytes, kind: bytes, most: int) -> int:
-        number = bulk_length(b"$" + line[1:])
-        if number is None or number > most:
-            raise ProtocolError("a malformed or excessive length")
-        return number

@@ -20,17 +20,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from lmcache_connector.net.deadline import keep_alive
-from lmcache_connector.peers.commands import (
-    MAX_COMMAND_BYTES,
-    OK,
-    Client,
-    CommandParser,
-    Commands,
-    Lease,
-    ProtocolError,
-    Reply,
-)
+from lmcache_connector.peers.commands import OK, Client, Commands, Lease, Reply
 from lmcache_connector.peers.host import HostSocket
+from lmcache_connector.storage.redis.client.resp import (
+    MAX_COMMAND_BYTES,
+    CommandParser,
+    ProtocolError,
+)
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)

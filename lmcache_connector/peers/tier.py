@@ -17,13 +17,11 @@ from lmcache_connector.peers.mapped import MappedPeers
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PeerSource
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_readers import ValueReaders
-from lmcache_connector.storage.tier import ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class PeerTier:
         cancelled: Callable[[], bool] = never,
         source: PeerSource | None = None,
     ) -> ReadResult:
-        """As in `ReadableTier`: leading chunks, each from any peer that has it, or all from
+        """As `RedisTier.read`: leading chunks, each from any peer that has it, or all from
         ``source``."""
         limit = Deadline(deadline, self._clock, cancelled)
         self._servers.refresh()
@@ -183,10 +181,6 @@ class PeerTier:
         self.num_mapped += sum(hits)
         return hits
 
-    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
-        """Peers read from so far, with their circuit states."""
-        return self._servers.states()
-
     def counts(self) -> TierCounts:
         return self._counters.snapshot()
 
@@ -225,8 +219,8 @@ class PeerTier:
         nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
         if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
-        soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
         with self._asking:
+            soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
             places = self._lookup.find_places(keys, soon)
         end = places.index(None) if None in places else len(places)
         return [place for place in places[:end] if place is not None]

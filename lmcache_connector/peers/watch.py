@@ -131,7 +131,7 @@ class _InstancePoller:
         self._is_pinged = False
         self._is_late = False  # somebody had no time left to wait for the answer
         self._is_idle = False  # the thread waits for work
-        self._engine_id = ""
+        self._engine_id = ""  # of the connected instance
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
 
@@ -207,22 +207,17 @@ class _InstancePoller:
 
     def _ask_again_if_lost(self) -> None:
         """Retry once on a connection used before: the server may have closed it while idle."""
-        was_connected = bool(self._clients)
+        may_retry = bool(self._clients)
         try:
             self._work()
         except CONNECTION_ERRORS as error:
-            self._disconnect()
-            if not was_connected:
+            if not may_retry:
                 self._give_up(error)
-            else:
-                try:
-                    self._work()
-                except CONNECTION_ERRORS as again:
-                    self._give_up(again)
+            self._disconnect()
+            if may_retry:
+                self._ask_again_if_lost()
 
     def _give_up(self, error: Exception) -> None:
-        was_reached = bool(self._clients)
-        self._disconnect()
         with self._changed:
             lost, self._open, self._read = self._open, [], []
         if lost:
@@ -230,12 +225,12 @@ class _InstancePoller:
                 "%d KV transfers from %s are computed here: %s", len(lost), self._source, error
             )
         for awaited in lost:
-            awaited.settle(Offered(cause=Cause.LOST if was_reached else Cause.UNREACHABLE))
+            awaited.settle(Offered(cause=Cause.LOST if self._engine_id else Cause.UNREACHABLE))
 
     def _disconnect(self) -> None:
         for client in self._clients:
             client.close()
-        self._clients = []
+        self._clients, self._engine_id = [], ""
 
     def _work(self) -> None:
         """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""

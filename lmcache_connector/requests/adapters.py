@@ -146,7 +146,7 @@ class LoadedAdapters:
 
     def have_answered(self, question: int) -> bool:
         """Whether every rank has listed its adapters since it was asked."""
-        return self._all(lambda listed: listed.question >= question)
+        return self._all(lambda listed: listed.answered >= question)
 
     def are(self, adapter: AdapterRef) -> bool:
         """Whether every rank reports exactly this adapter under its number."""

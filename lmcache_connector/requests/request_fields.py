@@ -15,11 +15,12 @@ from typing import Any
 
 from lmcache_connector.keys.reasons import by_class, words
 
-_TOKENS = "decides which tokens come next; every token is in the key"
-_REPORT = "decides what is told of a request, not what is computed"
-_SCHEDULE = "decides when a request runs"
-_PROGRESS = "says how far a request has come"
-_POOLING = "pooling requests bypass as such"
+_TOKENS = "it decides which tokens come next, and every token is in the key"
+_REPORT = "it decides what is reported of a request, not what is computed"
+_SCHEDULE = "it decides when a request runs"
+_PROGRESS = "it counts how far a request has come"
+_POOLING = "pooling requests bypass the tiers"
+_NO_HITS = "it forbids hits, so nothing is loaded for the request"
 
 KEYED: Mapping[str, frozenset[str]] = {
     "Request": words(
@@ -37,47 +38,45 @@ KEYED: Mapping[str, frozenset[str]] = {
 NOT_PART_OF_IDENTITY = by_class(
     {
         "Request": {
-            "a name, new for each request": "request_id",
-            "where the answer goes": "client_index",
-            "a name that routers use; turns of a session share their tokens or nothing": (
-                "session_id"
-            ),
-            "for distributed tracing": "trace_headers",
+            "it is a name, new for each request": "request_id",
+            "it decides where the answer goes": "client_index",
+            "it is a name for routers; turns of a session share tokens or nothing": "session_id",
+            "it serves distributed tracing": "trace_headers",
             _SCHEDULE: (
                 "priority arrival_time status abort_immediately next_decode_eligible_step "
                 "last_sched_seq is_prefill_chunk"
             ),
-            "of sessions whose prompt changes, which bypass": "streaming_queue",
-            "a class of its own in these tables": "sampling_params",
+            "sessions whose prompt changes bypass the tiers": "streaming_queue",
+            "its class has a table of its own": "sampling_params",
             _TOKENS: "structured_output_request max_tokens",
-            "drafts; KV is stored up to the last accepted token only": "spec_token_ids",
+            "it holds drafts, and KV is stored up to the last accepted token": "spec_token_ids",
             _REPORT: (
                 "stop_reason events kv_cache_report_mode prefill_stats spec_decode_metrics "
                 "num_nans_in_logits num_preemptions"
             ),
-            "for connectors; what another one loaded is not taken for computed": (
+            "it is for connectors, and KV that another one loads is not stored": (
                 "kv_transfer_params"
             ),
-            "encoder outputs from elsewhere, whose KV is not stored": "ec_transfer_params",
-            "hints to offloading about reuse": "kv_hints",
-            "asks for no hits; nothing is loaded for it": "skip_reading_prefix_cache",
-            "the first of all token ids": "prompt_token_ids",
-            "the last of all token ids": "_output_token_ids",
-            "a view of them": "output_token_ids all_token_ids",
-            "a count of them": "num_prompt_tokens",
-            "vLLM's own memory of hashes": "_prompt_embeds_per_block_hashes",
-            "vLLM's own names of blocks": "block_hashes",
-            "what makes those names": "_block_hasher",
+            "it brings encoder outputs, whose KV is not stored": "ec_transfer_params",
+            "it gives hints on reuse": "kv_hints",
+            _NO_HITS: "skip_reading_prefix_cache",
+            "it begins the list of all token ids": "prompt_token_ids",
+            "it ends the list of all token ids": "_output_token_ids",
+            "it is a view of them": "output_token_ids all_token_ids",
+            "it counts some of them": "num_prompt_tokens",
+            "it caches hashes for vLLM": "_prompt_embeds_per_block_hashes",
+            "it names blocks for vLLM": "block_hashes",
+            "it makes those names": "_block_hasher",
             _PROGRESS: (
                 "num_computed_tokens num_output_placeholders num_stale_output_tokens "
                 "drop_stale_output num_in_flight_tokens"
             ),
-            "where vLLM keeps a recurrent state": "shared_prefix_boundary",
-            "of compressed windows, which are refused": "replay_start",
+            "it decides where vLLM keeps a recurrent state": "shared_prefix_boundary",
+            "models with compressed windows are refused": "replay_start",
         },
         "LoRARequest": {
-            "a name; the files say what the adapter is": "lora_name",
-            "a name for the list of models": "base_model_name",
+            "it is only a name; the files identify the adapter": "lora_name",
+            "it is a name for the list of models": "base_model_name",
         },
         "MultiModalFeatureSpec": {},
         "PlaceholderRange": {},
@@ -96,11 +95,9 @@ NOT_PART_OF_IDENTITY = by_class(
                 "spaces_between_special_tokens include_stop_str_in_output output_kind "
                 "stream_interval output_text_buffer_length routed_experts_prompt_start"
             ),
-            "who owns the object": "skip_clone",
-            "asks for no hits; nothing is loaded for it": "skip_reading_prefix_cache",
-            "for samplers and connectors; see kv_transfer_params, ec_transfer_params": (
-                "extra_args"
-            ),
+            "it decides who owns the object": "skip_clone",
+            _NO_HITS: "skip_reading_prefix_cache",
+            "it is for samplers and connectors, as kv_transfer_params": "extra_args",
         },
         "PoolingParams": {
             _POOLING: (

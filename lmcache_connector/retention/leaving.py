@@ -19,18 +19,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 WAIT_SECONDS = 1.0
 """How long to wait for a plan. Without requests and stores, none comes."""
-
-
-class Memory(Protocol):
-    """A chunk's memory, freed with its last reference: LMCache's ``MemoryObj``."""
-
-    def ref_count_up(self) -> None: ...
-
-    def ref_count_down(self) -> None: ...
 
 
 class LeavingChunks:
@@ -67,8 +59,8 @@ class LeavingChunks:
             self._free(kept)
             self._tell(kept)
 
-    def remove(self, key: bytes, memory: Memory) -> None:
-        """The chunk is no longer in the tier."""
+    def remove(self, key: bytes, memory: Any) -> None:
+        """The chunk is no longer in the tier. ``memory``: LMCache's ``MemoryObj``."""
         with self._plan_came:
             if 0 < self._numbers.get(key, 0) <= self.acked:
                 del self._numbers[key]

@@ -22,10 +22,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 from lmcache_connector.bounded import Latest
 from lmcache_connector.plans import Claim
-from lmcache_connector.retention.leaving import LeavingChunks, Memory
+from lmcache_connector.retention.leaving import LeavingChunks
 from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
 PIN_SECONDS = 3600.0
@@ -163,10 +164,6 @@ class Ledger:
                 self._give(chunk, name)
             self._enter(key, chunk, now)
 
-    def give_up(self, keys: Sequence[bytes]) -> None:
-        """Expire prefetched chunks that their request did not use; ``keys`` in prompt order."""
-        self._give_up(reversed(keys), self.settle())
-
     def settle(self) -> float:
         """Apply notes, oldest first, up to `MAX_TOUCHED` chunks; the next call goes on. Returns the
         time."""
@@ -177,12 +174,14 @@ class Ledger:
             num_left -= 1 + self._use(use.keys, use.claim, (), self._latest)
             for key in use.keys:
                 if key not in self._chunks:
-                    self._await(key, use.claim)
+                    claims = self._awaited[key] = self._awaited.get(key, {})
+                    if len(claims) < _MAX_CLAIMS:
+                        claims[use.claim] = self._latest
         now = self._latest = max(self._latest, self._clock())
         self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
-    def drop(self, key: bytes, memory: Memory | None = None) -> None:
+    def drop(self, key: bytes, memory: Any = None) -> None:
         """The tier has removed the chunk, which lay in ``memory``, now or before."""
         if self._leaving is not None and memory is not None:
             self._leaving.remove(key, memory)
@@ -273,13 +272,6 @@ class Ledger:
                 self._leave(key, chunk)
                 chunk.is_expired = True
                 self._enter(key, chunk, now)
-
-    def _await(self, key: bytes, claim: Claim) -> None:
-        """Keep the claim until the chunk is stored."""
-        claims = self._awaited.get(key, {})
-        if len(claims) < _MAX_CLAIMS:
-            claims[claim] = self._latest
-        self._awaited[key] = claims
 
     # -- order ---------------------------------------------------------------------------------
 

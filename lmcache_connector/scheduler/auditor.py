@@ -74,11 +74,6 @@ class Auditor:
         self._round = 0
         self._largest_error = 0.0
 
-    @property
-    def num_open(self) -> int:
-        """Audits in progress."""
-        return len(self._open)
-
     # -- choosing ------------------------------------------------------------------------------
 
     def cut(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> Hit:
@@ -154,7 +149,7 @@ class Auditor:
         audit, part, size = state.audit, self.settings.parts[0], self.settings.chunk_size
         assert audit.chunk is not None
         assert audit.subject is not None
-        blocks = blocks_of(part, resolve_block_ids(), size, (audit.chunk,))
+        blocks = blocks_of(part, resolve_block_ids(), size, audit.chunk)
         if not are_there(blocks, size // part.block_size):
             self.drop(state)
             return None

@@ -63,58 +63,25 @@ def build_scheduler(
 ) -> Scheduler:
     """Build the scheduler side, and start its lookup thread if there are remote tiers.
     ``does_both``: load and store, whatever the role."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    assert transfer is not None
+    parallel = vllm_config.parallel_config
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     config = config.fitted(model.chunk_size, parallel.local_world_size)
-    loads, stores = transfer.is_kv_consumer or does_both, transfer.is_kv_producer or does_both
-    engine_id, num_batches = str(transfer.engine_id), vllm_config.max_concurrent_batches
-    settings = SchedulerSettings(
-        chunk_size=config.chunk_size,
-        parts=tuple(part.part for part in model.parts),
-        world_size=model.world_size,
-        loads=loads,
-        stores=stores,
-        store_generated=config.store_generated,
-        window_interval=config.window_interval,
-        redis_admission=config.redis_admission,
-        # vLLM's prefix cache may then hold two blocks of different tokens under one hash.
-        weak_block_hashes=not vllm_config.cache_config.prefix_caching_hash_algo.startswith(
-            "sha256"
-        ),
-        load_deadline_seconds=config.load_deadline_seconds,
-        step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
-        prefetch_bytes=config.prefetch_bytes,
-        has_rings=model.has_rings,
-        lookahead=model.lookahead,
-        drafted_len=model.drafted_len,
-        num_batches=num_batches,
-    )
+    settings = _settings(config, model, vllm_config, does_both=does_both)
     tally, index, clock = Tally(), ChunkIndex(model.world_size), time.monotonic
-    max_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    policy = _policy(config, model, num_batches, max_step_tokens)
+    policy = _policy(config, model, vllm_config)
     noise, loaded = NoiseGauge(model.parts[0].formats), LoadedAdapters(model.world_size)
     transfers = _transfers(config, model, vllm_config, tally)
     lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
     events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews, is_wanted=kv_events)
     lookup, metrics = None, SchedulerMetrics(tally, clock)
-    if (asked := _lookup(config, model, engine_id)) is not None:
+    if (asked := _lookup(config, model, vllm_config)) is not None:
         lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, clock)
         metrics = SchedulerMetrics(tally, clock, lookup.take_seconds, asked.servers)
     wanted = None
-    if stores and config.redis_tier_config() is not None:
+    if settings.stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, clock, config.redis_ttl_seconds)
     make_hasher = partial(make_root_hasher, config, model.lookahead)
     learn = partial(learn_start, model, policy, asked, noise, index, events)
-    kept = KeptDigests(limits.user_cache_folder())
-    weights = WeightNames(
-        model.world_size,
-        weights_identity(vllm_config, config.model_digest, limits.user_cache_folder()),
-        kept.load(),
-        lambda found: start_thread("lmc-keep-digests", kept.add, found),
-        partial(read_weights_label, config.weights_label),
-        clock,
-    )
     identifier = RequestIdentifier(
         config.require_cache_salt,
         AdapterReader(adapter_folder, loaded),
@@ -124,7 +91,7 @@ def build_scheduler(
     book = RequestBook(
         settings,
         EngineStart(model.world_size, make_hasher, clock, learn),
-        weights,
+        _weights(config, model, vllm_config),
         identifier,
         RootEpochs(lambda: uuid.uuid4().hex),
         tally,
@@ -148,16 +115,56 @@ def build_scheduler(
     )
 
 
+def _settings(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, *, does_both: bool
+) -> SchedulerSettings:
+    transfer, hashing = vllm_config.kv_transfer_config, vllm_config.cache_config
+    assert transfer is not None
+    return SchedulerSettings(
+        chunk_size=config.chunk_size,
+        parts=tuple(part.part for part in model.parts),
+        world_size=model.world_size,
+        loads=transfer.is_kv_consumer or does_both,
+        stores=transfer.is_kv_producer or does_both,
+        store_generated=config.store_generated,
+        window_interval=config.window_interval,
+        redis_admission=config.redis_admission,
+        # vLLM's prefix cache may then hold two blocks of different tokens under one hash.
+        weak_block_hashes=not hashing.prefix_caching_hash_algo.startswith("sha256"),
+        load_deadline_seconds=config.load_deadline_seconds,
+        step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
+        prefetch_bytes=config.prefetch_bytes,
+        has_rings=model.has_rings,
+        lookahead=model.lookahead,
+        drafted_len=model.drafted_len,
+        num_batches=vllm_config.max_concurrent_batches,
+    )
+
+
+def _weights(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
+) -> WeightNames:
+    kept = KeptDigests(limits.user_cache_folder())
+    return WeightNames(
+        model.world_size,
+        weights_identity(vllm_config, config.model_digest, limits.user_cache_folder()),
+        kept.load(),
+        lambda found: start_thread("lmc-keep-digests", kept.add, found),
+        partial(read_weights_label, config.weights_label),
+        time.monotonic,
+    )
+
+
 def _policy(
-    config: ConnectorConfig, model: ModelDescription, num_batches: int, max_step_tokens: int
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
 ) -> LoadPolicy:
     parts = model.parts
     cost_model = CostModel(
         clock=time.monotonic,
         max_deadline_seconds=config.load_deadline_seconds,
         mode=config.compute_or_load,
-        num_batches=num_batches,
-        max_step_tokens=max_step_tokens,
+        num_batches=vllm_config.max_concurrent_batches,
+        max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
     return LoadPolicy(
         cost_model,
@@ -187,7 +194,9 @@ def _transfers(
     return RequestTransfers(config, router, *told, len(model.parts), tally, watch)
 
 
-def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) -> AnyLookup | None:
+def _lookup(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
+) -> AnyLookup | None:
     """The lookup in Redis and peers; ``None`` without either."""
     if not (tiers := config.remote_tiers):
         return None
@@ -201,7 +210,9 @@ def _lookup(config: ConnectorConfig, model: ModelDescription, engine_id: str) ->
         from lmcache_connector.peers.lookup import PeerLookup
         from lmcache_connector.peers.topology import PeerTopology
 
-        greeting, addresses = Greeting(model.world_size, engine_id), config.peer_addresses
+        assert vllm_config.kv_transfer_config is not None
+        engine_id, addresses = str(vllm_config.kv_transfer_config.engine_id), config.peer_addresses
+        greeting = Greeting(model.world_size, engine_id)
         host = open_folder(config.host_folder) if config.host_sharing else None
         share = Share(0, model.owners)
         topology = PeerTopology(peer_config, addresses, greeting, share, time.monotonic, host)

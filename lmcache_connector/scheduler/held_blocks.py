@@ -79,10 +79,6 @@ class HeldBlocks:
     def num_pins(self) -> int:
         return len(self._pins)
 
-    @property
-    def num_delayed(self) -> int:
-        return sum(map(len, self._delayed))
-
     def next_step(self) -> None:
         self._is_crowded = self._has_delayed
         self.free_delayed()

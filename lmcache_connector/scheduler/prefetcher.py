@@ -135,9 +135,9 @@ class Prefetcher:
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` if anything is left once all requests are gone."""
-        assert not self.waiting, f"{len(self.waiting)} requests left to prefetch for"
-        assert not self._wanted_by, f"{len(self._wanted_by)} chunks left that were fetched ahead"
-        assert self._room == self.settings.prefetch_bytes, f"{self._room} bytes left to prefetch"
+        assert not self.waiting, f"{len(self.waiting)} requests still wait for a prefetch"
+        assert not self._wanted_by, f"{len(self._wanted_by)} prefetched chunks were not released"
+        assert self._room == self.settings.prefetch_bytes, "some of the budget was not returned"
 
     # -- details -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from lmcache_connector.change_count import RankChanges
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
 from lmcache_connector.kv_events.log import KvEvent, KvEventLog
@@ -51,7 +52,6 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.scheduler.transfers import RequestTransfers
-from lmcache_connector.scheduler.unseen_changes import UnseenChanges
 from lmcache_connector.threads import StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
@@ -88,7 +88,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.witness = BlockWitness(self.settings)
-        self._unseen = UnseenChanges(self.settings.world_size)
+        self._changes = RankChanges(self.settings.world_size)
         self._num_groups = sum(len(part.groups) for part in self.settings.parts)
         self._least_block = min(part.block_size for part in self.settings.parts)
         self._to_compute: dict[str, Request] = {}
@@ -234,7 +234,7 @@ class Scheduler:
         if not state.transfer.loads:  # a transferred prompt is loaded whole: no audit
             hit = self.auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(
-            state, num_computed_tokens, hit, may_be_in_step=self._unseen.are_excluded()
+            state, num_computed_tokens, hit, may_be_in_step=self._changes.are_reported()
         )
 
     def _was_refused_while_idle(self, request_id: str) -> bool:
@@ -522,7 +522,9 @@ class Scheduler:
         if not self.book.weights.name:
             self._name_weights()
         for report in reports:
-            self._unseen.learn(report)
+            if report.start is not None:
+                self._changes.open(report.rank, report.start.changes_at)
+            self._changes.report(report.rank, report.num_changes)
         return short_loads
 
     def take_metrics(self) -> Samples | None:
@@ -545,14 +547,14 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` if anything is left once all requests are gone."""
-        assert len(self.book) == 0, f"{len(self.book)} requests left"
-        assert len(self.jobs) == 0, f"{len(self.jobs)} jobs left"
-        assert self.index.num_planned == 0, "planned chunks left"
+        assert len(self.book) == 0, f"{len(self.book)} requests have not been dropped"
+        assert len(self.jobs) == 0, f"{len(self.jobs)} jobs have not ended"
+        assert self.index.num_planned == 0, "chunks are still planned"
         self.prefetcher.check_integrity()
-        assert not self.held.num_pins, "pins left"
-        assert not self._ask_until, "asks left"
-        assert not self._to_compute, "requests left to compute"
-        assert len(self.transfers) == 0, "KV transfers left"
+        assert not self.held.num_pins, "blocks are still pinned"
+        assert not self._ask_until, "vLLM is still to ask for a request again"
+        assert not self._to_compute, "requests are still excluded from loads"
+        assert len(self.transfers) == 0, "KV transfers have not ended"
 
     def shutdown(self) -> None:
         self.hits.close()

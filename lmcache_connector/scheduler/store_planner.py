@@ -201,7 +201,7 @@ class StorePlanner:
                 self.settings.chunk_size,
                 self.settings.chunk_size // part.block_size,
             )
-            blocks = [blocks_of(part, block_ids, size, (chunk,)) for chunk in chunks]
+            blocks = [blocks_of(part, block_ids, size, chunk) for chunk in chunks]
             there = [are_there(each, per_chunk) for each in blocks]
             chunks, blocks = list(compress(chunks, there)), list(compress(blocks, there))
             if chunks:

@@ -136,17 +136,13 @@ def _is_independent_of_length(model: ModelConfig) -> bool:
     for scaling in _values(config, "rope_scaling"):  # older configurations
         if isinstance(scaling, dict):
             rope_types.add(scaling.get("rope_type", scaling.get("type")))
+    registered = ModelRegistry.models.get(model.architecture)
     return (
         model.architecture in INDEPENDENT_OF_LENGTH
-        and _is_vllms_own(ModelRegistry.models.get(model.architecture))
+        and getattr(registered, "module_name", "").startswith(_OWNERS[0])
         and rope_types <= INDEPENDENT_ROPE_TYPES
         and not any(_values(config, "dual_chunk_attention_config"))
     )
-
-
-def _is_vllms_own(registered: object) -> bool:
-    form = canonical(registered, "model_class", lambda owner, field: False)
-    return isinstance(form, dict) and form.get("module_name", "").startswith(_OWNERS[0])
 
 
 def _values(form: Any, key: str) -> Iterator[Any]:
@@ -221,12 +217,9 @@ def _files(package: str) -> Iterator[str]:
     files: dict[str, Path] = {}
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         files |= code_files(Path(folder))
-    origin = spec.origin if spec is not None else _file_of(package)
+    # A script that registered its own class is a loaded module without spec.
+    script = getattr(sys.modules.get(package), "__file__", None)
+    origin = spec.origin if spec is not None else script
     if not files and origin is not None and Path(origin).is_file():
         files = {package: Path(origin)}
     yield f"{package} {files_digest(files)}"
-
-
-def _file_of(module: str) -> str | None:
-    """File of a loaded module without spec: a script that registered its own class."""
-    return getattr(sys.modules.get(module), "__file__", None)

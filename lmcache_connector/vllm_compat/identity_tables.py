@@ -16,49 +16,48 @@ from typing import Any
 
 from lmcache_connector.keys.reasons import by_class, by_field, words
 
-_SUMS = "chooses a kernel: the same arithmetic, its sums in another order"
-_PLACE = "says where, or how fast, not what"
-_MEMORY = "the size of memory, not what is in it"
-_BLOCKS = "how blocks are cut and found again; chunks are cut by us"
-_TEXT = "turns text into token ids, or token ids into text"
-_OUTPUT = "concerns what is done with the model's output"
-_IN_HF = "its effect stands in hf_config"
-_IN_WEIGHTS = "the weights are named by what they are"
-_ACCESS = "says who may ask for what, or with which credentials"
-_LIMIT = "a limit of what is accepted"
+_SUMS = "it chooses a kernel: the arithmetic is the same, the order of its sums another"
+_PLACE = "it decides where or how fast the model runs, not what it computes"
+_MEMORY = "it sets the size of memory, not its content"
+_BLOCKS = "it decides how vLLM cuts and finds blocks; chunks are cut independently"
+_TEXT = "it converts between text and token ids, and token ids are in the key"
+_OUTPUT = "it applies to the model's output"
+_IN_HF = "its effect is part of hf_config"
+_IN_WEIGHTS = "the weights are identified by their bytes"
+_ACCESS = "it decides who may request what, and with which credentials"
+_LIMIT = "it limits which requests are accepted"
+_OBSERVES = "it only observes the engine"
 
 NOT_PART_OF_IDENTITY = by_class(
     {
         "VllmConfig": {
-            "ranks are mapped by heads and layers; the rest says where they run": (
-                "parallel_config"
-            ),
-            "which tokens are computed in which step, not how": "scheduler_config",
-            f"{_SUMS}; how a CPU orders bytes is in the packing": "device_config",
-            "where weights lie": "offload_config",
-            "where embedding weights lie": "engram_config",
+            "chunks name heads and layers; the rest decides where ranks run": ("parallel_config"),
+            "it decides in which step a token is computed, not how": "scheduler_config",
+            f"{_SUMS}; a CPU's order of bytes is in the packing": "device_config",
+            "it decides where weights lie": "offload_config",
+            "it decides where embedding weights lie": "engram_config",
             _OUTPUT: (
                 "aux_output_config watermark_config structured_outputs_config reasoning_config"
             ),
-            "drafts are verified; a drafter with KV is named beside it": "speculative_config",
-            "observes": "observability_config logging_config profiler_config kv_events_config",
+            "drafts are verified; a drafter with KV has a part of its own": "speculative_config",
+            _OBSERVES: "observability_config logging_config profiler_config kv_events_config",
             _SUMS: "compilation_config optimization_level performance_mode",
-            "how KV travels; its own settings are checked by each connector": "kv_transfer_config",
-            "how new weights arrive; the cache is reset when they do": "weight_transfer_config",
+            "it decides how KV travels; each connector checks its settings": "kv_transfer_config",
+            "it decides how new weights arrive, and they reset the cache": "weight_transfer_config",
             _PLACE: "instance_id shutdown_timeout",
         },
         "ModelConfig": {
             _IN_WEIGHTS: "model model_weights revision _hf_config_revision",
-            "the seed of sampling; dummy weights are named by what is in memory": "seed",
-            "resolved to runner_type": "runner",
-            "resolved to convert_type": "convert",
-            "says that the configuration is complete": "config_updated",
-            "answers it has given so far": "_supports_multimodal_inputs_cache",
+            "it seeds sampling; dummy weights are identified by their bytes": "seed",
+            "vLLM resolves it to runner_type": "runner",
+            "vLLM resolves it to convert_type": "convert",
+            "it marks the configuration as complete": "config_updated",
+            "it caches answers of a method": "_supports_multimodal_inputs_cache",
             _TEXT: (
                 "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init "
                 "renderer_num_workers"
             ),
-            "leave to run the model's own code, which is named by its content": (
+            "it permits the model's own code, which is identified by its content": (
                 "trust_remote_code"
             ),
             _IN_HF: "hf_config_path config_format hf_overrides",
@@ -66,18 +65,18 @@ NOT_PART_OF_IDENTITY = by_class(
                 "hf_token allowed_local_media_path allowed_media_domains "
                 "allow_deprecated_quantization"
             ),
-            "embeddings are named by what they are, request by request": "enable_prompt_embeds",
+            "embeddings are identified by their bytes in each request": "enable_prompt_embeds",
             _LIMIT: "spec_target_max_model_len",
             _SUMS: "enforce_eager",
-            "without effect, says vLLM": "disable_cascade_attn",
+            "vLLM documents that it has no effect": "disable_cascade_attn",
             _OUTPUT: (
                 "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel "
                 "enable_trace_replay generation_config override_generation_config "
                 "logits_processors"
             ),
-            "pooling requests pass the cache by": "pooler_config",
-            "prepares requests, which are named by what they hold": "io_processor_plugin",
-            "a name": "served_model_name",
+            "pooling requests bypass the cache": "pooler_config",
+            "it prepares requests, which are identified by their content": "io_processor_plugin",
+            "it is only a name": "served_model_name",
             _PLACE: (
                 "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
                 "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator"
@@ -90,19 +89,19 @@ NOT_PART_OF_IDENTITY = by_class(
                 "cache_hit_alignment_tokens enable_prefix_caching prefix_caching_hash_algo "
                 "prefix_cache_retention_interval mamba_block_size"
             ),
-            "the order of whole values, which strides tell": "kv_cache_layout",
-            "padding between values": "skip_page_size_padded mamba_page_size_padded",
+            "it orders whole values, as strides show": "kv_cache_layout",
+            "it pads the space between values": "skip_page_size_padded mamba_page_size_padded",
             _MEMORY: (
                 "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
                 "kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes "
                 "kv_offloading_size kv_offloading_backend"
             ),
-            "when states are kept; each is kept whole": (
+            "it decides when states are kept, and each is kept whole": (
                 "mamba_cache_mode enable_mamba_shared_prefix_checkpoint"
             ),
         },
         "AttentionConfig": {
-            f"{_SUMS}; how it orders bytes is in the packing": "backend backend_per_kind",
+            f"{_SUMS}; its order of bytes is in the packing": "backend backend_per_kind",
             _SUMS: (
                 "minimax_m3_msa_decode_backend mla_prefill_backend use_trtllm_attention "
                 "flash_attn_version flash_attn_max_num_splits_for_cuda_graph "
@@ -115,14 +114,16 @@ NOT_PART_OF_IDENTITY = by_class(
         "SpeculativeConfig": {
             _SUMS: "enforce_eager",
             _IN_WEIGHTS: "model revision",
-            "what is computed without the drafter is not stored": "max_model_len",
-            "how many are drafted": "num_speculative_tokens num_speculative_tokens_per_batch_size",
-            "what is drafted": "draft_sample_method",
-            "which drafts are accepted": (
+            "KV of steps without the drafter is not stored": "max_model_len",
+            "it sets the number of drafts": (
+                "num_speculative_tokens num_speculative_tokens_per_batch_size"
+            ),
+            "it chooses the drafts": "draft_sample_method",
+            "it decides which drafts are accepted": (
                 "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length"
             ),
-            "stands in the key itself": "target_model_config",
-            "ranks are mapped by heads": (
+            "the target model is a part of its own": "target_model_config",
+            "chunks name heads, so ranks may differ": (
                 "target_parallel_config draft_parallel_config draft_tensor_parallel_size"
             ),
         },
@@ -151,11 +152,11 @@ NOT_PART_OF_IDENTITY = by_class(
                 "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
                 "mm_ipc_gpu_memory_gb"
             ),
-            "names inputs for vLLM; we name them by what they hold": "mm_hasher_algorithm",
+            "it names inputs for vLLM; keys name them by content": "mm_hasher_algorithm",
             _PLACE: "mm_tensor_ipc skip_mm_profiling",
             _SUMS: "mm_encoder_tp_mode mm_encoder_attn_backend",
-            "where scales are written to for a later start": "mm_encoder_fp8_scale_save_path",
-            "what is written to a file for a later start": "mm_encoder_fp8_scale_save_margin",
+            "scales are written there for a later start": "mm_encoder_fp8_scale_save_path",
+            "it affects a file for a later start": "mm_encoder_fp8_scale_save_margin",
             _TEXT: "interleave_mm_strings",
         },
         "ECTransferConfig": {
@@ -164,17 +165,17 @@ NOT_PART_OF_IDENTITY = by_class(
         },
         # Hugging Face's configuration, whatever the model's class.
         "PreTrainedConfig": {
-            "a name": "_name_or_path name_or_path _commit_hash",
-            "who wrote the file": "transformers_version",
-            "whether Transformers' own model keeps KV": "use_cache",
+            "it is only a name": "_name_or_path name_or_path _commit_hash",
+            "it names the writer of the file": "transformers_version",
+            "it decides whether Transformers' own model keeps KV": "use_cache",
         },
         "KVCacheSpec": {
             _BLOCKS: "block_size",
-            "those of one rank; heads are mapped one by one": (
+            "it counts the heads of one rank; chunks name each head": (
                 "num_kv_heads num_head_slots max_tp_shards"
             ),
-            "context parallelism is refused": "dcp_sharded",
-            "padding between values": "block_stride_alignment page_size_padded alignment",
+            "set-ups with context parallelism are refused": "dcp_sharded",
+            "it pads the space between values": "block_stride_alignment page_size_padded alignment",
         },
     }
 )
@@ -183,12 +184,12 @@ NOT_PART_OF_IDENTITY = by_class(
 CONDITIONALLY_IGNORED = by_class(
     {
         "ModelConfig": {
-            "a limit, where the model's arithmetic does not depend on it": (
+            "it is only a limit where the model's arithmetic does not depend on it": (
                 "max_model_len original_max_model_len"
             ),
         },
         "LoadConfig": {
-            "how files are read, where all that is loaded comes from them": "load_format",
+            "it decides how files are read, where nothing else is loaded": "load_format",
         },
     }
 )
@@ -246,7 +247,7 @@ IN_TOKEN_ORDER = words(
 IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
     by_field(
         {
-            "says where, or how fast, not what": (
+            _PLACE: (
                 "CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH LOCAL_RANK "
                 "MAX_JOBS MOONCAKE_ NVCC_THREADS VLLM_ASSETS_CACHE VLLM_BUILD_ VLLM_CACHE_ROOT "
                 "VLLM_CONFIG_ROOT VLLM_CPU_KVCACHE_SPACE VLLM_CPU_NUM_OF_RESERVED_CPU "
@@ -262,19 +263,17 @@ IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
                 "VLLM_USE_RAY_ VLLM_USE_RUST_ VLLM_USE_SPINLOOP_EXT VLLM_WEIGHT_OFFLOADING_ "
                 "VLLM_WORKER_ VLLM_WSL2_"
             ),
-            "observes": (
+            _OBSERVES: (
                 "FORCE_COLOR NO_COLOR VERBOSE VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_ "
                 "VLLM_DEBUG_ VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_LOG "
                 "VLLM_NO_USAGE_STATS VLLM_NVTX_ VLLM_TRACE_FUNCTION VLLM_USAGE_"
             ),
-            "says who may ask for what, or with which credentials": (
-                "S3_ VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_ VLLM_API_KEY"
-            ),
-            "inputs are named by what they hold": (
+            _ACCESS: ("S3_ VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_ VLLM_API_KEY"),
+            "inputs are identified by their content": (
                 "VLLM_AUDIO_FETCH_TIMEOUT VLLM_HTTP_ VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_ "
                 "VLLM_MEDIA_ VLLM_VIDEO_"
             ),
-            "chooses a kernel: the same arithmetic, its sums in another order": (
+            _SUMS: (
                 "VLLM_COMPILE_ VLLM_DISABLE_COMPILE_CACHE VLLM_DISABLE_SHARED_EXPERTS_STREAM "
                 "VLLM_ENABLE_INDUCTOR_ VLLM_FORCE_AOT_LOAD VLLM_MULTI_STREAM_ "
                 "VLLM_SHARED_EXPERTS_STREAM_ VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH "

@@ -119,7 +119,7 @@ class LoadedWeights:
         self.has_updates = False
         return WeightsInMemory(
             version=self.version,
-            question=self._question,
+            answered=self._question,
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
             is_visible=self._is_visible and not self._is_unreadable,

@@ -65,7 +65,10 @@ def describe_model(
     cannot be cached.
     """
     check_setup(vllm_config, kv_cache_config)
-    chunk_size = _chunk_size(kv_cache_config, chunk_size)
+    block_size = block_size_of(kv_cache_config)
+    if chunk_size is None:
+        chunk_size = -(-_CHUNK_SIZE // block_size) * block_size
+    check_chunk_size(chunk_size, block_size)
     parts, packings = find_parts(vllm_config, kv_cache_config, chunk_size)
     drafter = find_drafter(vllm_config)
     return ModelDescription(
@@ -78,11 +81,3 @@ def describe_model(
         lookahead=drafter.lookahead if drafter is not None else 0,
         drafted_len=drafter.max_len if drafter is not None else None,
     )
-
-
-def _chunk_size(kv_cache_config: KVCacheConfig, wanted: int | None) -> int:
-    block_size = block_size_of(kv_cache_config)
-    if wanted is None:
-        return -(-_CHUNK_SIZE // block_size) * block_size
-    check_chunk_size(wanted, block_size)
-    return wanted

@@ -23,7 +23,6 @@ from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.plans import (
-    CacheEvent,
     JobResult,
     LoadJob,
     RankReport,
@@ -398,7 +397,11 @@ class WorkerAdapter:
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
         forwards, measured = self._timer.take(), self._probe.take()
-        self._count(ended, events)
+        for queued in ended:
+            if queued.result is not None:
+                self._metrics.job_ended(queued.job, queued.result)
+        if events:
+            self._metrics.cache_changed(events)
         weights, adapters = self._weights.take(), self._lora_loads.take()
         if not (ended or events or forwards or measured or written or adapters or weights or start):
             return None
@@ -433,13 +436,6 @@ class WorkerAdapter:
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",
             reads=reads,
         )
-
-    def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
-        for queued in ended:
-            if queued.result is not None:
-                self._metrics.job_ended(queued.job, queued.result)
-        if events:
-            self._metrics.cache_changed(events)
 
 
 def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:

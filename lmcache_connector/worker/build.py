@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -224,7 +223,14 @@ def _peer_server_maker(
         listeners, host_socket = [], None
         if config.peer_listen is not None:
             address = Address.parse(config.peer_listen)
-            listeners.append(_listen(address.host, address.port + first_rank + model.rank))
+            host_name, port = address.host, address.port + first_rank + model.rank
+            try:
+                listeners.append(listen(host_name, port))
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"'peer_listen': cannot listen on {host_name}, port {port}: {reason}"
+                ) from error
         if host is not None:
             names = digest(config.namespace), digest(engine_id)
             name = SocketName(*names, model.rank, model.world_size)
@@ -240,16 +246,6 @@ def _peer_server_maker(
     return start
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return listen(host, port)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"'peer_listen': cannot listen on {host}, port {port}: {reason}"
-        ) from error
-
-
 def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
     """The folder in which engines of this host find each other; ``None`` without sharing. Raises
     :class:`ConfigError`."""
@@ -261,15 +257,6 @@ def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
         raise ConfigError(f"'host_folder': {error}") from error
 
 
-def _prefix_bytes(model: ModelDescription) -> int:
-    """Bytes per chunk for every chunk of a prompt; windows and states need the last few only."""
-    return sum(
-        part.geometries[model.rank].chunk_bytes
-        for part in model.parts
-        if part.part.rule is Rule.PREFIX
-    )
-
-
 def _log_warnings(
     config: ConnectorConfig, vllm_config: VllmConfig, model: ModelDescription
 ) -> None:
@@ -277,7 +264,12 @@ def _log_warnings(
     assert vllm_config.kv_transfer_config is not None
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,
-        chunk_bytes=_prefix_bytes(model),
+        # Windows and states need the last few chunks of a prompt only.
+        chunk_bytes=sum(
+            part.geometries[model.rank].chunk_bytes
+            for part in model.parts
+            if part.part.rule is Rule.PREFIX
+        ),
         available_bytes=available_memory(),
         narrowest_window=min(
             (part.part.span for part in model.parts if part.part.rule is Rule.WINDOW), default=None

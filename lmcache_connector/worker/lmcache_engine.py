@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
@@ -183,8 +183,9 @@ class LMCacheEngineAdapter:
             transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
             transfers.append(transfer)
             if missing.keys and not cancelled.is_set():
+                writes, chunk = self._writes, missing.chunks[0]
                 with (
-                    self._writing(job, missing.chunks[0]),
+                    writes.context(job, chunk) if writes is not None else nullcontext(),
                     self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
                     suppress(TransferCancelled),
                 ):
@@ -212,12 +213,12 @@ class LMCacheEngineAdapter:
         Redis, even if a chunk was evicted meanwhile: a slow Redis must not block the CPU lane.
         ``parts``: the caches of this job. Raises the copy's errors.
         """
-        parts = parts or self._parts
-        transfers = [
-            RunTransfer(piece, parts[piece.part], fence, cancelled)
-            for run in job.runs
-            for piece in self._pieces(run, parts[run.part])
-        ]
+        transfers = list[RunTransfer]()
+        for run in job.runs:
+            part = (parts or self._parts)[run.part]
+            size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
+            pieces = in_pieces(run, size, part.blocks_per_chunk)
+            transfers += [RunTransfer(piece, part, fence, cancelled) for piece in pieces]
         self._use(job)  # so that fetched chunks evict others
         for transfer in transfers:
             keys = transfer.run.keys
@@ -325,11 +326,6 @@ class LMCacheEngineAdapter:
     def forget(self, key: bytes) -> None:
         self._cpu.remove(self._database.engine_key(key))
 
-    def forget_all(self) -> None:
-        """Empty the CPU tier, with events."""
-        for engine_key in list(self._cpu.hot_cache):
-            self._cpu.remove(engine_key)
-
     @property
     def has_updates(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
@@ -433,16 +429,8 @@ class LMCacheEngineAdapter:
                 memory.ref_count_up()
         return tuple(found)
 
-    def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
-        """Split a load's run into pieces that memory should have room for."""
-        size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
-        return in_pieces(run, size, part.blocks_per_chunk)
-
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
         return PlannedTokens(transfer.run.keys, self._sizes.num_units(transfer.paged.geometry))
-
-    def _writing(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
-        return self._writes.context(job, chunk) if self._writes is not None else nullcontext()
 
     def holds(self, key: bytes) -> bool:
         return bool(self._cpu.contains(self._database.engine_key(key)))
@@ -471,9 +459,8 @@ class LMCacheEngineAdapter:
     def _use(self, job: StoreJob | LoadJob) -> None:
         """Make a job's chunks the most recent of the CPU tier. Windows and states come after the
         prefix, which is useless without them."""
-        runs = sorted(job.runs, key=_part)
         with self._cpu.cpu_lock:
-            for run in runs:
+            for run in sorted(job.runs, key=_part):
                 self._ledger.use(run.keys, job.claim, run.parents)
 
     def _allocate(

@@ -132,7 +132,7 @@ def _by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
 class Comparison(RunTransfer):
     """A load into no blocks: ``compare(stored)`` gets a tier's copy of one chunk."""
 
-    compare: Callable[[memoryview], tuple[LayerDifference, ...]] | None = None
+    compare: Callable[[memoryview], tuple[LayerDifference, ...]] = lambda stored: ()
     differences: tuple[LayerDifference, ...] = ()
 
 
@@ -216,12 +216,14 @@ class BlockCopyConnector(GPUConnectorInterface):
             return
         try:
             if isinstance(transfer, Comparison):
-                self._compare(memory_objs, transfer)
-                return
-            addresses = [obj.data_ptr for obj in memory_objs]
-            run = transfer.run
-            copies = transfer.paged.copies(run, addresses, memory_objs, to_chunks=False)
-            transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
+                (memory,) = memory_objs
+                stored = value_bytes(memory, transfer.paged.geometry)
+                transfer.differences = transfer.compare(stored)
+            else:
+                addresses = [obj.data_ptr for obj in memory_objs]
+                run = transfer.run
+                copies = transfer.paged.copies(run, addresses, memory_objs, to_chunks=False)
+                transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return
@@ -243,13 +245,6 @@ class BlockCopyConnector(GPUConnectorInterface):
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
         copies = transfer.paged.copies(transfer.run, addresses, owners, to_chunks=True)
         transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
-
-    def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:
-        assert transfer.compare is not None
-        (memory_obj,) = memory_objs
-        stored = value_bytes(memory_obj, transfer.paged.geometry)
-        transfer.differences = transfer.compare(stored)
-        transfer.num_chunks = 1
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         self.batched_to_gpu([memory_obj], [start], [end], **kwargs)

@@ -56,7 +56,7 @@ class StoreContext:
     """The arguments of `RemoteStoragePlugin.store_context`."""
 
     first_chunk: int = 0
-    on_done: Callable[[bytes, bool], None] | None = None
+    on_done: Callable[[bytes, bool], None] = lambda key, stored: None
     wanted: Collection[bytes] | None = None
 
 
@@ -118,7 +118,7 @@ class RemoteStoragePlugin(StoragePluginInterface):
     def store_context(
         self,
         first_chunk: int,
-        on_done: Callable[[bytes, bool], None] | None = None,
+        on_done: Callable[[bytes, bool], None],
         wanted: Collection[bytes] | None = None,
     ) -> Iterator[None]:
         """Describe this thread's stores inside the ``with``.
@@ -186,9 +186,10 @@ class RemoteStoragePlugin(StoragePluginInterface):
         keys: Sequence[CacheEngineKey],
         objs: list[MemoryObj],
         transfer_spec: Any = None,
-        on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
+        on_complete_callback: Any = None,
     ) -> None:
-        """Queue the chunks for Redis; never blocks. Peers read chunks themselves."""
+        """Queue the chunks for Redis; never blocks. Peers read chunks themselves. LMCache's engine
+        gives no callback."""
         if self._tier is None:
             return
         context = self._contexts.store
@@ -197,7 +198,7 @@ class RemoteStoragePlugin(StoragePluginInterface):
             if context.wanted is not None and chunk_key_of(key) not in context.wanted:
                 continue
             memory.ref_count_up()
-            on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
+            on_end = partial(_store_ended, memory, partial(context.on_done, chunk_key_of(key)))
             self._tier.put(chunk_key_of(key), self._value(key, memory), on_end, order)
 
     # Redis evicts by itself, and its values belong to all instances: no pinning, no removal.
@@ -272,21 +273,10 @@ class RemoteStoragePlugin(StoragePluginInterface):
         return allocated
 
 
-@dataclass(frozen=True)
-class _StoreEnd:
-    """Called when a chunk is written or given up: releases its object and calls the callbacks."""
-
-    key: CacheEngineKey
-    memory: MemoryObj
-    on_done: Callable[[bytes, bool], None] | None
-    on_complete: Callable[[CacheEngineKey], None] | None
-
-    def __call__(self, stored: bool) -> None:
-        self.memory.ref_count_down()
-        if self.on_done is not None:
-            self.on_done(chunk_key_of(self.key), stored)
-        if stored and self.on_complete is not None:
-            self.on_complete(self.key)
+def _store_ended(memory: MemoryObj, on_done: Callable[[bool], None], stored: bool) -> None:
+    """The chunk is written, or given up."""
+    memory.ref_count_down()
+    on_done(stored)
 
 
 def _half(deadline: float) -> float:

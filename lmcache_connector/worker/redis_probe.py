@@ -25,7 +25,7 @@ from lmcache_connector.threads import Background
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.storage.tier import ReadResult
+    from lmcache_connector.storage.redis.value_readers import ReadResult
 
 _MAX_BYTES = 16 << 20
 _READ_SECONDS = 1.0

@@ -79,9 +79,6 @@ class StepGate:
         return not cancelled.is_set() and (was_open or not self._is_shut)
 
 
-_OPEN_GATE = StepGate()  # never closed
-
-
 @dataclass(frozen=True, slots=True)
 class JobContext:
     """A job's parameters beside its plan.
@@ -90,7 +87,7 @@ class JobContext:
     if not the engine's. ``may_begin``: called on the lane; if false, the job ends cancelled.
     """
 
-    gate: StepGate = _OPEN_GATE
+    gate: StepGate = field(default_factory=StepGate)
     parts: Sequence[PagedPart] = ()
     may_begin: Callable[[], bool] = lambda: True
 

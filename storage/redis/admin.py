@@ -159,31 +159,18 @@ class RedisAdmin:
         with self._translated():
             return sum(self._client(node).dbsize() for node in self.nodes())
 
-    def names(
-        self, namespace: str | None, key_prefix: str = ""
-    ) -> Iterator[tuple[Node, bytes, ValueName]]:
-        """``(node, raw name, name)`` of all values. SCAN may report a value twice."""
-        pattern = scan_pattern(namespace, key_prefix)
-        for node in self.nodes():
-            with self._translated():
-                for raw in self._client(node).scan_iter(pattern, count=_SCAN_COUNT):
-                    name = parse_value_name(raw)
-                    # The pattern "a:*" also matches the namespace "a:b".
-                    if name is not None and name.is_in(namespace, key_prefix):
-                        yield node, raw, name
-
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:
         """All values without payload. Values that expire meanwhile are skipped."""
-        for batch in _batches(self.names(namespace, key_prefix), _BATCH):
-            for node, names in _by_node(batch).items():
+        for node in self.nodes():
+            for names in _batches(self._names(node, namespace, key_prefix), _BATCH):
                 yield from self._describe(node, names)
 
     def payloads(
-        self, namespace: str | None, key_prefix: str = ""
+        self, namespace: str | None
     ) -> Iterator[tuple[bytes, ValueName, bytes | Unreadable | None]]:
         """``(raw name, name, whole value)``; None for a value that expired meanwhile."""
-        for batch in _batches(self.names(namespace, key_prefix), _READ_BATCH):
-            for node, names in _by_node(batch).items():
+        for node in self.nodes():
+            for names in _batches(self._names(node, namespace), _READ_BATCH):
                 with self._translated():
                     pipe = self._client(node).pipeline(transaction=False)
                     for raw, _ in names:
@@ -191,6 +178,19 @@ class RedisAdmin:
                     lengths = pipe.execute(raise_on_error=False)
                     for (raw, name), length in zip(names, lengths, strict=True):
                         yield raw, name, self._payload(node, raw, length)
+
+    def _names(
+        self, node: Node, namespace: str | None, key_prefix: str = ""
+    ) -> Iterator[tuple[bytes, ValueName]]:
+        """Raw and parsed names of the node's values, each once."""
+        pattern, seen = scan_pattern(namespace, key_prefix), set[bytes]()
+        with self._translated():
+            for raw in self._client(node).scan_iter(pattern, count=_SCAN_COUNT):
+                name = None if raw in seen else parse_value_name(raw)  # SCAN may repeat a name
+                # The pattern "a:*" also matches the namespace "a:b".
+                if name is not None and name.is_in(namespace, key_prefix):
+                    seen.add(raw)
+                    yield raw, name
 
     def _payload(self, node: Node, raw: bytes, length: Any) -> bytes | Unreadable | None:
         if is_wrong_type(length):
@@ -290,15 +290,6 @@ def _hint(error: Exception) -> str:
         if words in text:
             return hint
     return "see the server's own log"
-
-
-def _by_node(
-    found: Sequence[tuple[Node, bytes, ValueName]],
-) -> dict[Node, list[tuple[bytes, ValueName]]]:
-    groups: dict[Node, list[tuple[bytes, ValueName]]] = {}
-    for node, raw, name in found:
-        groups.setdefault(node, []).append((raw, name))
-    return groups
 
 
 def _batches(items: Iterator[_T], size: int) -> Iterator[list[_T]]:

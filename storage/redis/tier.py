@@ -27,10 +27,9 @@ from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.topology import Node, make_topology
-from lmcache_connector.storage.redis.value_readers import ValueReaders, check_sizes
-from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
+from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders, check_sizes
+from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
 from lmcache_connector.storage.redis.writer import Writers
-from lmcache_connector.storage.tier import OnDone, ReadResult
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,27 @@ class RedisTier:
         deadline: float,
         cancelled: Callable[[], bool] = never,
     ) -> ReadResult:
-        """As in `ReadableTier`; values are received in place."""
+        """Read consecutive chunks of one prompt. Blocks; touches no buffer after it has returned.
+
+        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: writable, ``chunk_bytes`` of each
+        key's geometry; the buffer of a miss then holds garbage. ``deadline``: in seconds of the
+        tier's clock; the call returns soon after it, or after ``cancelled()``.
+
+        Chunks behind the first miss are not worth reading, and may be hits or misses. Raises
+        ``ValueError`` for keys or buffers of the wrong size.
+        """
         limit = Deadline(deadline, self._clock, cancelled)
         return self._readers.read(keys, buffers, lambda until: self._nodes(keys, until), limit)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        """As in `WritableTier`."""
+        """Write a chunk in the background. Never blocks. False if there is no room.
+
+        ``buffer``: ``chunk_bytes`` of the key's geometry; must not change before ``on_done``, which
+        is called exactly once, from any thread, maybe before `put` returns: with True if all values
+        that this rank writes are known to be in the tier. ``order``: the chunk's index in its
+        prompt; a full queue drops the deepest chunks first. Never overwrites a valid value. Raises
+        ``ValueError`` for a key or buffer of the wrong size.
+        """
         check_sizes(self.geometries, [key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
         if not self._is_writer(key):
@@ -140,11 +154,6 @@ class RedisTier:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
-
-    @property
-    def queued_bytes(self) -> int:
-        """Of chunks waiting or being written."""
-        return self._writes.num_bytes
 
     def has_room(self, key: bytes, most_bytes: int) -> bool:
         """Whether `put` would queue the chunk: its node accepts writes, has at most ``most_bytes``

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
@@ -19,7 +20,6 @@ from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
 from lmcache_connector.storage.redis.pending_read import PendingRead
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_stream import BadReplyError, SingleReplies, ValueStream
-from lmcache_connector.storage.tier import ReadResult
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,16 @@ _FORBIDDEN = b"-NOPERM "
 _CONNECTION_FAULTS = frozenset(
     {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """``hits[i]``: chunk i was read and verified. ``seconds``: duration of the read. ``cut_off``:
+    chunks are missing because a server was too slow or a connection broke."""
+
+    hits: list[bool]
+    seconds: float
+    cut_off: bool
 
 
 class ValueReaders:

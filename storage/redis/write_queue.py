@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lmcache_connector.storage.tier import OnDone
-
 logger = logging.getLogger(__name__)
+
+OnDone = Callable[[bool], None]
 
 # Without the lane `NO_LANE` of chunks whose node is not known.
 MAX_LANES, NO_LANE = 32, 0

@@ -102,7 +102,6 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, vllm: str, status: str, words
     def version(name: str) -> str:
         return "0.5.6" if name == "lmcache" else vllm
 
-    monkeypatch.setattr(check, "version", version)
     monkeypatch.setattr(versions, "version", version)
     finding = check.check_versions()
     assert finding.verdict == status

@@ -28,7 +28,7 @@ def test_an_instance_loads_anothers_blocks(valkey: Server, model: Path) -> None:
         blocks = blocks_for(one)
         one.store(blocks)
         assert other.load(KEYS) == list(blocks.values())
-        assert other.tier._blocks.stats().counts.chunks_hit == len(KEYS)
+        assert other.tier._blocks._tier.stats().counts.chunks_hit == len(KEYS)
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
 
 
@@ -41,7 +41,7 @@ def test_a_spoiled_block_is_a_miss_without_a_retry(valkey: Server, model: Path) 
             for name in value_names(valkey):
                 client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
         assert other.load(KEYS) == [None] * len(KEYS)
-        assert other.tier._blocks.stats().counts.misses["bad_checksum"] >= 1
+        assert other.tier._blocks._tier.stats().counts.misses["bad_checksum"] >= 1
 
 
 def test_a_load_that_fails_midway_keeps_the_rest(valkey: Server, model: Path) -> None:
@@ -71,7 +71,7 @@ def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_pa
     tier = tier_settings(valkey.url)
     with running_instance(changed, tier) as one:
         one.store(blocks_for(one))
-        assert one.tier._blocks.stats().counts.bytes_written > 0
+        assert one.tier._blocks._tier.stats().counts.bytes_written > 0
     weights.write_bytes(data)
     with running_instance(changed, tier) as other:
         assert other.load(KEYS) == [None] * len(KEYS)

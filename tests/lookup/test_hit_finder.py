@@ -143,7 +143,7 @@ def test_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     hasty = scene.request(2)
     given_up = pending(hasty)
     assert scene.find(hasty) == 0
-    assert scene.tally.total("lookups_given_up") == 1
+    assert scene.tally.totals.total("lookups_given_up") == 1
 
     scene.tier.gate.set()
     assert num_found(given_up) == 4  # its request has gone on, but Redis is quick again
@@ -151,7 +151,7 @@ def test_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
     assert scene.remote.last_seconds == {Tier.REDIS: 0.0}
-    assert scene.tally.total("lookups_given_up") == 1
+    assert scene.tally.totals.total("lookups_given_up") == 1
 
 
 def test_a_queued_request_is_looked_up_once_more(scene: Scene) -> None:
@@ -246,7 +246,7 @@ def test_a_long_step_is_lost_only_for_a_likely_hit() -> None:
         assert num_found(pending(scene.request(seed))) == 0
     scene.tier.gate.clear()
     assert scene.find(scene.request(12)) == 0
-    assert scene.tally.total("lookups_given_up") == 2
+    assert scene.tally.totals.total("lookups_given_up") == 2
     scene.tier.gate.set()
     scene.remote.close()
 

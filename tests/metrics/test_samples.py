@@ -64,8 +64,9 @@ def test_samples_taken_and_left_add_up_to_the_totals(steps: list[tuple[str, int]
     amounts = [step for step in steps if step is not None]
     for tier in ("cpu", "redis"):
         expected = sum(amount for label, amount in amounts if label == tier)
-        assert taken.total("loaded_bytes", tier) == tally.total("loaded_bytes", tier) == expected
-    assert tally.total("loaded_bytes") == sum(amount for _, amount in amounts)
+        assert taken.total("loaded_bytes", tier) == expected
+        assert tally.totals.total("loaded_bytes", tier) == expected
+    assert tally.totals.total("loaded_bytes") == sum(amount for _, amount in amounts)
 
 
 # -- the table -------------------------------------------------------------------------------------

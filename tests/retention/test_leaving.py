@@ -128,7 +128,8 @@ class World:
             elif act == 3 and key in rank.held:
                 rank.ledger.use([key], Claim(), [b""])
             elif act == 4:
-                rank.ledger.give_up([key])
+                rank.ledger.notes.give_up([key])
+                rank.ledger.settle()
             elif act == 5 and rank.held:
                 rank.ledger.announce(min(len(rank.held), 3), lambda key: True)
             elif act == 6 and key in rank.held and self.chance.random() < 0.7:

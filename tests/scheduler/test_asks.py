@@ -197,13 +197,13 @@ def test_an_adapter_that_came_back_may_have_been_another_in_between(
     while not (question := engine.plans[-1].adapter_question if engine.plans else 0):
         engine.step()
     tell(engine.adapter, question, _1=name)
-    while engine.adapter.tally.total("store_jobs") == 0:
+    while engine.adapter.tally.totals.total("store_jobs") == 0:
         engine.step()
     before = tuple((1, name if each == "mine" else each) for each in replaced)
     listed = LoadedAdapterList(0, ((1, name),), number=5, replaced=before)
     engine.adapter.update_from_reports([RankReport(0, (), (), adapters=listed)])
     settle(engine)
-    assert engine.adapter.tally.total("store_jobs") == stores
+    assert engine.adapter.tally.totals.total("store_jobs") == stores
     assert engine.plans[-1].acked_adapters in ((), (5,))
     assert any(plan.acked_adapters == (5,) for plan in engine.plans)
     engine.check_whole()

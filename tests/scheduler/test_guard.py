@@ -84,13 +84,13 @@ def a_life(model: Path, call: str, shape: Shape, chance: random.Random, at: int)
     planter = Planter(engine.connector, call, at, chance.choice([1, 1, 2, 3, 5, 8, 13]))
     life = Life(engine, chance)
     life.live(100)
-    loads = engine.adapter.tally.total("load_jobs")
+    loads = engine.adapter.tally.totals.total("load_jobs")
     faults.failed_load = faults.no_memory = 0.0
     for _ in range(5):  # it may be during these that it raises
         engine.add([*prompt(99, 100), 1], 1)
         life.rest()
         assert engine.scheduler.reset_prefix_cache()
-    assert engine.adapter.tally.total("load_jobs") > loads, "the cache is not used any more"
+    assert engine.adapter.tally.totals.total("load_jobs") > loads, "the cache is not used any more"
     return planter.has_raised
 
 
@@ -157,7 +157,7 @@ def test_a_request_may_have_the_id_of_one_whose_stores_are_open(model: Path) -> 
     engine.add(prompt(2, 300), 5, request_id="same", bypasses=True)
     for _ in range(8):
         engine.step()
-    assert engine.adapter.tally.total("scheduler_failures") == 0
+    assert engine.adapter.tally.totals.total("scheduler_failures") == 0
     faults.slow = 0.0
     engine.run_until_idle()
     engine.check_answer("same")
@@ -214,7 +214,7 @@ def test_a_load_that_was_promised_when_a_call_raised_is_computed(
         with monkeypatch.context() as patch:
             patch.setattr(engine.adapter, "build_plan", lambda _: 1 / 0)
             wait_for(engine, lambda: engine.is_loading(name))
-    assert engine.adapter.tally.total("scheduler_failures") > 0
+    assert engine.adapter.tally.totals.total("scheduler_failures") > 0
     faults.stuck = False
     engine.run_until_idle()
     engine.check_answer(name)
@@ -231,4 +231,4 @@ def test_failures_are_logged_once_per_episode_and_counted(
         now[0] += seconds
         guard.failed("take_events", PlantedError("mine"))
     assert caplog.text.count("take_events failed") == 2
-    assert engine.adapter.tally.total("scheduler_failures") == 4
+    assert engine.adapter.tally.totals.total("scheduler_failures") == 4

@@ -162,7 +162,7 @@ def test_nothing_is_kept_between_two_calls(model: Path) -> None:
     engine.add(long_prompts(5)[4], 40)
     while len(engine.live) > 1:
         engine.step()
-        assert engine.adapter.held.num_delayed == 0
+        assert not any(engine.adapter.held._delayed)
     assert engine.adapter.has_unattended_jobs
     assert engine.reset(preempt=True)
     faults.stuck = False

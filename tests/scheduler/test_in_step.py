@@ -124,7 +124,7 @@ def test_a_load_that_vllm_counts_on_is_made_though_the_side_raises(
     with monkeypatch.context() as patch:
         patch.setattr(engine.adapter, call, raising)
         engine.step()
-    assert engine.adapter.tally.total("scheduler_failures") == 1
+    assert engine.adapter.tally.totals.total("scheduler_failures") == 1
     assert num_in_step(engine) == 1
     engine.run_until_idle()
     engine.check_answer(request_id)

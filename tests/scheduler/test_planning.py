@@ -202,7 +202,7 @@ def test_the_scheduler_side_tells_what_changed() -> None:
     assert again is not None
     assert again.counters == {"decisions\nload_faster": 1}
     assert again.gauges == {}, "the circuits are as they were"
-    assert tally.total("decisions") == 4
+    assert tally.totals.total("decisions") == 4
 
 
 def test_the_circuit_of_a_server_that_has_gone_is_told_no_more() -> None:

@@ -23,7 +23,7 @@ CALM = Faults(slow=0.0, others_lie=True)
 def num_stores(engine: ShadowEngine) -> int:
     engine.run_until_idle()
     engine.check_whole()
-    return int(engine.adapter.tally.total("store_jobs"))
+    return int(engine.adapter.tally.totals.total("store_jobs"))
 
 
 @pytest.mark.parametrize("beside", [0, 1])

@@ -159,9 +159,9 @@ def test_random_lives_never_touch_a_block_that_is_not_theirs(
     """Nor compute on wrong KV, nor call right KV wrong."""
     engine = live(model, name, seed)
     shape, tally = engine.shape, engine.adapter.tally
-    assert (tally.total("store_jobs") > 0) == (shape.role != "kv_consumer")
-    assert (tally.total("load_jobs") > 0) == (shape.role != "kv_producer")
-    loaded_in_step = tally.total("loads_in_step") > 0
+    assert (tally.totals.total("store_jobs") > 0) == (shape.role != "kv_consumer")
+    assert (tally.totals.total("load_jobs") > 0) == (shape.role != "kv_producer")
+    loaded_in_step = tally.totals.total("loads_in_step") > 0
     assert loaded_in_step == any(r.num_loaded_in_step for r in engine.ranks)
     assert shape.in_step or not loaded_in_step
     assert loaded_in_step or not SHAPES[name].in_step
@@ -191,7 +191,7 @@ def test_random_lives_with_all_that_requests_may_have_soak(model: Path, name: st
     assert sum(engine.ranks[0].num_loaded_chunks for engine in engines) > 0
     assert sum(engine.ranks[0].num_loaded_in_step for engine in engines) > 0
     assert sum(engine.ranks[0].num_loaded_removed for engine in engines) > 0
-    assert sum(engine.adapter.tally.total("dropped_stores") for engine in engines) > 0
+    assert sum(engine.adapter.tally.totals.total("dropped_stores") for engine in engines) > 0
 
 
 @pytest.mark.soak
@@ -202,4 +202,4 @@ def test_random_lives_soak(model: Path, name: str) -> None:
     wanted = ["store_jobs"] if SHAPES[name].role != "kv_consumer" else []
     wanted += ["load_jobs", "recomputed_tokens"] if SHAPES[name].role != "kv_producer" else []
     for count in wanted:
-        assert sum(engine.adapter.tally.total(count) for engine in engines) > 0, count
+        assert sum(engine.adapter.tally.totals.total(count) for engine in engines) > 0, count

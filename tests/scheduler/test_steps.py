@@ -95,7 +95,7 @@ def test_vllm_asks_again_until_the_ranks_have_reported(model: Path, role: str) -
     engine.run_until_idle()
     engine.check_answer(request)
     engine.check_whole()
-    assert (engine.adapter.tally.total("store_jobs") > 0) == (role != "kv_consumer")
+    assert (engine.adapter.tally.totals.total("store_jobs") > 0) == (role != "kv_consumer")
 
 
 # -- what a step costs -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class FixedWeights(LoadedWeights):
         if not self.has_updates:
             return None
         self.has_updates = False
-        return WeightsInMemory(question=self._question)
+        return WeightsInMemory(answered=self._question)
 
     def close(self) -> None:
         self.changes.close()

@@ -47,7 +47,7 @@ def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPa
     told = weights.take()
     weights.close()
     assert told is not None
-    assert told.question == 20
+    assert told.answered == 20
     assert told.digest == told.first_digest is not None
     assert sum(whole) == 2, "what was loaded at start, and what the last reset asks for"
 
@@ -278,7 +278,7 @@ def test_an_update_of_several_calls_is_read_at_its_end(is_whole: bool) -> None:
     told = told_of(weights)
     weights.close()
     assert steps[-1] == steps_end
-    assert (told.question, told.digest) == (1, told_of_other(model))
+    assert (told.answered, told.digest) == (1, told_of_other(model))
     assert told.digest != first.digest
 
 
@@ -323,7 +323,7 @@ def test_sleep_takes_memory_away_once_nobody_reads_it(monkeypatch: pytest.Monkey
         worker.wake_up(tags=[tag])
     told = told_of(weights)
     weights.close()
-    assert (told.question, told.digest) == (1, told_of_other(model))
+    assert (told.answered, told.digest) == (1, told_of_other(model))
 
 
 def test_weights_are_not_read_while_waking_up_has_failed() -> None:

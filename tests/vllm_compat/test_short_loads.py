@@ -29,8 +29,8 @@ def test_no_request_fails_and_the_policy_stays_the_users(model: Path, known_toke
         engine.run_until_idle()
     request_id = engine.add(PROMPT, max_tokens=1)
     engine.run_until_idle()
-    assert engine.adapter.tally.total("load_jobs") == (2 if known_tokens else 1)
-    assert engine.adapter.tally.total("recomputed_tokens") > 0
+    assert engine.adapter.tally.totals.total("load_jobs") == (2 if known_tokens else 1)
+    assert engine.adapter.tally.totals.total("recomputed_tokens") > 0
     engine.check_answer(request_id)
     engine.check_whole()
     transfer = engine.scheduler.vllm_config.kv_transfer_config

@@ -22,6 +22,7 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.jobs import load_job, store_job
+from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
 from tests.support.vllm_configs import vllm_config
@@ -126,7 +127,7 @@ def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: R
         rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:3], 30),)))
     assert [rank.value(30), rank.value(31)] == [30, 31]
     engine = rank.worker._engine
-    engine.forget_all()
+    empty(engine)
     rank.step(StepPlan(idle=True))
     rank.step(StepPlan(idle=True))
     assert engine.used_bytes == 0, "nothing refers to them any more"

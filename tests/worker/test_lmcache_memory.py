@@ -24,6 +24,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
+from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.peers.chunks import serving
 from tests.support.peers.hosts import CONFIG, name_of, topology
@@ -77,9 +78,9 @@ def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
             first.store(1, MINE)
             for _ in range(2):
                 assert within(5.0, lambda: second.load(1, MINE, may_fetch=True) == 4)
-                second.engine.forget_all()
+                empty(second.engine)
             assert not any(tier.counts().misses.values())
-            first.engine.forget_all()
+            empty(first.engine)
         values = len(list(GEOMETRY.stripes(RedisTierConfig.max_value_bytes - HEADER_BYTES)))
         assert len(sealed) == 2 * 4 * values
 

@@ -22,6 +22,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.self_test import store_sample
+from tests.support.memory import empty
 from tests.support.peers.chunks import serving
 from tests.support.peers.hosts import CONFIG, name_of
 from tests.support.redis.servers import Server
@@ -214,7 +215,7 @@ def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
             written.append(rank.redis.stats().counts.bytes_written)
         assert written == [2 * GEOMETRY.chunk_bytes] * 2
         for rank in pair.ranks:
-            rank.engine.forget_all()
+            empty(rank.engine)
         fetch = PrefetchJob(9, "r", (run_of(1, 4),), 10.0)
         moved = pair.ranks[0].engine.fetch(fetch, threading.Event(), time.monotonic() + 10.0)
         assert (moved.num_chunks, moved.num_keys) == (2, 2)

@@ -11,7 +11,8 @@ import pytest
 from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.tier import OnDone, ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult
+from lmcache_connector.storage.redis.write_queue import OnDone
 from lmcache_connector.worker.redis_probe import RedisProbe
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.servers import Server

@@ -31,6 +31,7 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.waiting_jobs import StepGate
+from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
 
@@ -164,7 +165,7 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     rank.store(1, CROWD, NUM_BLOCKS)
     assert rank.redis is not None
     assert rank.redis.flush(30.0)
-    rank.engine.forget_all()
+    empty(rank.engine)
     for prompt in (2, 3):
         rank.store(prompt, MINE)
     assert rank.redis.flush(30.0)

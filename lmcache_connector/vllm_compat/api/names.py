@@ -39,7 +39,7 @@ with STANDING.blamed():
     from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -49,42 +49,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-__all__ = [
-    "STANDING",
-    "AttentionMetadata",
-    "BlockHash",
-    "BlockRemoved",
-    "BlockStored",
-    "ForwardContext",
-    "KVCacheBlock",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVCacheManager",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorOutput",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorWorkerMetadata",
-    "KVTransferConfig",
-    "MultiConnector",
-    "Request",
-    "RequestStatus",
-    "SchedulerOutput",
-    "SupportsHMA",
-    "VllmConfig",
-    "generate_block_hash_extra_keys",
-    "get_kv_transfer_group",
-    "has_kv_transfer_group",
-    "hit_sources",
-    "may_sleep_unseen",
-    "maybe_convert_block_hash",
-    "to_event_extra_keys",
-]
 
 
 def may_sleep_unseen(vllm_config: VllmConfig) -> bool:

@@ -106,7 +106,7 @@ def warnings(standing: Standing) -> list[str]:
     if not standing.unverified:
         return []
     return [
-        f"{_found()} was not tested with this release, which supports {VLLM_PACKAGE.name} "
+        f"{installed()} was not tested with this release, which supports {VLLM_PACKAGE.name} "
         f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}: "
         "KV is not shared with instances of supported versions, and the self-test verifies "
         "the tiers"
@@ -131,13 +131,14 @@ def _standing(package: Package) -> Standing:
 
 def _refusal(why: str) -> str:
     return (
-        f"{_found()} does not fit lmcache-connector ({why}): install {VLLM_PACKAGE.name} "
+        f"{installed()} does not fit lmcache-connector ({why}): install {VLLM_PACKAGE.name} "
         f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}, "
         "or a newer connector release."
     )
 
 
-def _found() -> str:
+def installed() -> str:
+    """Raises :class:`UnsupportedError` if a package is not installed."""
     packages = (VLLM_PACKAGE, LMCACHE_PACKAGE)
     return ", ".join(f"{each.name} {installed_version(each)}" for each in packages)
 

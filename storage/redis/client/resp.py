@@ -1,4 +1,4 @@
-"""The parts of RESP2 that the tier implements itself (pure)."""
+"""The parts of RESP2 that tiers and peer servers implement themselves (pure)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from lmcache_connector.net.wire import WireFault
 
 CRLF = b"\r\n"
 _MAX_DIGITS = 20
+_MAX_LENGTH_LINE = 32
+MAX_COMMAND_BYTES = 1 << 18
+MAX_WORDS = 2_500
+"""Words in one command: enough for the names of 128 heads in 19 pieces each."""
 
 
 class ReplyFault(Enum):
@@ -67,3 +71,67 @@ def first_line(reply: bytes) -> str:
 def is_redirection(line: bytes) -> bool:
     """Whether a cluster node replies that the key is, or will soon be, on another node."""
     return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN"))
+
+
+class ProtocolError(Exception):
+    """The client violates RESP2 or a size limit. The message is sent to the client."""
+
+
+class CommandParser:
+    """Splits a byte stream into commands (RESP2 arrays of bulk strings), within size limits."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._place = 0  # end of the words parsed so far
+        self._words: list[bytes] = []
+        self._num_left = 0
+
+    def feed(self, data: bytes) -> None:
+        self._received += data
+
+    @property
+    def num_bytes(self) -> int:
+        """Buffered bytes of incomplete or untaken commands."""
+        return len(self._received)
+
+    def next(self) -> list[bytes] | None:
+        """The next complete command, or ``None``. Raises :class:`ProtocolError` if malformed."""
+        while not self._num_left:
+            if (num_words := self._length(b"*", MAX_WORDS)) is None:
+                return None
+            self._num_left = num_words
+        while self._num_left:
+            before = self._place
+            if (num_bytes := self._length(b"$", MAX_COMMAND_BYTES)) is None:
+                return None
+            end = self._place + num_bytes
+            if end + len(CRLF) > MAX_COMMAND_BYTES:
+                raise ProtocolError("a command that is too long")
+            if len(self._received) < end + len(CRLF):
+                self._place = before
+                return None
+            if self._received[end : end + len(CRLF)] != CRLF:
+                raise ProtocolError("a string that does not have its announced length")
+            self._words.append(bytes(self._received[self._place : end]))
+            self._place = end + len(CRLF)
+            self._num_left -= 1
+        words, self._words = self._words, []
+        del self._received[: self._place]
+        self._place = 0
+        return words
+
+    def _length(self, kind: bytes, most: int) -> int | None:
+        """The number in the next line; ``None`` if that is incomplete."""
+        start, limit = self._place, self._place + _MAX_LENGTH_LINE
+        if len(self._received) > start and self._received[start] != kind[0]:
+            raise ProtocolError("no command")
+        end = self._received.find(CRLF, start, limit)
+        if end < 0:
+            if len(self._received) >= limit:
+                raise ProtocolError("a line that is too long")
+            return None
+        self._place = end + len(CRLF)
+        number = bulk_length(b"$" + self._received[start + 1 : end])
+        if number is None or number > most:
+            raise ProtocolError("a malformed or excessive length")
+        return number

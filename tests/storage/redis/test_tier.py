@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.tier import WritableTier
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -102,7 +101,7 @@ def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
 
 
 @pytest.fixture(params=["valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
-def tier(request: pytest.FixtureRequest) -> Iterator[WritableTier]:
+def tier(request: pytest.FixtureRequest) -> Iterator[RedisTier]:
     name, _, kind = request.param.partition(", ")
     hash_key = b"0123456789abcdef" if kind == "keyed" else None
     codec = "blosc2" if kind == "compressed" else "none"
@@ -112,14 +111,14 @@ def tier(request: pytest.FixtureRequest) -> Iterator[WritableTier]:
     assert tier.close(1.0)
 
 
-def put(tier: WritableTier, indices: Sequence[int]) -> list[bool]:
+def put(tier: RedisTier, indices: Sequence[int]) -> list[bool]:
     ends = Ends()
     for order, index in enumerate(indices):
         assert tier.put(chunk_key(index), memoryview(kv_data(index)), ends, order)
     return ends.wait(len(indices))
 
 
-def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
+def get(tier: RedisTier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
     """The bytes of each hit, ``None`` for a miss."""
     buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
     keys = [chunk_key(i) for i in indices]
@@ -132,7 +131,7 @@ def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> lis
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(stored=st.sets(st.integers(0, 15)), asked=st.lists(st.integers(0, 15), max_size=12))
 def test_leading_hits_have_the_bytes_that_were_put(
-    tier: WritableTier, stored: set[int], asked: list[int]
+    tier: RedisTier, stored: set[int], asked: list[int]
 ) -> None:
     first = next(_UNUSED)
     put(tier, [first + i for i in sorted(stored)])
@@ -144,7 +143,7 @@ def test_leading_hits_have_the_bytes_that_were_put(
     assert end == len(asked) or found[end] is None
 
 
-def test_an_existing_value_stays(tier: WritableTier) -> None:
+def test_an_existing_value_stays(tier: RedisTier) -> None:
     put(tier, [0])
     ends = Ends()
     tier.put(chunk_key(0), memoryview(kv_data(1)), ends)
@@ -152,17 +151,17 @@ def test_an_existing_value_stays(tier: WritableTier) -> None:
     assert get(tier, [0]) == [kv_data(0)]
 
 
-def test_a_read_past_its_deadline_misses(tier: WritableTier) -> None:
+def test_a_read_past_its_deadline_misses(tier: RedisTier) -> None:
     put(tier, [0])
     assert get(tier, [0], seconds=-1.0) == [None]
 
 
-def test_misuse_raises(tier: WritableTier) -> None:
+def test_misuse_raises(tier: RedisTier) -> None:
     with pytest.raises(ValueError, match="keys"):
         tier.read([chunk_key(0)], [], time.monotonic() + 1.0)
 
 
-def test_a_closed_tier_misses_and_ends_every_put(tier: WritableTier) -> None:
+def test_a_closed_tier_misses_and_ends_every_put(tier: RedisTier) -> None:
     put(tier, [0])
     assert tier.close(1.0)
     assert get(tier, [0]) == [None]

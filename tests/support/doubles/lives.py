@@ -33,12 +33,12 @@ def calm(model: Path, shape: Shape) -> ShadowEngine:
 def serve(engine: ShadowEngine, tokens: list[int], max_tokens: int = 1, **of_request: Any) -> int:
     """One request after vLLM has forgotten its own prefix cache: how many tokens are loaded."""
     engine.forget_prefixes()
-    before = engine.adapter.tally.total("hit_tokens")
+    before = engine.adapter.tally.totals.total("hit_tokens")
     request_id = engine.add(tokens, max_tokens, **of_request)
     engine.run_until_idle()
     engine.check_answer(request_id)
     engine.check_whole()
-    return int(engine.adapter.tally.total("hit_tokens") - before)
+    return int(engine.adapter.tally.totals.total("hit_tokens") - before)
 
 
 def filled_engine(model: Path, seed: int) -> ShadowEngine:

@@ -502,7 +502,7 @@ class ShadowRank:
         if not self._reads_weights or self.chance.random() < self.faults.slow:
             return None
         self._reads_weights = False
-        return WeightsInMemory(question=self._question, digest=step.weights)
+        return WeightsInMemory(answered=self._question, digest=step.weights)
 
     def _report(self, weights: WeightsInMemory | None) -> KVConnectorOutput:
         done, self._done = self._done, []

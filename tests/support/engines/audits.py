@@ -16,7 +16,7 @@ ROWS = slice(1000, 1064)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not tiered_of(probe.connector)._scheduler.auditor.num_open:
+        if not tiered_of(probe.connector)._scheduler.auditor._open:
             break
         probe.core.step()
     return probe.counts().by_label("audits")

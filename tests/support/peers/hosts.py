@@ -12,7 +12,7 @@ from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.tier import ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult
 from tests.support.redis.chunks import GEOMETRY, chunk_key
 
 CONFIG = RedisTierConfig(url="redis://peers")
