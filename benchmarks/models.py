@@ -8,7 +8,8 @@ cold run, in all blocks before the hit's end that both runs still have. ``bytes_
 prompt's size in Valkey; ``bytes_per_token_dense``: the size of every layer's KV at every token.
 Times are medians over ``--rounds`` prompts. For models with a drafter that has KV,
 ``acceptance_cold`` and ``acceptance_hit`` are the shares of accepted drafts in answers of 40
-tokens.
+tokens. Rows with a drafter's name run Qwen3-Next, and vLLM's copies of its states in Triton's
+interpreter, whose time is part of every step's.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ from benchmarks.harness.engine_timings import come_to_rest, empty_cpu_tier
 from benchmarks.harness.servers import running_valkey
 from tests.support.engines.calls import draft_counts
 from tests.support.engines.instance import VllmInstance
+from tests.support.engines.interpreted import copy_states_without_a_gpu
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
-from tests.support.engines.tiny_drafters import build_drafted
+from tests.support.engines.tiny_drafters import (
+    BESIDE_STATES,
+    build_drafted,
+    build_states_with_drafts,
+)
 from tests.support.engines.tiny_families import FAMILIES, build_family
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
@@ -39,7 +45,8 @@ from tests.support.redis.servers import Server
 
 _DRAFTED = ("draft_model", "eagle")
 _FAMILIES = [name for name, one in FAMILIES.items() if not one.needs or find_spec(one.needs)]
-_ALL = (*_FAMILIES, *_DRAFTED)
+_DRAFTED_STATES = {f"qwen3-next, {method}": method for method in BESIDE_STATES}
+_ALL = (*_FAMILIES, *_DRAFTED, *_DRAFTED_STATES)
 _ANSWER_TOKENS = 40  # for models with drafters
 _WARM_UP_TOKENS = 2000
 _VALKEY_MIB = 1024
@@ -75,7 +82,7 @@ def _case(family: str, num_tokens: int, rounds: int) -> dict[str, Any]:
         with valkey.client() as client:
             client.flushall()
         prompts = [random_prompt(2 + number, num_tokens) for number in range(rounds)]
-        max_tokens = _ANSWER_TOKENS if family in _DRAFTED else 2
+        max_tokens = 2 if family in _FAMILIES else _ANSWER_TOKENS
         served = [_serve_all_ways(engine, prompt, max_tokens) for prompt in prompts]
         stored = _value_bytes(valkey) / rounds
         groups, dense = engine.call(_groups_and_dense_bytes)
@@ -102,7 +109,11 @@ def _case(family: str, num_tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
-    if family in _DRAFTED:
+    prepare = None
+    if method := _DRAFTED_STATES.get(family):
+        model, engine_args = build_states_with_drafts(method, folder)
+        prepare = copy_states_without_a_gpu
+    elif family in _DRAFTED:
         model, engine_args = build_drafted(family, folder)
     else:
         model, engine_args = build_family(family, folder / "model"), FAMILIES[family].engine_args
@@ -116,7 +127,8 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
         model,
         transfer,
         folder / "log",
-        limits=PATIENT,
+        prepare,
+        PATIENT,
         kv_cache_memory_bytes=256 << 20,
         max_model_len=8192,
         **engine_args,

@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1990, "handover": 65, "transformers": 850},
     {"connector": 540, "stepwise": 1270},
     {"integrations": 435, "scheduler": 3705, "worker": 4110},
-    {"lookup": 760, "vllm_compat": 2550},
+    {"lookup": 760, "vllm_compat": 2551},
     {"config": 775, "copy_kv_blocks": 1185, "peers": 2845},
     {
         "audit": 340,

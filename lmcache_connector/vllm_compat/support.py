@@ -150,13 +150,18 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
         yield from _problems_of_drafted_states(vllm_config)
 
 
+def runs_drafted_states() -> bool:
+    """Whether vLLM can keep a state for each draft, and go on from that of the last one accepted:
+    it copies them by Triton, and its CPU kernels fail among drafts with Triton, too."""
+    return HAS_TRITON and not current_platform.is_cpu()
+
+
 def _problems_of_drafted_states(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
-    """vLLM keeps a state for each draft, and copies that of the last one accepted."""
     what = "speculative decoding beside recurrent states"
-    if not HAS_TRITON:
+    if not runs_drafted_states():
         yield (
-            f"{what} where vLLM has no Triton, as on CPUs",
-            "vLLM itself ends there at the first request; start without --speculative-config",
+            f"{what} on CPUs and where vLLM has no Triton",
+            "vLLM itself fails there; start without --speculative-config",
         )
     if vllm_config.use_v2_model_runner:
         yield f"{what} in vLLM's model runner V2 yet", "set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -13,7 +13,8 @@ from tests.support.engines.instance import StartInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
 from tests.support.engines.settings import kv_transfer
 from tests.support.engines.storm import StormReport, Weather, run_storm
-from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.tiny_drafters import build_states_with_drafts
+from tests.support.engines.tiny_families import build_family
 from tests.support.redis.servers import CACHE, running_valkey
 
 BAD_VALUES = {"aborts": 0.02, "damages": 0.02, "resets": 0.01}
@@ -29,7 +30,8 @@ RANKS = "ranks"
         # Layers with windows, and values that are damaged.
         pytest.param("gemma3 5:1", BAD_VALUES, {}, marks=pytest.mark.soak),
         # Recurrent states, some of drafts that are rejected.
-        pytest.param("qwen3-next", BAD_VALUES, {"drafts": 3}, marks=pytest.mark.soak),
+        pytest.param("qwen3-next", BAD_VALUES, {"drafts": "ngram"}, marks=pytest.mark.soak),
+        pytest.param("qwen3-next", BAD_VALUES, {"drafts": "eagle3"}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {}, marks=pytest.mark.soak),
         pytest.param(None, UPDATES, {"max_num_seqs": 2}, marks=pytest.mark.soak),
         pytest.param(
@@ -44,6 +46,7 @@ RANKS = "ranks"
         "long",
         "windows",
         "drafts beside states",
+        "a drafter beside states",
         "updates",
         "two at a time",
         "audited",
@@ -55,7 +58,7 @@ RANKS = "ranks"
 def test_a_storm(
     family: str | None,
     weather: dict[str, float],
-    others: dict[str, float],
+    others: dict[str, Any],
     start: StartInstance,
     tiny_model: Path,
     tmp_path: Path,
@@ -64,14 +67,13 @@ def test_a_storm(
     sizes: dict[str, Any] = {
         "num_gpu_blocks_override": 72 if has_parts else 20,
         "max_model_len": 2048,
-        "max_num_seqs": int(others.get("max_num_seqs", 8)),
+        "max_num_seqs": others.get("max_num_seqs", 8),
     }
     more: dict[str, Any] = {"cpu_gib": (16 if has_parts else 8) / 1024}
     folder = build_family(str(family), tmp_path) if has_parts else tiny_model
     if "drafts" in others:
-        drafts = {"method": "ngram", "num_speculative_tokens": int(others["drafts"])}
-        sizes |= FAMILIES[str(family)].engine_args | {"num_gpu_blocks_override": 36}
-        sizes |= {"speculative_config": drafts | {"prompt_lookup_max": 3}}
+        folder, drafted = build_states_with_drafts(others["drafts"], tmp_path)
+        sizes |= drafted | {"num_gpu_blocks_override": 36}
         sizes["prepare"] = copy_states_without_a_gpu
         more["chunk_size"] = 640
     if family == RANKS:

@@ -12,32 +12,33 @@ from typing import Any
 
 import pytest
 
+from tests.support.engine_core import evict_group
 from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
-from tests.support.engines.tiny_drafters import build_states_with_head
-from tests.support.engines.tiny_families import FAMILIES
+from tests.support.engines.tiny_drafters import BESIDE_STATES, build_states_with_drafts
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.waits import within
 
-NUM_DRAFTS = 3
 ANSWER = 24
-METHODS = {"ngram": {"prompt_lookup_max": 3}, "mtp": {}}
+EVERY_TIME, *OTHERS = BESIDE_STATES
+
+
+@pytest.fixture(
+    scope="module", params=[EVERY_TIME, *(pytest.param(m, marks=pytest.mark.soak) for m in OTHERS)]
+)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_states_with_head(tmp_path_factory.mktemp("states") / "model")
-
-
-@pytest.fixture(scope="module", params=["ngram", pytest.param("mtp", marks=pytest.mark.soak)])
-def method(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    return tmp_path_factory.mktemp("states")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,10 @@ def tiers(host: Path, **more: Any) -> dict[str, Any]:
 
 
 def instance(folder: Path, method: str, transfer: dict[str, Any] | None, log: Path) -> VllmInstance:
-    args: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
-    args |= FAMILIES["qwen3-next"].engine_args | {"max_num_batched_tokens": 2048}
-    args["prefix_cache_retention_interval"] = None  # vLLM keeps every state at a block's end
-    drafts = {"method": method, "num_speculative_tokens": NUM_DRAFTS} | METHODS[method]
-    prepare = copy_states_without_a_gpu
-    return VllmInstance(folder, transfer, log, prepare, PATIENT, speculative_config=drafts, **args)
+    target, drafted = build_states_with_drafts(method, folder)
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
+    args = sizes | {"max_num_batched_tokens": 2048} | drafted
+    return VllmInstance(target, transfer, log, copy_states_without_a_gpu, PATIENT, **args)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +191,27 @@ def test_the_connector_alone_changes_nothing(
             assert with_it.external_hit_tokens == 0
             assert with_it.cached_tokens == served.cached_tokens
         assert (with_it.token_ids, its_drafts) == (served.token_ids, drafts)
+
+
+def test_vllms_groups_may_have_kept_different_tokens(engine: VllmInstance, chunk_size: int) -> None:
+    """Of one group vLLM has evicted all blocks: its other groups hold more of the prompt then, and
+    vLLM ended there once (vllm#46453)."""
+    prompt = [9, *PROMPTS[0]][: 2 * chunk_size + 100]
+    cold = serve(engine, prompt)
+    for group in range(engine.call(num_groups_of)):
+        assert engine.call(evict_group_of, group)
+        hit = serve(engine, prompt)
+        assert hit[0].cached_tokens == 2 * chunk_size
+        assert_same_kv(hit[0], cold[0], 2 * chunk_size)
+        assert (hit[0].token_ids, hit[1][1]) == (cold[0].token_ids, cold[1][1])
+
+
+def num_groups_of(probe: Any) -> int:
+    return len(probe.scheduler.kv_cache_config.kv_cache_groups)
+
+
+def evict_group_of(probe: Any, group: int) -> int:
+    return evict_group(probe.scheduler, group)
 
 
 def finds(writer: VllmInstance, reader: VllmInstance, prompt: list[int]) -> bool:

@@ -17,6 +17,7 @@ from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
+from tests.support.engine_core import evict_group
 
 GEMMA = ("w40", "full", "w40")
 
@@ -116,6 +117,28 @@ def test_where_prompts_part_the_next_one_finds_a_state(model: Path) -> None:
     assert serve(engine, shared + prompt(2, 4 * BLOCK_SIZE)) == 0
     assert serve(engine, shared + prompt(3, 4 * BLOCK_SIZE)) == 0
     assert serve(engine, shared + prompt(4, 4 * BLOCK_SIZE)) == 6 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("groups", [("s", "full"), ("s", "full", "s"), ("w40", "s", "full")])
+@pytest.mark.parametrize("is_held", [True, False], ids=["hit", "miss"])
+def test_vllms_groups_may_have_kept_different_tokens(
+    model: Path, groups: tuple[str, ...], is_held: bool
+) -> None:
+    """Of one group vLLM has evicted all blocks, or all but the first four: vllm#46453."""
+    shape = replace(WIDE, groups=groups, chunk_size=BLOCK_SIZE, max_batched_tokens=BLOCK_SIZE)
+    engine = calm(model, shape)
+    tokens = prompt(1, 10 * BLOCK_SIZE + 3)
+    for group, code in enumerate(groups):
+        serve(engine, tokens)
+        if not is_held:
+            engine.ranks[0].evict(len(engine.ranks[0].tier))
+        assert evict_group(engine.scheduler, group, 4 if code == "full" else 0) > 0
+        request = engine.requests[engine.add(tokens, 1)]
+        engine.step()
+        assert (request.num_computed_tokens == 10 * BLOCK_SIZE) is is_held
+        engine.run_until_idle()
+        engine.check_answer(request.request_id)
+        engine.check_whole()
 
 
 HEAD = Shape(

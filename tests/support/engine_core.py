@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.outputs import ModelRunnerOutput
 
 STOP_TOKEN = 7
@@ -38,3 +39,12 @@ def merged(aggregator: KVOutputAggregator, outputs: Sequence[ModelRunnerOutput])
     if found.kv_connector_output is not None and found.kv_connector_output.is_empty():
         found.kv_connector_output = None
     return found
+
+
+def evict_group(scheduler: Any, group: int, but_first: int = 0) -> int:
+    """Evicts the blocks of one KV cache group from vLLM's prefix cache; returns how many."""
+    pool = scheduler.kv_cache_manager.block_pool
+    hashed = [block for block in pool.blocks if block.block_hash is not None]
+    cached = [b.block_id for b in hashed if get_group_id(b.block_hash) == group][but_first:]
+    pool.evict_blocks(set(cached))
+    return len(cached)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import JambaConfig
 from vllm.config import VllmConfig
+from vllm.model_executor.models.jamba import JambaForCausalLM
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
     unify_kv_cache_spec_page_size,
@@ -174,6 +176,29 @@ def test_a_state_is_one_snapshot_of_bytes(model: Path) -> None:
     assert (prefix.part.rule, states.part.rule) == (Rule.PREFIX, Rule.STATE)
     geometry = states.geometries[0]
     assert (geometry.num_tokens, geometry.layer_widths) == (1, (3 * 64 * 2 + 2 * 8 * 8 * 4,) * 2)
+
+
+def test_the_states_of_jamba_are_snapshots(model: Path, tmp_path: Path) -> None:
+    """By vLLM's description; its CPU build lacks the scan of Mamba-1."""
+    JambaConfig(hidden_size=64, architectures=["JambaForCausalLM"]).save_pretrained(tmp_path)
+    jamba = vllm_config(tmp_path)
+    shapes = JambaForCausalLM.get_mamba_state_shape_from_config(jamba)
+    dtypes = JambaForCausalLM.get_mamba_state_dtype_from_config(jamba)
+    mamba_1 = state(shapes=shapes, dtypes=dtypes, page_size_padded=None)
+    attention = full(block_size=4 * BLOCK_SIZE)
+    found = described(model, grouped([mamba_1, attention]))
+    assert [layout.part.rule for layout in found.parts] == [Rule.PREFIX, Rule.STATE]
+    (width,) = found.parts[1].geometries[0].layer_widths
+    assert width == 3 * 128 * 2 + 128 * 16 * 4
+
+
+def test_states_that_drafts_widen_have_other_keys(model: Path) -> None:
+    """Two more tokens of the convolution, for as many drafts."""
+    one, other = (
+        described(model, grouped([state(shapes=((tokens, 64), (2, 8, 8))), full()])).configuration
+        for tokens in (3, 5)
+    )
+    assert one != other
 
 
 def test_a_rank_s_piece_of_a_state_is_its_own(model: Path) -> None:

@@ -8,13 +8,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DeepseekV3Config
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.models import ModelRegistry
+from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -95,6 +98,26 @@ def test_what_vllm_rebuilds_or_keeps_elsewhere_is_refused(
     assert what in refused(vllm_config(model), cache)
 
 
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (0, "the windows of compressed latents of layer"),
+        (1, "the packed KV cache of layer"),
+    ],
+    ids=["tokens that are being compressed", "compressed tokens"],
+)
+def test_kv_of_deepseek_v4_is_refused(model: Path, number: int, what: str) -> None:
+    """Which vLLM's own layers describe: no CPU without AMX runs the model."""
+    config = vllm_config(model)
+    with set_current_vllm_config(config):
+        layers: list[Any] = [
+            CompressorStateCache(64, torch.float32, 4, "compressor"),
+            DeepseekV4IndexerCache(132, torch.uint8, "indexer", config.cache_config, 4),
+        ]
+    spec = layers[number].get_kv_cache_spec(config)
+    assert what in refused(config, kv_cache(full_attention(), spec))
+
+
 def test_attention_to_an_encoder_is_refused(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"is_encoder_decoder": True}
     folder = shutil.copytree(model, tmp_path / "model")
@@ -129,17 +152,30 @@ def test_states_that_vllm_does_not_keep_are_refused(model: Path) -> None:
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
 
 
+STATES = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "is_cpu"),
+    [(False, True), (True, True), (False, False)],
+    ids=["CPU", "CPU with Triton", "no Triton"],
+)
+def test_drafts_beside_states_are_refused_where_vllm_fails_among_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch, has_triton: bool, is_cpu: bool
+) -> None:
+    monkeypatch.setattr(support, "HAS_TRITON", has_triton)
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    message = refused(drafted_config(model), kv_cache(full_attention(), STATES))
+    assert "beside recurrent states on CPUs and where vLLM has no Triton" in message
+
+
 def test_drafts_beside_states_are_served_where_vllm_is_right_about_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = MambaSpec(
-        block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    )
     config = drafted_config(model)
-    cache = kv_cache(full_attention(), states)
-    message = refused(config, cache)
-    assert "where vLLM has no Triton, as on CPUs: vLLM itself ends there" in message
+    cache = kv_cache(full_attention(), STATES)
     monkeypatch.setattr(support, "HAS_TRITON", True)
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     check_setup(config, cache)
     config.scheduler_config.async_scheduling = True
     assert "vllm#51571): start with --no-async-scheduling" in refused(config, cache)

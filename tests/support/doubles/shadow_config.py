@@ -88,8 +88,7 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
         kv_cache_tensors=[],
         kv_cache_groups=[_group(shape, i, code) for i, code in enumerate(shape.groups)],
     )
-    # What is refused where there is none is how vLLM's workers fare there.
-    with patch.object(support, "HAS_TRITON", True):
+    with patch.object(support, "runs_drafted_states", lambda: True):  # no worker runs
         built = make_scheduler(config, kv_cache)
     built.needs_kv_cache_zeroing = shape.zeroes
     for manager in built.kv_cache_manager.coordinator.single_type_managers:

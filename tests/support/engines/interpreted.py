@@ -1,7 +1,8 @@
 """What vLLM's CPU build lacks for drafts beside recurrent states, as ``prepare`` of an engine.
 
 vLLM copies the states of accepted tokens by Triton's kernels, and its CPU build has no Triton. Here
-Triton's interpreter runs these kernels of vLLM's. All else is vLLM's own, too.
+Triton's interpreter runs these kernels of vLLM's. All else is vLLM's own, too, but for two faults
+of its CPU kernels among drafts, for which the connector refuses CPUs even with Triton.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ from typing import Any
 
 
 def copy_states_without_a_gpu() -> None:
+    interpret_triton()
+    from lmcache_connector.vllm_compat import support
+
+    vars(support)["runs_drafted_states"] = lambda: True
+    _draft_as_many_as_asked()
+    _take_a_step_of_one_token()
+
+
+def interpret_triton() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):  # Triton decides when it is loaded whether it interprets
         if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
@@ -25,8 +35,6 @@ def copy_states_without_a_gpu() -> None:
     places: dict[str, Any] = vars(vllm.triton_utils)
     places.update(triton=triton, tl=triton.language)
     vars(importlib.reload(mamba_utils))["_TEMPORAL_TILES"] = 1  # one thread interprets them all
-    _draft_as_many_as_asked()
-    _take_a_step_of_one_token()
 
 
 def _draft_as_many_as_asked() -> None:

@@ -15,11 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from examples.tiny_model import ModelShape, build_tiny_model, save_tokenizer
-from tests.support.engines.tiny_families import COMMON_SIZES, build_family
+from tests.support.engines.tiny_families import COMMON_SIZES, FAMILIES, build_family
 
 NUM_DRAFTS = 3
+BESIDE_STATES = ("ngram", "mtp", "eagle3")
+"""Methods of :func:`build_states_with_drafts`."""
 _SHAPE = ModelShape(num_layers=1)
 _DEEP = ModelShape(num_layers=7)  # EAGLE-3 reads the outputs of layers 2, 3 and 4 of these
+_WITH_STATES = ModelShape(intermediate_size=256, num_heads=4, num_kv_heads=2)  # as Qwen3-Next's
 # By the end of a weight's name: embeddings are then of unit size, as after a norm.
 _SCALES = {"embed_tokens": 50.0, "q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0}
 _MTP: Mapping[str, Any] = MappingProxyType(
@@ -46,7 +49,25 @@ def build_drafted(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return target, {"speculative_config": speculative} | more
 
 
-def build_states_with_head(folder: Path) -> Path:
+def build_states_with_drafts(method: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """As :func:`build_drafted`, of a model with recurrent states."""
+    from safetensors.torch import load_file
+
+    target, drafter = _build_states_with_head(folder / "model"), folder / "drafter"
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    if method == "ngram":
+        speculative["prompt_lookup_max"] = 3
+    elif method == "eagle3":
+        layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        lm_head = load_file(target / "model.safetensors")["lm_head.weight"]
+        _save_eagle3_head(drafter, _WITH_STATES, {"lm_head.weight": lm_head}, eagle_config=layers)
+        speculative["model"] = str(drafter)
+    args = FAMILIES["qwen3-next"].engine_args | {"speculative_config": speculative}
+    # vLLM keeps every state at a block's end.
+    return target, args | {"prefix_cache_retention_interval": None}
+
+
+def _build_states_with_head(folder: Path) -> Path:
     """Write Qwen3-Next with an MTP head, its last layer once more, unless it is there. Both say few
     words, and what layers add counts for more than what they pass on: n-grams are found in answers,
     and some drafts are right."""
@@ -103,12 +124,22 @@ def _eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
+    _save_eagle3_head(folder / "drafter", _DEEP, {})
+    return build_tiny_model(folder / "model", _DEEP), {}
+
+
+def _save_eagle3_head(
+    drafter: Path, shape: ModelShape, known: Mapping[str, Any], **config: Any
+) -> None:
+    """For a model of ``shape``. All weights but the ``known`` are random."""
     import torch
     from safetensors.torch import save_file
+    from transformers import LlamaConfig
 
-    target, drafter = build_tiny_model(folder / "model", _DEEP), folder / "drafter"
-    size, inner, vocab = _DEEP.hidden_size, _DEEP.intermediate_size, _DEEP.vocab_size
-    queries, keys = _DEEP.num_heads * _DEEP.head_dim, _DEEP.num_kv_heads * _DEEP.head_dim
+    if (drafter / "model.safetensors").exists():
+        return
+    size, inner, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes = {
         "fc": (size, 3 * size),
         "lm_head": (vocab, size),
@@ -124,27 +155,29 @@ def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
         "midlayer.mlp.up_proj": (inner, size),
         "midlayer.mlp.down_proj": (size, inner),
     }
-    if not (drafter / "model.safetensors").exists():
-        generator = torch.Generator().manual_seed(20251122)
-        _save_config(
-            drafter,
-            target,
-            {
-                "num_hidden_layers": 1,
-                "architectures": ["LlamaForCausalLMEagle3"],
-                "draft_vocab_size": vocab,
-            },
-        )
-        weights = {
-            f"{name}.weight": (
-                torch.randn(shape, generator=generator) * 0.1
-                if len(shape) > 1
-                else torch.ones(shape)
-            ).to(torch.bfloat16)
-            for name, shape in shapes.items()
-        }
-        save_file(weights, drafter / "model.safetensors")
-    return target, {}
+    LlamaConfig(
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position,
+        bos_token_id=0,
+        eos_token_id=0,
+        architectures=["LlamaForCausalLMEagle3"],
+        **config,
+    ).save_pretrained(drafter)
+    generator = torch.Generator().manual_seed(20251122)
+    weights = {
+        f"{name}.weight": (
+            torch.randn(shape, generator=generator) * 0.1 if len(shape) > 1 else torch.ones(shape)
+        ).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(weights | dict(known), drafter / "model.safetensors")
 
 
 def _mtp(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -217,6 +217,22 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             },
             _by_blocks(384),
         ),
+        "zamba2": Family(
+            "Zamba2",
+            "recurrent states (Mamba-2), and full attention in some layers beside them",
+            "Zamba2ForCausalLM",
+            "Zamba2Config",
+            {
+                "layers_block_type": ["mamba", "hybrid"] * 2,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "mamba_d_state": 64,
+                "n_mamba_heads": 8,
+                "chunk_size": 64,
+            },
+            _by_blocks(128),
+        ),
         "lfm2": Family(
             "LFM2",
             "states of short convolutions, and full attention",
