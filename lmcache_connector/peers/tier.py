@@ -174,7 +174,7 @@ class PeerTier:
         for node in dict.fromkeys(node for node in nodes if isinstance(node, str)):
             at = [i for i, each in enumerate(nodes) if each == node]
             some = [keys[i] for i in at], [buffers[i] for i in at]
-            came = mapped.read(*some, node, limit) or [False] * len(at)
+            came = mapped.read(*some, node, limit)
             for index, has_come in zip(at, came, strict=True):
                 hits[index] = has_come
         self._counters.count_chunks(sum(hits), ())
