@@ -107,8 +107,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or folder of a model.")],
     cpu_gib: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="CPU tier of the engine.", show_default="8"),
+        float | None, typer.Option(metavar="GIB", help="CPU tier of the engine.", show_default="8")
     ] = None,
     redis_url: Annotated[
         str | None,

@@ -194,13 +194,9 @@ _TITLES = {
 
 def run(report: Report, engines: Sequence[str]) -> int:
     """Show the engines that answer, even if others do not."""
-    found: list[dict[str, Any]] = []
-    problems: list[CliError] = []
-    for engine in engines:
-        try:
-            found.append(summarize(fetch(engine)))
-        except CliError as error:
-            problems.append(error)
+    looks = [_fetch_or_error(engine) for engine in engines]
+    found = [summarize(look) for look in looks if isinstance(look, Snapshot)]
+    problems = [look for look in looks if isinstance(look, CliError)]
     if problems and not found:
         raise problems[0]
     away = [problem.as_json() for problem in problems]

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import typer
@@ -30,6 +31,7 @@ from lmcache_connector.storage.redis.value_names import ValueName
 _MAX_CHUNKS = 20
 _MAX_SHOWN = 20
 _BATCH = 256
+_SHAPE = attrgetter("dtype", "num_shards", "num_tokens", "content_width", "keyed")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 # -- ls --------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def ls(report: Report, tier: RedisTierConfig, namespace: str | None) -> None:
         servers = [admin.facts(node) for node in admin.nodes()]
         for value in admin.values(namespace):
             header, _ = _judge_header(value)
-            groups[value.name.namespace, _shape(header) if header else None].add(value)
+            groups[value.name.namespace, _SHAPE(header) if header else None].add(value)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0], -item[1].bytes))
     documents, rows = [], []
     for (name, shape), group in ordered:
@@ -116,11 +118,6 @@ def describe_server(facts: ServerFacts) -> str:
         f"{facts.node}: version {facts.version}, {size(facts.used_bytes or 0)} of {limit}, "
         f"{facts.policy}, {facts.evicted_keys} evicted"
     )
-
-
-def _shape(header: ValueHeader) -> tuple[Any, ...]:
-    width = header.content_width
-    return header.dtype, header.num_shards, header.num_tokens, width, header.keyed
 
 
 def _judge_header(value: StoredValue) -> tuple[ValueHeader | None, str]:

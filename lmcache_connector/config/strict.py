@@ -137,8 +137,7 @@ ModelDigest = Annotated[
     str,
     Field(min_length=1, max_length=256),
     gone_value(
-        "sampled",
-        "leave model_digest out: the default reads every byte once and keeps the digest",
+        "sampled", "leave model_digest out: the default reads every byte once and keeps the digest"
     ),
 ]
 """``full``, or the user's name for the weights."""

@@ -248,7 +248,7 @@ class ConnectorConfig(StrictSettings):
     def trusts(self, peer: Address) -> bool:
         """Whether chunks loaded from ``peer`` at a request's wish may be kept and passed on."""
         is_ours = self.hash_key is not None or peer.is_loopback
-        return is_ours or any(peer == each for each in self.peer_addresses)
+        return is_ours or peer in self.peer_addresses
 
     def peer_tier_config(self) -> RedisTierConfig | None:
         """Settings for reading values from peers, as from Redis; ``None`` without peers."""

@@ -40,10 +40,7 @@ class CpuCopier:
         """``None``: on CPU the forward pass has ended when this is called."""
 
     def copy(
-        self,
-        copies: Sequence[BlockCopy],
-        direction: Literal["h2d", "d2h"],
-        after: object = None,
+        self, copies: Sequence[BlockCopy], direction: Literal["h2d", "d2h"], after: object = None
     ) -> int:
         """See :meth:`Copier.copy`."""
         for copy in copies:

@@ -124,11 +124,7 @@ class _Pipeline:
             self._wait()
 
     def run_staged(
-        self,
-        plans: Sequence[CopyPlan],
-        host: ChunkBuffers,
-        to_host: bool,
-        after: CudaFence | None,
+        self, plans: Sequence[CopyPlan], host: ChunkBuffers, to_host: bool, after: CudaFence | None
     ) -> None:
         """Transfer whole chunks; a kernel copies their rows between slot and cache."""
         self._reserve_slots(host.geometry.chunk_bytes)
@@ -141,11 +137,7 @@ class _Pipeline:
             self._wait()
 
     def _enqueue(
-        self,
-        plans: Sequence[CopyPlan],
-        staged: StagedCopy,
-        to_host: bool,
-        after: CudaFence | None,
+        self, plans: Sequence[CopyPlan], staged: StagedCopy, to_host: bool, after: CudaFence | None
     ) -> None:
         first = self._slots[0].stream
         if after is not None:
@@ -250,10 +242,7 @@ class CudaCopier:
         return CudaFence(event, self._device)
 
     def copy(
-        self,
-        copies: Sequence[BlockCopy],
-        direction: Literal["h2d", "d2h"],
-        after: Any = None,
+        self, copies: Sequence[BlockCopy], direction: Literal["h2d", "d2h"], after: Any = None
     ) -> int:
         """See :meth:`Copier.copy`."""
         with self._locks[direction], torch.cuda.device(self._device):

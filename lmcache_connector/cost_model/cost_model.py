@@ -228,14 +228,15 @@ class CostModel:
         return trial
 
     def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
-        """As many chunks as may be as slow as those of the tier's last load, one at least. One
-        alone takes as long as several where latency is all: the tier would look slow for ever."""
+        """As many chunks as may be as slow as those of the last load, about twice as many at most:
+        the tier may be far slower now. One alone would look slow for ever where latency is all."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
+        last_bytes, last_seconds = self._tiers[tier].last_load
         run = takewhile(lambda each: each is tier, offer.tiers[start:])
-        end = offer.end_up_to(start + len(list(run)))
+        end = offer.end_up_to(start + min(len(list(run)), 2 * last_bytes // offer.chunk_bytes))
         while end > first:
-            load_seconds = offer.bytes_of(end)[tier] * self._tiers[tier].last_seconds_per_byte
+            load_seconds = offer.bytes_of(end)[tier] * last_seconds / last_bytes
             if load_seconds + self._rest_seconds(offer, end) <= longest:
                 return end
             end = offer.end_up_to((start + end) // 2)

@@ -48,7 +48,7 @@ class TierSpeed:
         self.known = self.stalled = False
         # If all loads had one size, bandwidth explains them.
         self._fit = FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))
-        self.last_seconds_per_byte = 0.0  # of the last load, its latency included
+        self.last_load = 0, 0.0  # bytes and seconds, its latency included
         self._num_good = self._num_failed = 0.0
         self._changed_at = 0.0
         self._quiet_seconds = _FIRST_QUIET_SECONDS
@@ -123,7 +123,7 @@ class TierSpeed:
         if not (hung and self.stalled):  # a stall counts as one failure
             self._count(failed=hung)
         self.stalled = hung
-        self.last_seconds_per_byte = inf
+        self.last_load = 0, inf
         if num_bytes > 0:
             self._observe(now, num_bytes, seconds)
         elif not self.probed:
@@ -134,7 +134,7 @@ class TierSpeed:
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
         weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
         self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
-        self._changed_at, self.last_seconds_per_byte = now, seconds / num_bytes
+        self._changed_at, self.last_load = now, (num_bytes, seconds)
         self.known, self._starts_anew = True, False
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:

@@ -314,11 +314,7 @@ class Wire:
         self._line_buffer += self._line_scratch[:count]
 
     def _slice(
-        self,
-        move: _Move,
-        views: Sequence[memoryview],
-        deadline: Deadline,
-        silence: _Silence,
+        self, move: _Move, views: Sequence[memoryview], deadline: Deadline, silence: _Silence
     ) -> int:
         remaining = deadline.remaining()
         if remaining <= 0.0:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import SLICE_SECONDS, WireError, WireFault, wait_readable
+from lmcache_connector.net.wire import SLICE_SECONDS, Wire, WireError, WireFault, wait_readable
 from lmcache_connector.peers.commands import MAX_ASKED
 from lmcache_connector.peers.topology import HOST_PREFIX, PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.connections import Connections
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
 
@@ -50,7 +51,8 @@ class PeerLookup(RedisLookup):
 
         self._topology = topology
         self._namespace = config.namespace.encode()
-        self._owed: dict[Node, list[NodeLookup]] = {}  # oldest first
+        self._owed: dict[Wire, list[NodeLookup]] = {}  # not answered yet, oldest first
+        self._connections = Connections(self._servers, config.read_timeout_seconds, self._owed)
 
     @property
     def has_servers(self) -> bool:
@@ -69,62 +71,60 @@ class PeerLookup(RedisLookup):
         """Asks known, connected peers only; does not wait for name resolution."""
         self._servers.refresh()
         self._collect()
-        return self._send(keys, deadline)
+        node_lookups = self._send(keys, deadline)
+        for node_lookup in node_lookups:
+            self._owed.setdefault(node_lookup.wire, []).append(node_lookup)
+        return node_lookups
 
     def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
         """The answer is read later, to keep the connection. A late node is not asked until then."""
-        self._owed.setdefault(node_lookup.node, []).append(node_lookup)
 
     def maintain(self) -> None:
         self._collect()
-        if not self._owed:  # a late answer would look like unrequested bytes to `maintain`
-            super().maintain()
+        super().maintain()
 
     def _collect(self) -> None:
         """Read late answers."""
-        for node, owed in list(self._owed.items()):
-            left = [q for q in owed if q.indices and q.wire.fileno() >= 0]  # not closed
-            self._owed[node] = left
-            if not left:
-                del self._owed[node]
-        if not self._owed:
-            return
-        ready = wait_readable([owed[-1].wire for owed in self._owed.values()], 0.0)
+        ready = wait_readable([wire for wire in self._owed if wire.fileno() >= 0], 0.0)
         now = self._clock()
-        for node, owed in list(self._owed.items()):
-            if owed[-1].wire in ready:
-                is_over = self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
-            elif is_over := now - owed[0].asked_at > _OWED_SECONDS:
+        for wire, owed in list(self._owed.items()):
+            if wire in ready:
+                self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
+            elif wire.fileno() >= 0 and now - owed[0].asked_at > _OWED_SECONDS:
                 super().leave(owed[-1], is_silent=True)
-            if is_over:
-                del self._owed[node]
+            if wire.fileno() < 0:
+                self._owed.pop(wire, None)
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
         by_owner: dict[int, list[int]] = {}
         for index, owner in enumerate(map(self._topology.share.owner, keys)):
             by_owner.setdefault(owner, []).append(index)
-        nodes = {
-            self._topology.of_rank(peer, rank): list(indices)
+        since = self._clock() - _LATE_SECONDS
+        late = {owed[0].node for owed in self._owed.values() if owed[0].asked_at < since}
+        return {
+            node: list(indices)
             for peer in self._topology.peers()
             for rank, indices in by_owner.items()
+            if (node := self._topology.of_rank(peer, rank)) not in late
+            and not self._servers.is_open(node)
         }
-        since = self._clock() - _LATE_SECONDS
-        late = {node for node, owed in self._owed.items() if owed[0].asked_at < since}
-        usable = (n for n in nodes if n not in late and not self._servers.is_open(n))
-        return {node: nodes[node] for node in usable}
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
         asked = (keys[i : i + MAX_ASKED] for i in range(0, len(keys), MAX_ASKED))
         return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
 
     def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
-        owed = self._owed.get(node_lookup.node, ())  # answers come in order
-        node_lookup = next((q for q in owed if q.indices), node_lookup)
+        owed = self._owed[node_lookup.wire]
+        node_lookup = owed[0]  # answers come in order
         bits, indices = line[1:], node_lookup.indices
-        if line[:1] != b"+" or bits.strip(b"01") or not 0 < len(bits) <= len(indices):
+        if line[:1] != b"+" or bits.strip(b"01") or len(bits) != min(MAX_ASKED, len(indices)):
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
         node_lookup.counts.update(zip(indices, map(int, bits.decode()), strict=False))
         del indices[: len(bits)]
+        if not indices:
+            del owed[0]
+        if not owed:
+            del self._owed[node_lookup.wire]
 
     def found(self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]) -> list[bool]:
         return [place is not None for place in self.places(keys, node_lookups)]

@@ -95,16 +95,15 @@ class MappedPeers:
 
     def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], node: str, limit: Deadline
-    ) -> list[bool] | None:
-        """Per chunk: whether it was copied and verified. ``None``: use the socket instead; the
-        buffers hold garbage."""
-        address = self._address_of(node)
+    ) -> list[bool]:
+        """Per chunk: whether it was copied and verified. Use the socket for the others."""
+        hits, address = [False] * len(keys), self._address_of(node)
         if address is None or self.is_silent(node):
-            return None
+            return hits
         is_late = limit.remaining() < _FAIR_SECONDS
         try:
             with self._mapping(node, address, limit) as mapping:
-                return mapping.read(self._plan, keys, buffers, limit)
+                mapping.read(self._plan, keys, buffers, limit, hits)
         except _NotOffered:
             self._back_off(node, _NOT_OFFERED_SECONDS)
         except (WireError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread
@@ -114,7 +113,7 @@ class MappedPeers:
             is_late |= isinstance(error, WireError) and not error.is_peers_fault
             if not is_late:
                 self._back_off(node, _RETRY_SECONDS)
-        return None
+        return hits
 
     def is_silent(self, node: str) -> bool:
         """Whether mapping or reading the node's memory failed a moment ago."""
@@ -209,8 +208,9 @@ class _Mapping:
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         limit: Deadline,
-    ) -> list[bool]:
-        """Each batch is leased while the one before is copied."""
+        hits: list[bool],
+    ) -> None:
+        """Each batch is leased while the one before is copied. Note the ``hits``."""
         num_left, leased = [len(plan.stripes_of(key)) for key in keys], list[_Value]()
         values = _values(plan, keys, buffers)
         for batch in chain(
@@ -222,8 +222,8 @@ class _Mapping:
                 self._wire.send([command(b"LEASE", *(value.name for value in asked))], until)
             for value, place in zip(leased, self._places(len(leased), until), strict=True):
                 num_left[value.index] -= self._copy(plan.sealer, value, *place)
+                hits[value.index] = not num_left[value.index]
             leased = asked
-        return [not count for count in num_left]
 
     def _places(self, count: int, until: Deadline) -> Iterator[tuple[int, bytes]]:
         """Offset and header of each value of a ``LEASE``."""

@@ -174,7 +174,7 @@ class PeerTier:
         for node in dict.fromkeys(node for node in nodes if isinstance(node, str)):
             at = [i for i, each in enumerate(nodes) if each == node]
             some = [keys[i] for i in at], [buffers[i] for i in at]
-            came = mapped.read(*some, node, limit) or [False] * len(at)
+            came = mapped.read(*some, node, limit)
             for index, has_come in zip(at, came, strict=True):
                 hits[index] = has_come
         self._counters.count_chunks(sum(hits), ())
@@ -219,8 +219,8 @@ class PeerTier:
         nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
         if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
-        soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
         with self._asking:
+            soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
             places = self._lookup.find_places(keys, soon)
         end = places.index(None) if None in places else len(places)
         return [place for place in places[:end] if place is not None]

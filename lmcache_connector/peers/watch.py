@@ -44,10 +44,7 @@ class TransferWatch:
     """``reader``: identifies this instance to producers. Called on the scheduler's thread."""
 
     def __init__(
-        self,
-        config: RedisTierConfig,
-        reader: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: RedisTierConfig, reader: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
         self._reader = reader

@@ -103,7 +103,7 @@ NOT_PART_OF_IDENTITY = by_class(
             _POOLING: (
                 "use_activation dimensions step_tag_id returned_token_ids task requires_token_ids "
                 "skip_reading_prefix_cache late_interaction_params extra_kwargs output_kind"
-            ),
+            )
         },
     }
 )

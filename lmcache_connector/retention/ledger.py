@@ -87,10 +87,7 @@ class Ledger:
     ``None``: evictions are not announced."""
 
     def __init__(
-        self,
-        limits: Limits,
-        clock: Callable[[], float],
-        leaving: LeavingChunks | None = None,
+        self, limits: Limits, clock: Callable[[], float], leaving: LeavingChunks | None = None
     ) -> None:
         self.notes = Notes(clock)
         self._leaving = leaving

@@ -24,14 +24,7 @@ from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import (
-    AuditJob,
-    JobResult,
-    LoadJob,
-    PartRun,
-    PrefetchJob,
-    StoreJob,
-)
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, PrefetchJob, StoreJob
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 

@@ -93,11 +93,6 @@ class LoadState:
     def restart(self) -> None:
         self.end = None
 
-    def reset(self) -> None:
-        """The keys changed: nothing is stored under the new ones."""
-        self.is_allowed = False
-        self.end = None
-
 
 @dataclass(slots=True)
 class WitnessState:
@@ -220,7 +215,6 @@ class RequestState:
         """An audit found a mismatch: the request continues under other ``keys``."""
         self.keys = keys
         self.lookup.reset(keys)
-        self.load.reset()
         self.witness.reset()
         self.store.restart()
 

@@ -31,13 +31,7 @@ from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
-from lmcache_connector.plans import (
-    LoadedAdapterList,
-    LoadJob,
-    PrefillWork,
-    RankReport,
-    StepPlan,
-)
+from lmcache_connector.plans import LoadedAdapterList, LoadJob, PrefillWork, RankReport, StepPlan
 from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor

@@ -86,14 +86,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         self._device = model.device
         self._stream = processor.inputs_and_outputs.compute_stream
         name = f"{_ENGINE} {version(_ENGINE)} paged"
-        self._paged = PagedSequences(
-            settings,
-            name,
-            None,
-            model,
-            _layers(self._allocator),
-            label,
-        )
+        self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
         self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}
         """Tokens of each request in whole blocks that the tiers know. Requests not listed bypass

@@ -28,20 +28,9 @@ from transformers import PreTrainedModel
 
 from lmcache_connector.stepwise.form import as_blocks
 from lmcache_connector.stepwise.identity import ModelIdentity
-from lmcache_connector.stepwise.tiers import (
-    Counts,
-    LoadPlan,
-    StuckCopyError,
-    Tiers,
-    read_settings,
-)
+from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers, read_settings
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.cache import (
-    ForwardCall,
-    TieredCache,
-    by_name,
-    without_first,
-)
+from lmcache_connector.transformers.cache import ForwardCall, TieredCache, by_name, without_first
 from lmcache_connector.transformers.support import Alterations, find_form
 
 logger = logging.getLogger(__name__)

@@ -131,16 +131,14 @@ NOT_PART_OF_IDENTITY = by_class(
             _SUMS: (
                 "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
                 "enable_cutedsl_warmup enable_jit_warmup"
-            ),
+            )
         },
-        "MambaConfig": {
-            _SUMS: "backend ssu_algorithm",
-        },
+        "MambaConfig": {_SUMS: "backend ssu_algorithm"},
         "LoadConfig": {
             _PLACE: (
                 "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
                 "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location"
-            ),
+            )
         },
         "LoRAConfig": {
             _LIMIT: "max_lora_rank max_loras max_cpu_loras max_lora_cls_labels",
@@ -186,10 +184,10 @@ CONDITIONALLY_IGNORED = by_class(
         "ModelConfig": {
             "it is only a limit where the model's arithmetic does not depend on it": (
                 "max_model_len original_max_model_len"
-            ),
+            )
         },
         "LoadConfig": {
-            "it decides how files are read, where nothing else is loaded": "load_format",
+            "it decides how files are read, where nothing else is loaded": "load_format"
         },
     }
 )
@@ -316,7 +314,7 @@ OTHERS_HAVE: Mapping[str, Mapping[str, object]] = {
 }
 # Fields of 0.32 that another version lacks, with the value it behaves as.
 OTHERS_LACK: Mapping[str, Mapping[str, object]] = {
-    "_ModelInfo": {"supports_hc_sp": False, "supports_mamba_prefix_caching": False},
+    "_ModelInfo": {"supports_hc_sp": False, "supports_mamba_prefix_caching": False}
 }
 
 

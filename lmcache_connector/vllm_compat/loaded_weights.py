@@ -27,10 +27,7 @@ from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.config.tiered import check_settings
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.threads import Background, Task
-from lmcache_connector.vllm_compat.api.versions import (
-    VLLM_PACKAGE,
-    installed_version,
-)
+from lmcache_connector.vllm_compat.api.versions import VLLM_PACKAGE, installed_version
 from lmcache_connector.vllm_compat.tensor_digest import (
     closure,
     has_hidden_weights,

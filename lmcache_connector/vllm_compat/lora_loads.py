@@ -159,9 +159,7 @@ def _stamp_or_none(folder: Path) -> AdapterStamp | None:
         return None
 
 
-def _watch(
-    on_load: Callable[[Any, LoRARequest, Callable[[], Any]], Any],
-) -> Callable[[], None]:
+def _watch(on_load: Callable[[Any, LoRARequest, Callable[[], Any]], Any]) -> Callable[[], None]:
     """Call ``on_load(manager, request, load)`` whenever vLLM loads an adapter. Returns a function
     that ends this."""
     from vllm.lora.worker_manager import WorkerLoRAManager

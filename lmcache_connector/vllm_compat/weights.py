@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_connector.keys.kept_digests import KeptDigests
-from lmcache_connector.keys.weights_digest import (
-    code_files,
-    files_digest,
-    side_files,
-    weight_files,
-)
+from lmcache_connector.keys.weights_digest import code_files, files_digest, side_files, weight_files
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.weight_names import WeightFiles
 

@@ -138,10 +138,7 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
 
 
 def _engine_config(
-    settings: EngineSettings,
-    chunk_size: int,
-    redis_tier: RedisTier | None,
-    peers: PeerTier | None,
+    settings: EngineSettings, chunk_size: int, redis_tier: RedisTier | None, peers: PeerTier | None
 ) -> LMCacheEngineConfig:
     values: dict[str, Any] = {
         "chunk_size": chunk_size,

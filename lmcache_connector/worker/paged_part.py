@@ -72,12 +72,7 @@ class PagedPart:
         return bool(self.groups[0].planes)
 
     def copies(
-        self,
-        run: PartRun,
-        addresses: Sequence[int],
-        owners: object,
-        *,
-        to_chunks: bool,
+        self, run: PartRun, addresses: Sequence[int], owners: object, *, to_chunks: bool
     ) -> list[BlockCopy]:
         """Copies between a run's blocks and its leading chunks at ``addresses``, in memory kept
         alive by ``owners``. Raises :class:`CopyError` for a block listed for two groups."""

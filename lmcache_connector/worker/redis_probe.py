@@ -60,10 +60,7 @@ class RedisProbe:
     """
 
     def __init__(
-        self,
-        tier: RedisTier,
-        keys: Sequence[bytes],
-        clock: Callable[[], float] = time.monotonic,
+        self, tier: RedisTier, keys: Sequence[bytes], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tier = tier
         chunk_bytes = tier.geometries.of(keys[0]).chunk_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire
@@ -253,9 +253,11 @@ class Dial:
 
 
 class Connections:
-    """One thread's connections, one per node. ``idle_seconds``: see `Wire`."""
+    """One thread's connections, one per node. ``idle_seconds``: see `Wire`. ``owing``: those with
+    answers still to come, which on any other would be unrequested bytes."""
 
-    def __init__(self, servers: Servers, idle_seconds: float) -> None:
+    def __init__(self, servers: Servers, idle_seconds: float, owing: Container[Wire] = ()) -> None:
+        self._owing = owing
         self._servers = servers
         self._idle_seconds = idle_seconds
         self._wires: dict[Node, Wire] = {}
@@ -269,7 +271,7 @@ class Connections:
         """A live connection. Waits until ``deadline`` for a new one, except if the node's circuit
         is open. Raises `UnavailableError`."""
         wire = self._wires.get(node)
-        if wire is not None and wire.is_fresh():
+        if wire is not None and (wire in self._owing or wire.is_fresh()):
             return wire
         self._close(node)
         is_away = self._servers.is_open(node)
@@ -336,8 +338,7 @@ class Connections:
         return Deadline(float("-inf"), self._servers.clock)
 
     def _close(self, node: Node) -> None:
-        wire = self._wires.pop(node, None)
-        if wire is not None:
+        if (wire := self._wires.pop(node, None)) is not None:
             wire.close()
 
 

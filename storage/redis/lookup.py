@@ -72,8 +72,7 @@ class RedisLookup:
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
         """The number of leading keys that are complete in Redis; see `exist`."""
-        found = self.exist(keys, deadline, cancelled)
-        return num_leading(found)
+        return num_leading(self.exist(keys, deadline, cancelled))
 
     def exist(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
@@ -125,6 +124,8 @@ class RedisLookup:
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         node_lookups = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
+            if not deadline.remaining():
+                break  # to begin a command now would cost the connection
             asked = self._commands([keys[i] for i in by_node[node]])
             try:
                 wire = self._connections.get(node, connecting)

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import WireFault
-from lmcache_connector.storage.chunk_codec import (
-    HEADER_BYTES,
-    Sealer,
-    ValueHeader,
-    check_value,
-)
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer, ValueHeader, check_value
 from lmcache_connector.storage.compression import decompress
 from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.config import ValuePlan

@@ -182,8 +182,7 @@ class RedisTier:
         self._spoiled.add(key)
         if self._clock() - self._spoiled_at > _EPISODE_SECONDS:
             logger.warning(
-                "redis %s: a value failed verification; `lmcache-connector verify` checks all",
-                node,
+                "redis %s: a value failed verification; `lmcache-connector verify` checks all", node
             )
         self._spoiled_at = self._clock()
 

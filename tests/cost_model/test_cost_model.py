@@ -326,6 +326,18 @@ def test_memory_that_is_slow_for_one_chunk_is_used_for_many(latency: float) -> N
     assert requests[-1].decision.num_chunks == len(CPU_HIT)
 
 
+def test_a_trial_is_twice_as_large_as_the_last_at_most() -> None:
+    """Five chunks could be loaded at the speed of the first. Memory is slower by then."""
+    instance = SimulatedInstance({CPU: TrueSpeed(5.2e7), REDIS: STALLING}, noise=0.0)
+    instance.calibrate()
+    instance.cold_requests(2)
+    instance.tiers[CPU] = TrueSpeed(5.2e7 / 1e4)
+    requests = instance.requests(int(2 * QUIET_SECONDS), CPU_HIT)
+    tries = [r.decision.num_chunks for r in requests if r.decision.num_chunks]
+    assert tries[0] == 2
+    assert set(tries[1:]) <= {1}
+
+
 @pytest.mark.parametrize("redis", redis_speeds(), ids=str)
 def test_a_calibrated_instance_starts_near_the_best_choice(redis: TrueSpeed) -> None:
     requests = started(redis).requests(100, REDIS_HIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
-from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
@@ -28,6 +26,7 @@ from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
+from tests.lookup.test_background_lookup import GatedLookup
 from tests.support.clock import Clock
 from tests.support.measured import calibrate
 
@@ -36,21 +35,16 @@ PROMPT_TOKENS = 4 * CHUNK
 ONE_PART = (Part(Rule.PREFIX, (0,), 16),)
 
 
-class SlowLookup(AnyLookup):
+class SlowLookup(GatedLookup):
     """Each question takes the next of ``seconds`` on the test's clock. Redis holds all chunks, or
     the first ``num_held``."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._time = clock
         self.seconds: list[float] = []
-        self.last_seconds: dict[Tier, float] = {}
         self.num_held: int | None = None
-        self.gate = threading.Event()
         self.gate.set()
-
-    @property
-    def has_servers(self) -> bool:
-        return True
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
         assert self.gate.wait(30.0)
@@ -58,12 +52,6 @@ class SlowLookup(AnyLookup):
         self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
         num_held = len(keys) if self.num_held is None else self.num_held
         return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
-
-    def maintain(self) -> None:
-        """Nothing to connect."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class Told(KvEventLog):

@@ -19,7 +19,7 @@ import pytest
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire
 from lmcache_connector.peers import commands, mapped
-from lmcache_connector.peers.commands import NOWHERE, PLACE
+from lmcache_connector.peers.commands import NOWHERE, PLACE, Reply
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.peers.tier import PeerTier
@@ -252,7 +252,7 @@ def test_wrong_leases_are_no_hit(path: Path, lie: str) -> None:
         peers = mapped.MappedPeers(PLAN, found.socket_path)
         limit = Deadline(time.monotonic() + 5.0, time.monotonic)
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-        assert peers.read([chunk_key(0)], [buffer], node, limit) in (None, [False])
+        assert peers.read([chunk_key(0)], [buffer], node, limit) == [False]
         peers.close()
 
 
@@ -306,6 +306,10 @@ def reader_of_one(
     return peers, lambda: peers.read([chunk_key(0)], [buffer], node, limit)
 
 
+def node_of_one() -> str:
+    return f"host {name_of('one').engine}"
+
+
 @pytest.mark.parametrize("step_seconds", [0.0, 0.005], ids=["runs on", "loses the GIL"])
 def test_a_load_past_its_deadline_blames_no_owner(
     path: Path, chunks: HeldChunks, step_seconds: float
@@ -315,12 +319,12 @@ def test_a_load_past_its_deadline_blames_no_owner(
     with HostFolder(path).listen(name_of("one")):
         peers, read = reader_of_one(path, 0.0, lambda: next(steps) * step_seconds)
         for number in (1, 2):
-            assert read() is None
+            assert read() == [False]
             assert peers.num_failed == number, "it is asked again"
     with owner(path, chunks):
         peers, read = reader_of_one(path, 0.0)
-        assert read() in (None, [False])
-        assert not peers.is_silent(f"host {name_of('one').engine}")
+        assert read() == [False]
+        assert not peers.is_silent(node_of_one())
 
 
 def test_a_trickling_reply_of_an_owner_ends_with_the_loads_deadline(path: Path) -> None:
@@ -329,7 +333,7 @@ def test_a_trickling_reply_of_an_owner_ends_with_the_loads_deadline(path: Path) 
         thread = threading.Thread(target=_trickle, args=(listener,))
         thread.start()
         peers, read = reader_of_one(path, 0.3)
-        assert read() is None, "or it waits for ever"
+        assert read() == [False], "or it waits for ever"
         thread.join(10.0)
         assert not thread.is_alive()
         peers.close()
@@ -376,4 +380,31 @@ def test_batches_before_the_deadline_are_hits(
         assert [bytes(each) for each in buffers[:num_batches]] == of(list(range(num_batches)))
         assert peers.num_failed == 0
         assert read() == [True]
+        peers.close()
+
+
+@pytest.mark.parametrize("num_answers", [0, 1, 3])
+def test_batches_before_an_owner_falls_silent_are_hits(
+    path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_answers: int
+) -> None:
+    monkeypatch.setattr(mapped, "_BATCH_BYTES", GEOMETRY.chunk_bytes)
+    monkeypatch.setattr(mapped, "_ANSWER_SECONDS", 0.4)
+    numbers, may_go_on, lease = itertools.count(), threading.Event(), commands.Commands._lease
+
+    def leasing(*arguments: Any) -> Reply:
+        if next(numbers) >= num_answers:
+            assert may_go_on.wait(20.0)
+        return lease(*arguments)
+
+    monkeypatch.setattr(commands.Commands, "_lease", leasing)
+    keys, node = [chunk_key(i) for i in range(6)], node_of_one()
+    buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in keys]
+    with owner(path, chunks):
+        peers, _ = reader_of_one(path, 60.0)
+        limit = Deadline(time.monotonic() + 60.0, time.monotonic)
+        hits = peers.read(keys, buffers, node, limit)
+        may_go_on.set()
+        assert hits == [True] * num_answers + [False] * (6 - num_answers)
+        assert [bytes(each) for each in buffers[:num_answers]] == of(list(range(num_answers)))
+        assert (peers.num_failed, peers.is_silent(node)) == (1, True)
         peers.close()

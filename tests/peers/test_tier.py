@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,9 @@ import pytest
 from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.net.address import Address
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire, wait_readable
+from lmcache_connector.peers import lookup as peer_lookup
 from lmcache_connector.peers.commands import Commands, Greeting, Reply
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
@@ -25,11 +27,14 @@ from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
+from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult
+from tests.support.clock import Clock
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled
+from tests.support.peers.held_replies import HeldReplies, held_replies
 from tests.support.peers.hosts import read
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -54,7 +59,7 @@ def topology_of(addresses: Sequence[str], rank: int = 0, greeting: Greeting = OW
     return PeerTopology(settings(), parsed, greeting, Share(rank), time.monotonic)
 
 
-def at(*servers: PeerServer | int) -> list[str]:
+def at(*servers: PeerServer | HeldReplies | int) -> list[str]:
     ports = [each if isinstance(each, int) else each.port for each in servers]
     return [f"127.0.0.1:{port}" for port in ports]
 
@@ -221,34 +226,138 @@ def test_a_malformed_reply_misses_and_opens_the_circuit(said: bytes) -> None:
         lookup.close()
 
 
-class LateChunks(HeldChunks):
-    """While ``is_late``, the server's look-up blocks until the ``gate`` opens."""
-
-    is_late = False
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        super().__init__(indices)
-        self.gate = threading.Event()
-
-    def holds(self, key: bytes) -> bool:
-        if self.is_late:
-            self.gate.wait(20.0)
-        return super().holds(key)
+@contextmanager
+def late_peer(indices: Sequence[int]) -> Iterator[HeldReplies]:
+    with serving(HeldChunks(indices)) as server, held_replies(server.port) as late:
+        yield late
 
 
 def test_a_look_up_does_not_wait_for_a_late_peer() -> None:
     """Although it is connected, and no other peer has the chunk."""
-    late = LateChunks([2])
     with (
-        serving(late) as slow,
+        late_peer([2]) as late,
         serving(HeldChunks([0])) as quick,
-        looking(at(slow, quick)) as lookup,
+        looking(at(late, quick)) as lookup,
     ):
         once_dialled(lambda: exist(lookup, [0, 1, 2]) == [True, False, True])
-        late.is_late, started = True, time.monotonic()
+        late.is_holding = True
+        started = time.monotonic()
         assert exist(lookup, [0, 1, 2], 10.0) == [True, False, False]
         assert time.monotonic() - started < 5.0
-        late.gate.set()
+
+
+@dataclass
+class LateLookup:
+    """Asks one peer that holds chunks 1, 2 and 4; two chunks make a question. Its time stands."""
+
+    peer: HeldReplies
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        topology = self.topology = topology_of(at(self.peer))
+        self.lookup = PeerLookup(settings(), [PARTS], topology, self.clock, connect_share=1.0)
+        once_dialled(lambda: self.finds([1, 3]) == [True, False])
+        self.peer.is_holding = True
+
+    def ask(self, indices: Sequence[int]) -> list[NodeLookup]:
+        return self.lookup.ask([chunk_key(i) for i in indices], self.within(20.0))
+
+    def leave(self, indices: Sequence[int]) -> Wire:
+        """Ask, and do not wait for the answer."""
+        (asked,) = self.ask(indices)
+        await_answers([asked], self.within(-1.0))
+        return asked.wire
+
+    def finds(self, indices: Sequence[int], let: int = 0) -> list[bool]:
+        """Whether the peer holds each, once it has sent so many bytes."""
+        asked = self.ask(indices)
+        if let:
+            self.peer.let(let)
+        await_answers(asked, self.within(20.0))
+        return self.lookup.found([chunk_key(i) for i in indices], asked)
+
+    def within(self, seconds: float) -> Deadline:
+        return Deadline(time.monotonic() + seconds, time.monotonic)
+
+
+@pytest.fixture
+def late() -> Iterator[LateLookup]:
+    with patch.object(peer_lookup, "MAX_ASKED", 2), late_peer([1, 2, 4]) as peer:
+        late = LateLookup(peer)
+        yield late
+        late.lookup.close()
+
+
+@pytest.mark.parametrize("comes", ["before", "while asked"])
+def test_a_peer_answers_one_look_up_after_the_other(late: LateLookup, comes: str) -> None:
+    """However its answers are cut, on one connection."""
+    peers = late.topology.peers
+    answers = len(b"+01\r\n+1\r\n+1\r\n"), len(b"+01\r\n+0\r\n")
+    wires = set[Wire]()
+    for cut in range(answers[0] + 1):
+        wire = late.leave([0, 1, 2])
+        wires |= {wire, late.leave([4])}
+
+        def come(cut: int = cut, wire: Wire = wire) -> tuple[Node, ...]:
+            late.peer.let(cut)
+            assert not cut or wait_readable([wire], 20.0)
+            return peers()
+
+        if comes == "before":
+            come()
+            late.lookup.maintain()
+        with patch.object(late.topology, "peers", come if comes == "while asked" else peers):
+            (asked,) = late.ask([3, 4, 0])
+        late.peer.let(sum(answers) - cut)
+        await_answers([asked], late.within(20.0))
+        assert late.lookup.found([chunk_key(i) for i in (3, 4, 0)], [asked]) == [False, True, False]
+        wires.add(asked.wire)
+    assert len(wires) == 1
+
+
+def test_a_late_peer_is_asked_again_once_it_has_answered(late: LateLookup) -> None:
+    wire, answer = late.leave([1]), len(b"+1\r\n")
+    late.clock.now += 0.015
+    late.leave([2])
+    late.clock.now += 0.015
+    assert not late.ask([4])
+    late.peer.let(answer)
+    assert wait_readable([wire], 20.0)
+    late.leave([0])  # it owes the second answer for 15 ms only
+    late.clock.now += 0.015
+    assert not late.ask([4])
+    late.peer.let(2 * answer)
+    assert wait_readable([wire], 20.0)
+    assert late.finds([3, 4], len(b"+01\r\n")) == [False, True]
+
+
+def test_a_silent_peer_is_left_after_a_second(late: LateLookup) -> None:
+    wire = late.leave([1])
+    late.clock.now += 0.9
+    late.lookup.maintain()
+    assert wire.fileno() >= 0
+    late.clock.now += 0.2
+    late.peer.is_holding = False
+    late.lookup.maintain()
+    assert wire.fileno() < 0
+    once_dialled(lambda: late.finds([1, 3]) == [True, False])
+
+
+def test_a_look_up_without_time_costs_no_connection(late: LateLookup) -> None:
+    wire = late.leave([1])
+    assert not late.lookup.ask([chunk_key(1)], late.within(-1.0))
+    assert late.leave([2]) is wire
+
+
+def test_a_connection_that_breaks_takes_its_answers_along(late: LateLookup) -> None:
+    wire = late.leave([0, 1, 2])
+    late.leave([4])
+    late.peer.let(len(b"+0"))
+    late.peer.cut()
+    late.peer.is_holding = False
+    late.clock.now += 0.1
+    once_dialled(lambda: late.finds([2, 3]) == [True, False])
+    assert wire.fileno() < 0
 
 
 @pytest.mark.parametrize(

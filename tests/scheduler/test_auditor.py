@@ -115,6 +115,18 @@ def test_a_mismatch_says_of_what_request(
     assert serve(engine, tokens, **of_request) == 0
 
 
+def test_a_request_that_waits_during_a_mismatch_loads_what_is_stored_later(model: Path) -> None:
+    engine = calm(model, Shape(num_blocks=9, prefix_caching=False))
+    for _ in range(2):
+        engine.add(prompt(1, 2 * CHUNK + 5), 1)
+    book = engine.adapter.book
+    (root,) = {state.keys.identity.kv_root for state in book.states.values()}
+    assert len(book.separate(root)) == 2
+    engine.run_until_idle()
+    engine.check_whole()
+    assert loaded(engine) == 2
+
+
 # -- resets ------------------------------------------------------------------------------------
 
 

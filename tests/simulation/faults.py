@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from redis.crc import key_slot
 
@@ -55,15 +55,17 @@ class At:
     address: Address
 
 
-class Fault(Protocol):
+class Fault:
     """``server`` is the one it is aimed at."""
 
-    def begin(self, world: Deployment, server: RedisModel) -> None: ...
+    def begin(self, world: Deployment, server: Any) -> None:
+        raise NotImplementedError
 
-    def end(self, world: Deployment, server: RedisModel) -> None: ...
+    def end(self, world: Deployment, server: Any) -> None:
+        """Nothing is put back."""
 
 
-class _Changes:
+class _Changes(Fault):
     """Sets attributes of a server as its class says, and puts back their defaults."""
 
     changes: ClassVar[dict[str, Any]]
@@ -124,7 +126,7 @@ class FrozenServer(_Changes, is_frozen=True):
         server.thaw()
 
 
-class DyingServer:
+class DyingServer(Fault):
     """It ends, and starts again later, with its data or without."""
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
@@ -154,7 +156,7 @@ class RefusingServer(_Changes, refusal=None):
         server.refusal = world.chance.choice(self.errors)
 
 
-class ForgetfulServer:
+class ForgetfulServer(Fault):
     """It loses some values, or all."""
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
@@ -163,11 +165,8 @@ class ForgetfulServer:
             if world.chance.random() < share:
                 del server.entries[name]
 
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        """Nothing comes back."""
 
-
-class DamagedValues:
+class DamagedValues(Fault):
     """Values change at rest: a byte flips, the end is missing, another type, another's value."""
 
     def __init__(self, share: float = 0.3) -> None:
@@ -176,9 +175,6 @@ class DamagedValues:
     def begin(self, world: Deployment, server: RedisModel) -> None:
         names = [n for n in server.names() if b"-" in n]
         self.damage(world, [(server, name) for name in names])
-
-    def end(self, world: Deployment, server: RedisModel) -> None:
-        """Nobody repairs them but the product."""
 
     def damage(self, world: Deployment, values: Sequence[tuple[RedisModel, bytes]]) -> int:
         """Some of ``values``: how many."""
@@ -239,7 +235,7 @@ class LyingServer(_Changes, tamper=None):
         world.liars.add(server)
 
 
-class MovingSlots:
+class MovingSlots(Fault):
     """Slots go to other nodes of the cluster, some while they are in use, some to nobody."""
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
@@ -268,7 +264,7 @@ class MovingSlots:
             cluster.move_keys()
 
 
-class OrphanedSlots:
+class OrphanedSlots(Fault):
     """Nobody serves the slots of a node for a while, as in a cluster that has lost it."""
 
     def __init__(self) -> None:
@@ -287,7 +283,7 @@ class OrphanedSlots:
             world.cluster.assign(slot, server)
 
 
-class Failover:
+class Failover(Fault):
     """The master is gone for a while, and comes back as a replica of another."""
 
     def begin(self, world: Deployment, server: RedisModel) -> None:

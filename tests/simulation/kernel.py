@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -87,7 +88,6 @@ class Task:
 Waiter = tuple[Task, int]
 """A task, and its ticket when it began to wait."""
 Waiters = list[Waiter] | deque[Waiter]
-_Event = tuple[float, float, int, Callable[[], None] | None, Task | None, int, bool]
 
 
 class Kernel:
@@ -105,7 +105,7 @@ class Kernel:
         self.stall_chance = self.chance.choice([0.0, 0.02])
         self.num_switches = 0
         self._trace = trace
-        self._events: list[_Event] = []
+        self._events: list[tuple[float, float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._last_id = 0
         self._readings = 0
@@ -134,7 +134,8 @@ class Kernel:
         self.failures.append(f"at {self.now:.6f} s: {message}")
 
     def at(self, when: float, callback: Callable[[], None]) -> None:
-        self._push(when, callback, None, 0, False)
+        self._sequence += 1
+        heapq.heappush(self._events, (when, self.chance.random(), self._sequence, callback))
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         self.at(self.now + seconds, callback)
@@ -143,7 +144,7 @@ class Kernel:
         task = Task(self, process, run, name)
         process.tasks.append(task)
         if process.alive and not self.closing:
-            self._push(self.now + self._delay(), None, task, 0, True)
+            self.wake((task, 0))
         return task
 
     def kill(self, process: Process) -> None:
@@ -183,7 +184,7 @@ class Kernel:
         if task is None:
             raise SimulationFailure("only a task can wait")
         if seconds is not None:
-            self._push(self.now + max(0.0, seconds), None, task, task.ticket, False)
+            self.after(max(0.0, seconds), partial(self._go_on, task, task.ticket, False))
         woken: bool = self.hub.switch()
         if self.closing:
             raise TaskKilled
@@ -206,7 +207,7 @@ class Kernel:
 
     def wake(self, waiter: Waiter) -> None:
         """Unless its wait has ended meanwhile."""
-        self._push(self.now + self._delay(), None, *waiter, True)
+        self.after(self._delay(), partial(self._go_on, *waiter, True))
 
     def sleep(self, seconds: float) -> None:
         until = self.now + seconds
@@ -233,7 +234,8 @@ class Kernel:
         while not self.failures and not until():
             if not self._events or self._events[0][0] > end:
                 return False
-            self._next()
+            self.now, _, _, callback = heapq.heappop(self._events)
+            callback()
         return True
 
     def close(self) -> None:
@@ -247,39 +249,18 @@ class Kernel:
         self.current = None
         self._events.clear()
 
-    def _next(self) -> None:
-        when, _, _, callback, task, ticket, woken = heapq.heappop(self._events)
-        if task is None:
-            self.now = when
-            assert callback is not None
-            callback()
-            return
+    def _go_on(self, task: Task, ticket: int, woken: bool) -> None:
         if task.ticket != ticket or task.is_done or not task.process.alive:
             return
-        if when < task.process.frozen_until:
-            self._push(task.process.frozen_until, None, task, ticket, woken)
+        if self.now < task.process.frozen_until:
+            self.at(task.process.frozen_until, partial(self._go_on, task, ticket, woken))
             return
-        self.now = when
         self._readings = 0
         self.num_switches += 1
         task.ticket += 1
         self.current = task
         task.greenlet.switch(woken)
         self.current = None
-
-    def _push(
-        self,
-        when: float,
-        callback: Callable[[], None] | None,
-        task: Task | None,
-        ticket: int,
-        woken: bool,
-    ) -> None:
-        self._sequence += 1
-        heapq.heappush(
-            self._events,
-            (when, self.chance.random(), self._sequence, callback, task, ticket, woken),
-        )
 
     def _delay(self) -> float:
         """Seconds from a wake-up to the first instruction: mostly microseconds."""

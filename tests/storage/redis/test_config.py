@@ -32,12 +32,6 @@ def test_config_lists_every_problem() -> None:
         assert name in message
 
 
-def test_config_shows_no_secret() -> None:
-    shown = repr(RedisTierConfig(url="redis://u:hunter2@h", hash_key=b"another secret 1"))
-    assert "hunter2" not in shown
-    assert "another secret" not in shown
-
-
 # -- names of values -------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorMetadata,
@@ -24,11 +23,11 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.change_count import ChangeCount
-from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
@@ -57,7 +56,7 @@ from tests.support.doubles.shadow_cells import (
 from tests.support.doubles.shadow_config import Shape, build_scheduler
 from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
 from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
-from tests.support.doubles.shadow_worker import Faults, KeyBook, Pass, ShadowRank, Step, StepReport
+from tests.support.doubles.shadow_worker import Faults, KeyBook, Pass, ShadowRank, Step
 from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
 from tests.support.engine_core import merged, sampled, sampling
 
@@ -433,7 +432,12 @@ class ShadowEngine:
         outputs = []
         for rank in self.ranks:
             outputs.append(sampled({one.request_id: self._sample(one) for one in step.passes}))
-            outputs[-1].kv_connector_output = self._connector_output(rank.run(step))
+            outputs[-1].kv_connector_output = told = rank.run(step)
+            if self.shape.beside is not None and told.kv_connector_worker_meta is not None:
+                parts = [told.kv_connector_worker_meta, None]
+                told.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(
+                    tuple(parts if self.shape.beside == 0 else reversed(parts))
+                )
         self.scheduler.update_from_output(output, merged(self._aggregator, outputs))
         if self.shape.drafts:
             names = [r for r in output.num_scheduled_tokens if r in self.scheduler.requests]
@@ -447,20 +451,6 @@ class ShadowEngine:
         drafts = self._true_tokens(request_id, known + count)[known:]
         right = self.chance.randrange(count + 1)
         return [*drafts[:right], *((token + 1) % VOCABULARY for token in drafts[right:])]
-
-    def _connector_output(self, report: StepReport) -> KVConnectorOutput:
-        meta: KVConnectorWorkerMetadata | None = None
-        if report.report is not None:
-            meta = ReportMetadata((report.report,))
-            if self.shape.beside is not None:
-                parts = (meta, None) if self.shape.beside == 0 else (None, meta)
-                meta = MultiKVConnectorWorkerMetadata(parts)
-        return KVConnectorOutput(
-            finished_sending=set(report.finished_sending) or None,
-            finished_recving=set(report.finished_recving) or None,
-            invalid_block_ids=set(report.invalid_block_ids),
-            kv_connector_worker_meta=meta,
-        )
 
     def _sample(self, one: Pass) -> list[int]:
         """A token if the pass reached the end of what the request had, and each draft before it

@@ -104,9 +104,9 @@ class ForeignWorker:
             self._sending.remove(request_id)
             self._sent.add(request_id)
 
-    def take_finished(self) -> tuple[frozenset[str], frozenset[str], frozenset[int]]:
+    def take_finished(self) -> tuple[set[str], set[str], set[int]]:
         """Requests sent, requests received, and blocks that were not filled."""
-        out = frozenset(self._sent), frozenset(self._received), frozenset(self._lost)
+        out = self._sent, self._received, self._lost
         self._sent, self._received, self._lost = set(), set(), set()
         return out
 

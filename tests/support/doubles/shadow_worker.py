@@ -12,7 +12,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from vllm.v1.outputs import KVConnectorOutput
+
 from lmcache_connector.change_count import ChangeCount
+from lmcache_connector.connector import ReportMetadata
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.plans import (
     AuditJob,
@@ -87,14 +90,6 @@ class Step:
     weights: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    finished_sending: frozenset[str]
-    finished_recving: frozenset[str]
-    invalid_block_ids: frozenset[int]
-    report: RankReport | None
-
-
 @dataclass
 class Faults:
     """Chances, 0 to 1."""
@@ -161,7 +156,7 @@ class ShadowRank:
 
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
-    def run(self, step: Step) -> StepReport:
+    def run(self, step: Step) -> KVConnectorOutput:
         self._gate_is_closed = bool(step.zeroed)
         self.memory.zero(step.zeroed)
         self.run_some_jobs()
@@ -509,7 +504,7 @@ class ShadowRank:
         self._reads_weights = False
         return WeightsInMemory(answered=self._question, digest=step.weights)
 
-    def _report(self, weights: WeightsInMemory | None) -> StepReport:
+    def _report(self, weights: WeightsInMemory | None) -> KVConnectorOutput:
         done, self._done = self._done, []
         events, self._events = self._events, []
         num_changes = self.changes.number if self.changes is not None else 0
@@ -519,18 +514,19 @@ class ShadowRank:
         results = tuple(result for _, result in done)
         sent, received, lost = self.foreign.take_finished()
         own = {j.request_id for j, _ in done if isinstance(j, LoadJob) and not j.in_step}
-        return StepReport(
-            sent,
-            received | own,
-            lost,
-            RankReport(
-                self.rank,
-                tuple(events),
-                results,
-                weights=weights,
-                num_leaving=num_leaving,
-                num_changes=num_changes,
-            )
+        report = RankReport(
+            self.rank,
+            tuple(events),
+            results,
+            weights=weights,
+            num_leaving=num_leaving,
+            num_changes=num_changes,
+        )
+        return KVConnectorOutput(
+            finished_sending=sent or None,
+            finished_recving=received | own or None,
+            invalid_block_ids=lost,
+            kv_connector_worker_meta=ReportMetadata((report,))
             if done or events or weights
             else None,
         )
