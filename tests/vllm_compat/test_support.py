@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config
 from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.models import ModelRegistry
 from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
@@ -207,9 +208,13 @@ def drafted_config(model: Path) -> VllmConfig:
     ("what", "is_there"),
     [
         ("the scan of Mamba-1, for Jamba", lambda: hasattr(torch.ops._C, "selective_scan_fwd")),
+        (
+            "the choice of experts by a sigmoid, for MiniMax-M2",
+            lambda: 'assert self.scoring_func == "softmax"' not in inspect.getsource(CPURouter),
+        ),
         ("a model of Bamba", lambda: "BambaForCausalLM" in ModelRegistry.get_supported_archs()),
     ],
-    ids=["Jamba", "Bamba"],
+    ids=["Jamba", "MiniMax-M2", "Bamba"],
 )
 def test_what_vllm_does_not_run_on_cpu_cannot_be_tested(
     what: str, is_there: Callable[[], bool]
