@@ -388,7 +388,7 @@ def test_batches_before_an_owner_falls_silent_are_hits(
     path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_answers: int
 ) -> None:
     monkeypatch.setattr(mapped, "_BATCH_BYTES", GEOMETRY.chunk_bytes)
-    monkeypatch.setattr(mapped, "_ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(mapped, "_ANSWER_SECONDS", 1.5)
     numbers, may_go_on, lease = itertools.count(), threading.Event(), commands.Commands._lease
 
     def leasing(*arguments: Any) -> Reply:
