@@ -347,8 +347,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM's last call before the forward pass."""
-        if self._is_in_step:
-            self._step_failed()
         self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
