@@ -50,6 +50,14 @@ class Recovery:
             attempts += 1
         self.counts["attempts to hit"] += attempts
 
+    def remove_unsound(self, prompt: Tokens) -> None:
+        """As an operator does where no instance both loads and stores."""
+        for server, name in self.ledger.values_of(self.ledger.keys_of(prompt)):
+            entry = server.entries.get(name)  # a replica has its master's
+            if entry is not None and entry.value == self.deployment.damaged.get(name):
+                del server.entries[name]
+                self.counts["removed as unsound"] += 1
+
     def offers(self, writer: Instance, prompt: Tokens) -> None:
         """What Redis has lost and one instance holds in memory comes back to Redis, although nobody
         computes it again."""

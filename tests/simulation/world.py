@@ -251,6 +251,10 @@ class World:
         if ending < 0.4 and not self._plan.resets:
             reader = self._start_instance(reader.shape.role)
             self._wait(lambda: reader.is_up, _START_SECONDS, "START")
+        # Without a fixed lifetime, a value that only a consumer finds damaged stays.
+        lifetime_ends = not self._plan.shape.settings.get("redis_ttl_refresh", True)
+        if reader.shape.role == "kv_consumer" and not lifetime_ends:
+            recovery.remove_unsound(prompt)
         recovery.hits(reader, writer, prompt)
         if writer.num_resets:
             return  # what it has in memory from before, nobody asks for
