@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+if TYPE_CHECKING:  # vLLM cannot start once lmcache has been imported
+    from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 
 
 def empty(engine: LMCacheEngineAdapter) -> None:
