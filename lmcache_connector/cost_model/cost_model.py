@@ -234,7 +234,8 @@ class CostModel:
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
         last_bytes, last_seconds = self._tiers[tier].last_load
         run = takewhile(lambda each: each is tier, offer.tiers[start:])
-        end = offer.end_up_to(start + min(len(list(run)), 2 * last_bytes // offer.chunk_bytes))
+        most = 2 * last_bytes // max(1, offer.chunk_bytes)  # 0 if all layers have windows
+        end = offer.end_up_to(start + min(len(list(run)), most))
         while end > first:
             load_seconds = offer.bytes_of(end)[tier] * last_seconds / last_bytes
             if load_seconds + self._rest_seconds(offer, end) <= longest:
