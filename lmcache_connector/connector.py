@@ -338,26 +338,27 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.stop_copies()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM's first call of a step, before it prepares the step's inputs."""
         if self._is_in_step:
             self._step_failed()
-        if not isinstance(kv_connector_metadata, PlanMetadata):
+        self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
+        self._step, self._has_started_loads = None, False
+        if self._worker is None or not isinstance(kv_connector_metadata, PlanMetadata):
             return
-        if kv_connector_metadata.plan is not None:
-            self._tell("handle_preemptions", kv_connector_metadata.plan)
+        self._step = plan = kv_connector_metadata.plan
+        if plan is not None:
+            if plan.loads and plan.loads_in_step():
+                self._due = plan
+            self._tell("handle_preemptions", plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM's last call before the forward pass."""
-        self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
-        plan = connector_metadata.plan
-        if plan is not None and plan.loads and plan.loads_in_step():
-            self._due = plan
-        self._step, self._has_started_loads = plan, False
         try:
-            self._worker.start_forward(plan)
+            self._worker.start_forward(self._step)
         except Exception as error:  # noqa: BLE001 - logged there
-            self._worker_failed("start_forward", error, plan)
+            self._worker_failed("start_forward", error, self._step)
             self._step = None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -210,14 +210,13 @@ def test_a_step_of_the_first_runner(
 ) -> None:
     connector._ends_late = speculates
     for plan in ("first", "second"):
-        output = FirstRunner.maybe_get_kv_connector_output(
-            scheduled(plan), defer_finalize=speculates
-        )
-        with output:
-            assert recorder.of(plan) == ["start_forward"]
+        step = scheduled(plan)
+        connector.handle_preemptions(step.kv_connector_metadata)  # as its execute_model does
+        with FirstRunner.maybe_get_kv_connector_output(step, defer_finalize=speculates):
+            assert recorder.of(plan) == EVERYTHING[:2]
         if speculates:
             FirstRunner.finalize_kv_connector()
-    assert recorder.of("first") == recorder.of("second") == EVERYTHING[1:]
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING
 
 
 @pytest.mark.usefixtures("in_an_engine")

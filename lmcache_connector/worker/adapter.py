@@ -264,6 +264,8 @@ class WorkerAdapter:
             self._jobs.refuse(plan.later_stores())
         elif plan is not None and call != "handle_preemptions":
             made = [load.job for load in self._in_step]
+            if call == "start_forward":  # the forward pass needs these: they are made nevertheless
+                made += plan.loads_in_step()
             loads = [job for job in plan.loads if job not in made]
             self._jobs.refuse((*loads, *plan.stores, *plan.prefetches))
         if plan is not None:

@@ -391,3 +391,20 @@ def test_a_look_up_is_waited_for_if_one_tier_is_quick(sharing: LoadPolicy, clock
     load(sharing, 9, 0, 0.2, Tier.PEER, failed=True)
     assert sharing.lookup_seconds(0, PROMPT, {}) == 0.0
     assert sharing.are_tiers_stalled
+
+
+def test_a_trial_of_a_model_with_a_window_in_every_layer(clock: Clock) -> None:
+    """Its prompts have no chunks that every hit loads: a hit loads the last few alone."""
+    model = CostModel(clock, max_deadline_seconds=10.0)
+    policy = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, num_prefix_parts=0)
+    model.observe_load(Tier.CPU, CHUNK_BYTES, 10 * RECOMPUTE)
+    policy.observe_reports([forward(PROMPT, RECOMPUTE)] * 5)
+    loaded = {tier: CHUNK_BYTES * (tier is Tier.CPU) for tier in Tier}
+
+    def decided() -> LoadDecision:
+        return policy.decide(0, PROMPT, [], [Tier.CPU] * 4, ends=(4,), other_bytes=lambda _: loaded)
+
+    assert decided().num_chunks == 0
+    clock.now += 200.0
+    assert decided().num_chunks == 4
+    assert decided().num_chunks == 0  # a trial, then

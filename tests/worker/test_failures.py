@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,14 +60,17 @@ class Rank:
         self.connector.get_kv_connector_stats()
         self.connector.clear_connector_metadata()
 
-    def fail(self, plan: StepPlan | None, *, tells: bool, drafts: bool) -> None:
-        """The model raises. vLLM's first model runner ``tells`` the connector of the step's end all
-        the same, its second does not. Or the drafter raises, which runs within a step's end."""
+    def fail(self, plan: StepPlan | None, way: str) -> None:
+        """The model raises. vLLM's first model runner makes the later calls of the step all the
+        same ("told"), its second does not. Or the preparation of the step's inputs raises, or the
+        drafter, which runs within a step's end."""
         metadata = PlanMetadata(plan)
-        self.connector._ends_late = drafts
+        self.connector._ends_late = way == "a drafter"
         self.connector.handle_preemptions(metadata)
+        if way == "inputs":
+            return
         self.connector.bind_connector_metadata(metadata)
-        if drafts:
+        if way == "a drafter":
             self.connector.start_load_kv(None)
             self.connector.get_finished(set())
             return
@@ -74,7 +78,7 @@ class Rank:
             try:
                 raise PlantedError
             finally:
-                if tells:
+                if way == "told":
                     self.connector.start_load_kv(None)
                     self.connector.wait_for_save()
                     self.connector.get_finished(set())
@@ -162,15 +166,25 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     assert num_failed or call in {"handle_preemptions", "end_forward", "finish_step"}
 
 
-@pytest.mark.parametrize(
-    ("tells", "drafts"),
-    [(True, False), (False, False), (False, True)],
-    ids=["told", "not told", "a drafter"],
-)
-@pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])
-def test_after_a_step_that_raised_nothing_is_stored(
-    tells: bool, drafts: bool, planned: bool
+@pytest.mark.parametrize("call", CALLS[:2])
+def test_a_load_inside_a_step_that_begins_badly_is_made_and_reported_once(
+    rank: Rank, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM has planned the forward pass with it."""
+    check_hit(rank)
+    forget(rank)
+    load = replace(rank.load(), in_step=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.instance.worker, call, lambda plan: 1 / 0)
+        rank.step(StepPlan(loads=(load,)))
+    rank.step(StepPlan(idle=True))  # a second report would fail here
+    assert rank.results[load.job_id].outcome is Outcome.DONE
+    assert all(map(torch.equal, rank.instance.blocks(LOADED), rank.instance.blocks(range(8))))
+
+
+@pytest.mark.parametrize("way", ["inputs", "told", "not told", "a drafter"])
+@pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])
+def test_after_a_step_that_raised_nothing_is_stored(way: str, planned: bool) -> None:
     """Its blocks were not computed, and vLLM takes them for computed if its user goes on."""
     with running_valkey() as valkey:
         rank = Rank(make_instance(valkey.port))
@@ -179,9 +193,9 @@ def test_after_a_step_that_raised_nothing_is_stored(
         except ValueError:
             check_hit(rank)
             load, store, later = rank.load(), rank.store(), rank.store()
-            loads = () if drafts else (load,)  # one may have ended when a drafter runs
+            loads = () if way == "a drafter" else (load,)  # one may have ended when a drafter runs
             plan = StepPlan(loads=loads, stores=(store,)) if planned else None
-            rank.fail(plan, tells=tells, drafts=drafts)
+            rank.fail(plan, way)
             rank.step(StepPlan(stores=(later,)))
         rank.finish(*((*loads, store, later) if planned else (later,)))
         outcomes = {result.outcome for job, result in rank.results.items() if job >= load.job_id}
