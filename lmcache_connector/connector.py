@@ -73,9 +73,6 @@ class PlanMetadata(KVConnectorMetadata):
     plan: StepPlan | None
 
 
-NO_PLAN = PlanMetadata(None)
-
-
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
     """The reports of some ranks, on their way to the scheduler side."""
@@ -112,6 +109,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _step: StepPlan | None = None  # the plan of the step under way
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
+    _sent: PlanMetadata | None = None  # to the workers, last
+    _reached: KVConnectorMetadata | None = None  # this worker side, last
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
@@ -221,7 +220,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 guard.failed("build_connector_meta", error)
         if guard.has_updates:
             plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
-        return PlanMetadata(plan) if plan is not None else NO_PLAN
+        if self._sent is not None:
+            self._note_lost_step(self._sent)
+        self._sent = PlanMetadata(plan)
+        return self._sent
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -342,7 +344,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_in_step:
             self._step_failed()
         self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
-        self._step, self._has_started_loads = None, False
+        self._reached, self._step, self._has_started_loads = kv_connector_metadata, None, False
         if self._worker is None or not isinstance(kv_connector_metadata, PlanMetadata):
             return
         self._step = plan = kv_connector_metadata.plan
@@ -499,17 +501,32 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             METRICS, vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _workers_here(self) -> list[WorkerAdapter]:
-        """This connector's worker sides in the scheduler's process, if any."""
+    def _worker_connectors(self) -> list[LMCacheTieredConnector]:
+        """This engine's connectors of the worker role in the scheduler's process, if any."""
         if not has_kv_transfer_group():
             return []
         found = get_kv_transfer_group()
         connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
-        own = [c for c in connectors if isinstance(c, type(self))]
-        for connector in own:
+        engine_id = self._kv_transfer_config.engine_id
+        own = (each for each in connectors if isinstance(each, type(self)))
+        return [each for each in own if each._kv_transfer_config.engine_id == engine_id]
+
+    def _note_lost_step(self, sent: PlanMetadata) -> None:
+        """The last step has failed if no worker side has heard of it: the engine's user, who goes
+        on, has interrupted vLLM before its first call."""
+        here = self._worker_connectors()
+        if here and all(connector._reached is not sent for connector in here):
+            for connector in here:
+                connector._step, connector._has_started_loads = sent.plan, False
+                connector._step_failed()
+
+    def _workers_here(self) -> list[WorkerAdapter]:
+        """This connector's worker sides in the scheduler's process, if any."""
+        here = self._worker_connectors()
+        for connector in here:
             if connector._is_in_step:
                 connector._step_failed()
-        return [c._worker for c in own if c._worker is not None]
+        return [c._worker for c in here if c._worker is not None]
 
     @property
     def _scheduler_side(self) -> Scheduler:

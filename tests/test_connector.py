@@ -20,8 +20,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
 )
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
-from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.errors import ConfigError, FailureLog, UnsupportedError
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, RankReport, StepOutput
+from lmcache_connector.scheduler.guard import SchedulerGuard
 from tests.support.vllm_configs import vllm_config
 
 
@@ -107,8 +108,8 @@ class Recorder:
         """Nothing is counted."""
 
     def __getattr__(self, name: str) -> Callable[..., StepOutput[RankReport]]:
-        def told(plan: object = None) -> StepOutput[RankReport]:
-            self.calls.append((name, plan))
+        def told(*arguments: object) -> StepOutput[RankReport]:
+            self.calls.append((name, arguments[-1] if arguments else None))
             return StepOutput()
 
         return told
@@ -254,6 +255,25 @@ def test_stores_of_a_speculator_wait_for_its_pass(
     assert "end_forward" not in recorder.of("only")
     connector.wait_for_save()
     assert "end_forward" in recorder.of("only")
+
+
+@pytest.mark.usefixtures("in_an_engine")
+@pytest.mark.parametrize(("engine_id", "failed"), [("one", ["lost"]), ("another", [])])
+def test_a_step_that_reached_no_worker_of_the_engine_has_failed(
+    connector: LMCacheTieredConnector, recorder: Recorder, engine_id: str, failed: list[str]
+) -> None:
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    plans = iter(["first", "lost", "third", "fourth"])
+    planner._scheduler = SimpleNamespace(build_plan=lambda _: NamedPlan(next(plans)))
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    for each, name in ((connector, "one"), (planner, engine_id)):
+        each._kv_transfer_config = KVTransferConfig(engine_id=name)
+    for is_lost in (False, True, False, False):
+        metadata = planner.build_connector_meta(None)
+        if not is_lost:
+            connector.handle_preemptions(metadata)
+            connector.clear_connector_metadata()
+    assert [plan for call, plan in recorder.calls if call == "step_failed"] == failed
 
 
 def test_a_rank_stops_its_copies_before_it_sleeps(

@@ -64,8 +64,8 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
 
 
 def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:
-    """vLLM calls the connector also after a forward pass that raised, not after inputs that did.
-    The user goes on, as after Ctrl-C in a notebook."""
+    """vLLM calls the connector also after a forward pass that raised, and not at all in a step that
+    raised before. The user goes on, as after Ctrl-C in a notebook."""
     request_id = probe.add(prompt)
     probe.on_ranks(raise_in_next, call)
     with pytest.raises(PlantedError):
@@ -89,9 +89,10 @@ def raise_in_next(worker: Any, call: str) -> None:
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
-        ("_prepare_inputs", ""),
+        ("execute_model", ""),
         ("_model_forward", ""),
         # Each needs an engine; tests/worker/test_failures.py has the rule.
+        pytest.param("_prepare_inputs", "", marks=pytest.mark.soak),
         pytest.param("propose_draft_token_ids", "eagle", marks=pytest.mark.soak),
     ],
 )
