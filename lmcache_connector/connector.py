@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
@@ -68,9 +68,11 @@ _TWO_ENGINES = (
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs."""
+    """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs.
+    ``has_arrived``: at a worker side of the scheduler's process."""
 
     plan: StepPlan | None
+    has_arrived: bool = False
 
 
 @dataclass
@@ -110,7 +112,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _sent: PlanMetadata | None = None  # to the workers, last
-    _reached: KVConnectorMetadata | None = None  # this worker side, last
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
@@ -137,6 +138,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 does_both=self._does_both,
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
+            self._no_plan = PlanMetadata(None)  # most steps'
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -220,10 +222,12 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 guard.failed("build_connector_meta", error)
         if guard.has_updates:
             plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
-        if self._sent is not None:
-            self._note_lost_step(self._sent)
-        self._sent = PlanMetadata(plan)
-        return self._sent
+        sent = self._sent
+        if sent is not None and not sent.has_arrived and self._workers_are_here:
+            self._note_lost_step(sent.plan)
+        self._sent = sent = self._no_plan if plan is None else PlanMetadata(plan)
+        sent.has_arrived = False
+        return sent
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -344,9 +348,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_in_step:
             self._step_failed()
         self._is_in_step, self._handled, self._due = True, sys.exc_info()[1], None
-        self._reached, self._step, self._has_started_loads = kv_connector_metadata, None, False
+        self._step, self._has_started_loads = None, False
         if self._worker is None or not isinstance(kv_connector_metadata, PlanMetadata):
             return
+        kv_connector_metadata.has_arrived = True
         self._step = plan = kv_connector_metadata.plan
         if plan is not None:
             if plan.loads and plan.loads_in_step():
@@ -511,14 +516,16 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         own = (each for each in connectors if isinstance(each, type(self)))
         return [each for each in own if each._kv_transfer_config.engine_id == engine_id]
 
-    def _note_lost_step(self, sent: PlanMetadata) -> None:
-        """The last step has failed if no worker side has heard of it: the engine's user, who goes
-        on, has interrupted vLLM before its first call."""
-        here = self._worker_connectors()
-        if here and all(connector._reached is not sent for connector in here):
-            for connector in here:
-                connector._step, connector._has_started_loads = sent.plan, False
-                connector._step_failed()
+    @cached_property
+    def _workers_are_here(self) -> bool:
+        return bool(self._worker_connectors())
+
+    def _note_lost_step(self, plan: StepPlan | None) -> None:
+        """A step that did not arrive has failed: the engine's user, who goes on, has interrupted
+        vLLM before its first call."""
+        for connector in self._worker_connectors():
+            connector._step, connector._has_started_loads = plan, False
+            connector._step_failed()
 
     def _workers_here(self) -> list[WorkerAdapter]:
         """This connector's worker sides in the scheduler's process, if any."""
