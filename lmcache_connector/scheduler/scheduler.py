@@ -26,9 +26,9 @@ from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
 from lmcache_connector.kv_events.log import KvEvent, KvEventLog
 from lmcache_connector.kv_parts.blocks import BlocksInUse
-from lmcache_connector.kv_parts.part import Rule, keys_of_part
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import PENDING
-from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import LoadedAdapterList, LoadJob, PrefillWork, RankReport, StepPlan
@@ -61,8 +61,8 @@ _ASK_AGAIN_SECONDS = 10.0
 class Scheduler:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``kv_events`` records chunks that enter and leave the tiers, ``wanted`` the chunks of prompts,
-    ``loaded_adapters`` the adapters on the ranks, ``spans`` the trace of each request.
+    ``kv_events`` records chunks that enter and leave the tiers, ``loaded_adapters`` the adapters on
+    the ranks, ``spans`` the trace of each request.
     """
 
     settings: SchedulerSettings
@@ -75,7 +75,6 @@ class Scheduler:
     metrics: SchedulerMetrics
     auditor: Auditor
     loaded_adapters: LoadedAdapters
-    wanted: WantedChunks | None
     transfers: RequestTransfers
     spans: Spans = field(default_factory=Spans)
     clock: Callable[[], float] = time.monotonic
@@ -95,7 +94,7 @@ class Scheduler:
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
         self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
-        self._uses = PrefixUses(settings.parts, self.index)
+        self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)
         self.prefetcher = Prefetcher(settings, policy, tally, jobs.new_id, self.index)
@@ -183,10 +182,6 @@ class Scheduler:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        if self.wanted:
-            num_parts = len(self.settings.parts)
-            for part in range(num_parts):
-                self.wanted.note_uses(keys_of_part(state.keys.keys, part, num_parts))
         self._uses.add(state.keys.keys, state.claim)
         if self.settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
@@ -336,7 +331,6 @@ class Scheduler:
             idle=not scheduled,
             prefill=work if not has_loads else None,
             probe=probe,
-            wanted=self.wanted.take() if self.wanted and self.wanted.has_updates else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
