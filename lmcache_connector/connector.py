@@ -218,8 +218,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                     guard.unsent.clear()
                 if guard.unsent_in_step:
                     guard.unsent_in_step.clear()
-            except Exception as error:  # noqa: BLE001 - logged there
+            except BaseException as error:  # an interrupt loses the plan, too
                 guard.failed("build_connector_meta", error)
+                if not isinstance(error, Exception):
+                    raise
         if guard.has_updates:
             plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
         sent = self._sent
@@ -524,6 +526,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         """A step that did not arrive has failed: the engine's user, who goes on, has interrupted
         vLLM before its first call."""
         for connector in self._worker_connectors():
+            if connector._is_in_step:  # the step before has failed, too
+                connector._step_failed()
             connector._step, connector._has_started_loads = plan, False
             connector._step_failed()
 
