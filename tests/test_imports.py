@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1980, "handover": 65, "transformers": 835},
     {"connector": 571, "stepwise": 1275},
-    {"integrations": 435, "scheduler": 3615, "worker": 4100},
+    {"integrations": 435, "scheduler": 3615, "worker": 4115},
     {"lookup": 720, "vllm_compat": 2540},
-    {"config": 775, "copy_kv_blocks": 1170, "peers": 2845},
+    {"config": 775, "copy_kv_blocks": 1170, "peers": 2850},
     {
         "audit": 340,
         "cost_model": 1360,
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 510,
         "requests": 990,
         "retention": 785,
-        "storage/redis": 2940,
+        "storage/redis": 2980,
         "tracing": 85,
         "weight_names": 250,
     },

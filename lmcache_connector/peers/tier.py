@@ -20,6 +20,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
+from lmcache_connector.storage.redis.pending_read import Arrived, not_told, told_of
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
 
@@ -73,6 +74,7 @@ class PeerTier:
         buffers: Sequence[memoryview],
         deadline: float,
         cancelled: Callable[[], bool] = never,
+        arrived: Arrived = not_told,
         source: PeerSource | None = None,
     ) -> ReadResult:
         """As `RedisTier.read`: leading chunks, each from any peer that has it, or all from
@@ -86,7 +88,7 @@ class PeerTier:
             nodes = [self._topology.of_rank(node, self._share.owner(key)) for key in keys]
         else:
             nodes = [self._nodes_at(source, key) for key in keys]
-        return self._read_at(nodes, keys, buffers, limit)
+        return self._read_at(nodes, keys, buffers, limit, arrived)
 
     def read_ranks(
         self,
@@ -144,6 +146,7 @@ class PeerTier:
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         limit: Deadline,
+        arrived: Arrived = not_told,
     ) -> ReadResult:
         """``nodes``: of the leading chunks."""
         started = self._clock()
@@ -154,9 +157,9 @@ class PeerTier:
         if not left:
             return ReadResult(hits, self._clock() - started, cut_off=False)
         left_nodes = [nodes[i] for i in left if i < len(nodes)]
-        found = self._readers.read(
-            [keys[i] for i in left], [buffers[i] for i in left], lambda until: left_nodes, limit
-        )
+        wanted = [keys[i] for i in left], [buffers[i] for i in left]
+        told = told_of(left, len(keys), arrived)
+        found = self._readers.read(*wanted, lambda until: left_nodes, limit, told)
         for index, hit in zip(left, found.hits, strict=True):
             hits[index] = hit
         return ReadResult(hits, self._clock() - started, found.cut_off)

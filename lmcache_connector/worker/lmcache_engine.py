@@ -1,6 +1,7 @@
 """Stores and loads the chunks of one rank through LMCache's engine.
 
-``LMCacheEngine.store`` and ``.retrieve`` run unchanged, with three plugged-in components:
+``LMCacheEngine.store`` and, for loads from memory, ``.retrieve`` run unchanged, with three
+plugged-in components:
 
 - a token database that names chunks by the keys of the scheduler's plan (full 256 bits),
 - a GPU connector that copies all chunks of a run with one call of the copier,
@@ -8,7 +9,8 @@
 
 A memory object of LMCache's CPU tier holds one rank's share of one part of one chunk, in the
 canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Each run of a job (its
-chunks of one part) is one store or retrieve.
+chunks of one part) is one store or retrieve. Other loads ask the storage plugin themselves, and
+copy its chunks while more are coming.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from any thread that
 admits or evicts. Calls from the engine's step never wait for a lane.
@@ -389,34 +391,26 @@ class LMCacheEngineAdapter:
         asks_all: bool,
     ) -> None:
         """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
-        tokens = self._tokens(transfer)
-        is_read_from_owner = any(map(self.share.is_read_from_owner, transfer.run.keys))
-        if self._plugin is None or not (asks_all or is_read_from_owner):
-            self._engine.retrieve(tokens, transfer=transfer)
+        is_asked = asks_all or any(map(self.share.is_read_from_owner, transfer.run.keys))
+        if self._plugin is None or not is_asked:
+            self._engine.retrieve(self._tokens(transfer), transfer=transfer)
         else:
+            copy = partial(self._blocks.batched_to_gpu, starts=[], ends=[], transfer=transfer)
             is_cancelled = transfer.cancelled.is_set
             with self._plugin.load_context(
                 deadline, is_cancelled, source, asks_all=asks_all
             ) as context:
-                if is_read_from_owner or not (source is None or source.is_trusted):
-                    self._retrieve_once(transfer)
-                else:
-                    self._engine.retrieve(tokens, transfer=transfer)
+                context.arrived = copy
+                keys = map(self._database.engine_key, transfer.run.keys)
+                objects = self._plugin.batched_get_blocking(list(keys))
+            there = [memory for memory in objects if memory is not None]
+            copy(there)
+            for memory in there:
+                memory.ref_count_down()
             transfer.fetched = tuple(context.fetched)
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error
-
-    def _retrieve_once(self, transfer: RunTransfer) -> None:
-        """Bypass LMCache's engine, which would keep the chunks for other requests."""
-        objects = self._plugin.batched_get_blocking(
-            [self._database.engine_key(key) for key in transfer.run.keys]
-        )
-        there = [memory for memory in objects if memory is not None]
-        if there:
-            self._blocks.batched_to_gpu(there, [], [], transfer=transfer)
-        for memory in there:
-            memory.ref_count_down()
 
     def _take(self, job: LoadJob) -> tuple[MemoryObj, ...]:
         """Take references to the memory of the job's chunks."""

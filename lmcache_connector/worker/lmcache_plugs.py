@@ -30,7 +30,7 @@ from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.plans import Fetched, LayerDifference, LoadJob, PartRun, Tier
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
-from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.paged_part import PagedPart, piece
 from lmcache_connector.worker.waiting_jobs import StepGate
 
 UNIT_BYTES = 4096
@@ -209,8 +209,12 @@ class BlockCopyConnector(GPUConnectorInterface):
     def batched_to_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
-        """Never raises, because LMCache would leak its references: see ``transfer.error``."""
+        """Copy those of the run's leading chunks that were not copied yet. Never raises, because
+        LMCache would leak its references: see ``transfer.error``."""
         transfer: RunTransfer = kwargs["transfer"]
+        start, end = transfer.num_chunks, len(memory_objs)
+        if transfer.error is not None or start == end:
+            return
         if transfer.cancelled.is_set():
             transfer.error = TransferCancelled()
             return
@@ -220,14 +224,15 @@ class BlockCopyConnector(GPUConnectorInterface):
                 stored = value_bytes(memory, transfer.paged.geometry)
                 transfer.differences = transfer.compare(stored)
             else:
-                addresses = [obj.data_ptr for obj in memory_objs]
-                run = transfer.run
-                copies = transfer.paged.copies(run, addresses, memory_objs, to_chunks=False)
-                transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
+                objects = memory_objs[start:]
+                run = piece(transfer.run, start, end, transfer.paged.blocks_per_chunk)
+                addresses = [obj.data_ptr for obj in objects]
+                copies = transfer.paged.copies(run, addresses, objects, to_chunks=False)
+                transfer.num_bytes += self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return
-        transfer.num_chunks = len(memory_objs)
+        transfer.num_chunks = end
 
     def enqueue(self, job: LoadJob, parts: Sequence[PagedPart], load: QueuedLoad) -> None:
         """Copy all of a job's chunks ahead of the next forward pass. Raises the copy's errors."""

@@ -24,6 +24,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Fetched, PeerSource, Tier
+from lmcache_connector.storage.redis.pending_read import Arrived, told_of
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_plugs import ValueSizes, chunk_key_of, value_bytes
 
@@ -41,13 +42,15 @@ class LoadContext:
 
     ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
     from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the load reads only
-    chunks that other ranks of this engine store for this rank. ``fetched``: one entry per tier.
+    chunks that other ranks of this engine store for this rank. ``arrived`` gets the leading chunks
+    so far, while others are still read. ``fetched``: one entry per tier.
     """
 
     deadline: float
     cancelled: Callable[[], bool] = never
     source: PeerSource | None = None
     asks_all: bool = True
+    arrived: Callable[[list[MemoryObj]], None] = lambda objects: None
     fetched: list[Fetched] = field(default_factory=list)
 
 
@@ -132,14 +135,13 @@ class RemoteStoragePlugin(StoragePluginInterface):
         finally:
             self._contexts.store = StoreContext()
 
-    # LMCache calls these before a load. Only the load can tell which chunks still exist, so all
-    # count as present; a missing one ends the load.
+    # LMCache's engine asks these, and loads only from memory.
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return self._contexts.load is not None
+        return False
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        return len(keys) if self._contexts.load is not None else 0
+        return 0
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False
@@ -152,8 +154,14 @@ class RemoteStoragePlugin(StoragePluginInterface):
         if context is None:
             return [None] * len(keys)
         objects: list[MemoryObj | None] = [self.local_cpu_backend.get_blocking(k) for k in keys]
-        missing = self._allocate(keys, [i for i, found in enumerate(objects) if found is None])
-        hits = self._read([keys[i] for i in missing], list(missing.values()), context)
+        wanted = [i for i, found in enumerate(objects) if found is None]
+        missing = self._allocate(keys, wanted)  # some of them, if memory is short
+
+        def arrived(count: int) -> None:
+            context.arrived([objects[i] or missing[i] for i in range(count)])
+
+        told = told_of(wanted, len(keys), arrived)
+        hits = self._read([keys[i] for i in missing], list(missing.values()), context, told)
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
@@ -219,7 +227,11 @@ class RemoteStoragePlugin(StoragePluginInterface):
         """Do nothing: the tier's owner closes it, within a bound unknown to LMCache."""
 
     def _read(
-        self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
+        self,
+        keys: list[CacheEngineKey],
+        objects: list[MemoryObj],
+        context: LoadContext,
+        arrived: Arrived,
     ) -> list[bool]:
         """Read each chunk into its object from the first source that has it. Returns whether each
         was read. Every source but the last gets half of the remaining time."""
@@ -246,7 +258,8 @@ class RemoteStoragePlugin(StoragePluginInterface):
                 break
             until = context.deadline if number == len(reads) else _half(context.deadline)
             wanted = [names[i] for i in left], [values[i] for i in left]
-            result = read(*wanted, until, context.cancelled)
+            told = told_of(left, len(keys), arrived)
+            result = read(*wanted, until, context.cancelled, told)
             came = [index for index, hit in zip(left, result.hits, strict=True) if hit]
             for index in came:
                 hits[index] = True

@@ -127,13 +127,17 @@ def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
 def in_pieces(run: PartRun, size: int, blocks_per_chunk: int) -> Iterator[PartRun]:
     """Split a run into pieces of ``size`` chunks."""
     for start in range(0, len(run.keys), size):
-        end = min(start + size, len(run.keys))
-        first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))
-        yield replace(
-            run,
-            keys=run.keys[start:end],
-            chunks=run.chunks[start:end],
-            block_ids=tuple(ids[first:last] for ids in run.block_ids),
-            skip_blocks=run.skip_blocks if start == 0 else 0,
-            parents=(),
-        )
+        yield piece(run, start, min(start + size, len(run.keys)), blocks_per_chunk)
+
+
+def piece(run: PartRun, start: int, end: int, blocks_per_chunk: int) -> PartRun:
+    """The chunks of ``run`` from index ``start`` to ``end``."""
+    first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))
+    return replace(
+        run,
+        keys=run.keys[start:end],
+        chunks=run.chunks[start:end],
+        block_ids=tuple(ids[first:last] for ids in run.block_ids),
+        skip_blocks=run.skip_blocks if start == 0 else 0,
+        parents=(),
+    )

@@ -9,7 +9,7 @@ thread touches a buffer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,21 @@ from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.topology import Node
 
 _POLL_SECONDS = 0.05
+_TOLD_BYTES = 16 << 20
+
+Arrived = Callable[[int], None]
+"""Gets the number of leading chunks that have come, while others are still to come. Nobody else
+writes to their buffers any more."""
+
+
+def not_told(count: int) -> None:
+    pass
+
+
+def told_of(left: Sequence[int], num_chunks: int, arrived: Arrived) -> Arrived:
+    """``arrived`` for a read of the chunks at the indices ``left``; all others are there."""
+    ends = (*left, num_chunks)
+    return lambda count: arrived(ends[count])
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +98,9 @@ class PendingRead:
         # Chunks from this index on are useless: an earlier one is missing.
         self._end = len(keys)
         self._asked: set[int] = set()  # chunks of which a value was requested
+        self._num_come = 0  # leading chunks
+        self._step = max(1, _TOLD_BYTES * len(keys) // max(1, self.total_bytes))
+        self._tell_at = self._step
         self._active = 0
         self._closed = False
         chunks: dict[Node, list[int]] = {}
@@ -132,6 +150,10 @@ class PendingRead:
         """The value is received and verified."""
         with self._changed:
             self._left[request.chunk] -= 1
+            while self._num_come < self._end and not self._left[self._num_come]:
+                self._num_come += 1
+            if self._num_come >= self._tell_at:
+                self._changed.notify_all()
 
     def fail(self, request: ValueRequest, miss: Miss) -> None:
         """The value is unavailable, so its chunk is a miss. A chunk's first failure counts."""
@@ -158,15 +180,25 @@ class PendingRead:
 
     # Called by the caller.
 
-    def wait(self) -> None:
+    def wait(self, arrived: Arrived = not_told) -> None:
         """Return when all is settled or the deadline has passed, and no reader is inside."""
+        while count := self._wait_for_some():
+            arrived(count)
         with self._changed:
-            while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
-                self._changed.wait(min(left, _POLL_SECONDS))
             self._closed = True
             # Bounded: readers check the same deadline after every slice.
             while self._active:
                 self._changed.wait(_POLL_SECONDS)
+
+    def _wait_for_some(self) -> int:
+        """Wait for the next few leading chunks, and return how many have come; 0 at the end."""
+        with self._changed:
+            while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
+                if self._num_come >= self._tell_at:
+                    self._tell_at = self._num_come + self._step
+                    return self._num_come
+                self._changed.wait(min(left, _POLL_SECONDS))
+            return 0
 
     def hits(self) -> list[bool]:
         """Whether each chunk is complete and verified. Only after `wait`."""

@@ -205,24 +205,13 @@ class EngineModel:
             chunk.ref_count_down()
 
     def _find(self, keys: list[Any]) -> list[Chunk]:
-        """Leading chunks, those in memory from there, the others from the plugin."""
-        num_cpu = 0
-        while num_cpu < len(keys) and self.cpu.contains(keys[num_cpu]):
-            num_cpu += 1
+        """Leading chunks."""
         chunks: list[Chunk] = []
-        for key in keys[:num_cpu]:
+        for key in keys:
             chunk = self.cpu.get_blocking(key)
             if chunk is None:
-                return chunks
+                break
             chunks.append(chunk)
-        rest = keys[num_cpu:]
-        if rest and self._plugin is not None:
-            count = self._plugin.batched_contains(rest)
-            found = self._plugin.batched_get_blocking(rest[:count]) if count else []
-            for chunk in found:
-                if chunk is None:
-                    break
-                chunks.append(chunk)
         return chunks
 
     def close(self) -> None:

@@ -15,10 +15,14 @@ from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
+from lmcache_connector.worker import lmcache_engine
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import serving
-from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank
+from tests.support.waits import within
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key
 
 PARTS = PartGeometries((GEOMETRY,))
 
@@ -62,3 +66,38 @@ def test_chunks_that_the_source_lacks_are_misses() -> None:
         gone = PeerSource("127.0.0.1", free_ports(1), 1, is_trusted=True)
         assert second.load(2, MINE, source=gone) == 0
         assert second.engine.used_bytes == 0
+
+
+@pytest.mark.parametrize("num_own", [0, 1, 2])
+def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, num_own: int) -> None:
+    """The last chunk counts as read only once the one before is in the paged cache."""
+    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
+    settle, were_copied = PendingRead.settle, list[bool]()
+    with two() as (first, second, server):
+
+        def settling(self: PendingRead, request: ValueRequest) -> None:
+            if request.chunk == 3 - num_own:
+                were_copied.append(within(10.0, lambda: bool((second.cache[:, 2] == 12).all())))
+            settle(self, request)
+
+        first.store(1, MINE, 4)
+        if num_own:
+            second.store(1, MINE, num_own)
+        monkeypatch.setattr(PendingRead, "settle", settling)
+        source = PeerSource("127.0.0.1", server.port, 1, is_trusted=True)
+        assert second.load(1, MINE, source=source) == 4
+        assert were_copied == [True] * len(GEOMETRY.shards)
+        assert second.num_bytes == 4 * GEOMETRY.chunk_bytes, "each once"
+        assert second.engine.num_chunks == 4
+
+
+def test_nothing_behind_a_missing_chunk_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
+    with two() as (first, second, server):
+        first.store(1, MINE, 4)
+        first.engine.forget(key(1, 1))
+        source = PeerSource("127.0.0.1", server.port, 1, is_trusted=True)
+        assert second.load(1, MINE, source=source) == 1
+        assert not second.cache[:, 1:].any()

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
@@ -141,6 +142,25 @@ def test_leading_hits_have_the_bytes_that_were_put(
     for i, data in zip(asked[end:], found[end:], strict=True):
         assert data is None or data == kv_data(first + i)
     assert end == len(asked) or found[end] is None
+
+
+@pytest.mark.parametrize("missing", [0, 3, 6])
+def test_chunks_that_are_told_of_are_whole(
+    tier: RedisTier, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    first, told = next(_UNUSED), list[int]()
+    put(tier, [first + i for i in range(6) if i != missing])
+    buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in range(6)]
+    keys, views = [chunk_key(first + i) for i in range(6)], [memoryview(b) for b in buffers]
+
+    def arrived(count: int) -> None:
+        assert buffers[:count] == [kv_data(first + i) for i in range(count)]
+        told.append(count)
+
+    hits = tier.read(keys, views, time.monotonic() + 5.0, arrived=arrived).hits
+    assert told == sorted(set(told))
+    assert all(0 < count <= missing and all(hits[:count]) for count in told)
 
 
 def test_an_existing_value_stays(tier: RedisTier) -> None:
