@@ -292,7 +292,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on while a store or a prefetch runs, so that its end is reported."""
+        """Steps go on while a store runs, or a prefetch for a request that has ended, so that its
+        end is reported. A pause waits for no other prefetch, which a slow Redis may delay."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:

@@ -67,8 +67,12 @@ class PlannedJobs:
     @property
     def has_unattended(self) -> bool:
         """Whether there is an open job that no vLLM request waits for."""
-        jobs = (planned.job for planned in self._jobs.values())
-        return any(not isinstance(job, LoadJob) or job.in_step for job in jobs)
+        return any(
+            each.state.request.is_finished()
+            if isinstance(each.job, PrefetchJob)
+            else not isinstance(each.job, LoadJob) or each.job.in_step
+            for each in self._jobs.values()
+        )
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """Cancel and return the stores that read these blocks, which the step being planned may
