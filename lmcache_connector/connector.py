@@ -69,10 +69,11 @@ _TWO_ENGINES = (
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
     """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs.
-    ``has_arrived``: at a worker side of the scheduler's process."""
+    ``has_arrived``: at a worker side of the scheduler's process. ``number``: from 1 on."""
 
     plan: StepPlan | None
     has_arrived: bool = False
+    number: int = 0
 
 
 @dataclass
@@ -112,6 +113,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _sent: PlanMetadata | None = None  # to the workers, last
+    _num_steps = 0  # planned, or begun by this worker
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
@@ -218,14 +220,17 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                     guard.unsent.clear()
                 if guard.unsent_in_step:
                     guard.unsent_in_step.clear()
-            except Exception as error:  # noqa: BLE001 - logged there
+            except BaseException as error:  # an interrupt loses the plan, too
                 guard.failed("build_connector_meta", error)
+                if not isinstance(error, Exception):
+                    raise
         if guard.has_updates:
             plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
         sent = self._sent
         if sent is not None and not sent.has_arrived and self._workers_are_here:
             self._note_lost_step(sent.plan)
         self._sent = sent = self._no_plan if plan is None else PlanMetadata(plan)
+        self._num_steps = sent.number = self._num_steps + 1
         sent.has_arrived = False
         return sent
 
@@ -352,6 +357,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._step, self._has_started_loads = None, False
         if self._worker is None or not isinstance(kv_connector_metadata, PlanMetadata):
             return
+        if kv_connector_metadata.number > self._num_steps + 1:  # a step did not arrive
+            self._step_failed()
+            self._is_in_step = True
+        self._num_steps = kv_connector_metadata.number
         kv_connector_metadata.has_arrived = True
         self._step = plan = kv_connector_metadata.plan
         if plan is not None:
@@ -523,9 +532,12 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note_lost_step(self, plan: StepPlan | None) -> None:
         """A step that did not arrive has failed: the engine's user, who goes on, has interrupted
-        vLLM before its first call."""
+        vLLM before its first call. Workers of other processes notice it by the step's number."""
         for connector in self._worker_connectors():
+            if connector._is_in_step:  # the step before has failed, too
+                connector._step_failed()
             connector._step, connector._has_started_loads = plan, False
+            connector._num_steps += 1
             connector._step_failed()
 
     def _workers_here(self) -> list[WorkerAdapter]:

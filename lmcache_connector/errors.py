@@ -32,7 +32,7 @@ class FailureLog:
         self._clock = clock
         self._failed_at = float("-inf")
 
-    def note(self, call: str, error: Exception) -> None:
+    def note(self, call: str, error: BaseException) -> None:
         now = self._clock()
         if now - self._failed_at > _EPISODE_SECONDS:
             logger.error(

@@ -93,10 +93,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """The prompt of a request contains the chunks ``keys``, and every chunk before them."""
+    """The prompt of a request contains the chunks ``keys``, and every chunk before them.
+    ``may_write``: those that Redis lacks may be written to it."""
 
     claim: Claim
     keys: tuple[bytes, ...]
+    may_write: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,8 @@ class StepPlan:
     that no request waits for any more. ``vacated_stores``: stores of earlier steps whose blocks
     this step, and none before it, may overwrite. ``idle``: the step runs no forward pass.
     ``prefill``: the work of the forward pass, if worth timing. ``probe``: measure Redis again.
-    ``wanted``: chunks in memory to copy to Redis as well. ``uses``: chunks in memory that new
-    requests use. ``unwanted``: prefetched chunks that their requests did not use.
+    ``uses``: chunks in memory that new requests use. ``unwanted``: prefetched chunks that their
+    requests did not use.
 
     ``adapter_question``: list the LoRA adapters in memory (0: no question).
     ``weights_question``: read the weights in memory again (0: no question). ``acked_adapters``,
@@ -274,7 +276,6 @@ class StepPlan:
     idle: bool = False
     prefill: PrefillWork | None = None
     probe: bool = False
-    wanted: tuple[bytes, ...] = ()
     uses: tuple[PrefixUse, ...] = ()
     prefetches: tuple[PrefetchJob, ...] = ()
     unwanted: tuple[bytes, ...] = ()

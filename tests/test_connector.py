@@ -21,7 +21,16 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, FailureLog, UnsupportedError
-from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, RankReport, StepOutput
+from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.plans import (
+    CacheEvent,
+    JobResult,
+    LoadJob,
+    Outcome,
+    RankReport,
+    StepOutput,
+    StepPlan,
+)
 from lmcache_connector.scheduler.guard import SchedulerGuard
 from tests.support.vllm_configs import vllm_config
 
@@ -270,10 +279,58 @@ def test_a_step_that_reached_no_worker_of_the_engine_has_failed(
         each._kv_transfer_config = KVTransferConfig(engine_id=name)
     for is_lost in (False, True, False, False):
         metadata = planner.build_connector_meta(None)
-        if not is_lost:
+        if engine_id != "one":
+            connector.handle_preemptions(PlanMetadata(metadata.plan))  # of its own engine
+            connector.clear_connector_metadata()
+        elif not is_lost:
             connector.handle_preemptions(metadata)
             connector.clear_connector_metadata()
     assert [plan for call, plan in recorder.calls if call == "step_failed"] == failed
+
+
+@pytest.mark.usefixtures("in_an_engine")
+def test_of_two_steps_that_fail_in_a_row_both_are_known(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    plans = iter(["inputs fail", "never arrives", "third"])
+    planner._scheduler = SimpleNamespace(build_plan=lambda _: NamedPlan(next(plans)))
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    for each in (connector, planner):
+        each._kv_transfer_config = KVTransferConfig(engine_id="one")
+    connector.handle_preemptions(planner.build_connector_meta(None))
+    planner.build_connector_meta(None)
+    planner.build_connector_meta(None)
+    failed = [plan for call, plan in recorder.calls if call == "step_failed"]
+    assert failed == ["inputs fail", "never arrives"]
+
+
+def test_a_worker_of_another_process_notices_a_step_that_did_not_arrive(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    for number in (1, 2, 4, 5):
+        connector.handle_preemptions(PlanMetadata(None, number=number))
+        assert ("step_failed", None) not in recorder.calls or number > 2
+        connector.clear_connector_metadata()
+    assert recorder.calls == [("step_failed", None)]
+
+
+def test_after_an_interrupt_in_its_planning_the_next_plan_starts_over() -> None:
+    def interrupted(scheduler_output: object) -> None:
+        raise KeyboardInterrupt
+
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    started_over: list[None] = []
+    planner._scheduler = SimpleNamespace(
+        build_plan=interrupted, start_over=lambda: started_over.append(None), tally=Tally()
+    )
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    with pytest.raises(KeyboardInterrupt):
+        planner.build_connector_meta(None)
+    assert started_over == [None]
+    planner._scheduler.build_plan = lambda _: StepPlan()
+    metadata = planner.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    assert metadata.plan.starts_over
 
 
 def test_a_rank_stops_its_copies_before_it_sleeps(

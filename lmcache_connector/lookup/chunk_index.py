@@ -7,10 +7,10 @@ The index may be outdated: a load that misses a chunk fails, and the request is 
 never outdated for *firm* chunks: a rank evicts a chunk only after a plan has confirmed that the
 announcement of the eviction has arrived here.
 
-The scheduler tells workers two things that they cannot see. A request served by vLLM's own prefix
-cache loads and stores nothing, but its prompt is in use, and its hints apply to stored chunks
-(:class:`PrefixUses`). And a chunk found in memory is not looked up in Redis, so nothing would
-notice that Redis lacks it (:class:`WantedChunks`; see `worker.offers`).
+The scheduler tells workers what they cannot see: which chunks requests use (:class:`PrefixUses`). A
+request served by vLLM's own prefix cache loads and stores nothing, but its prompt is in use, and
+its hints apply to stored chunks. And a chunk found in memory is not looked up in Redis, so nothing
+else would notice that Redis lacks it: see `worker.offers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
-from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.hit import num_leading
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part, turn
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
@@ -155,11 +154,13 @@ class ChunkIndex:
 
 
 class PrefixUses:
-    """Collects uses of prompts for the next plan. ``new``: uses since the last plan."""
+    """Collects uses of prompts for the next plan. ``new``: uses since the last plan. ``stores``:
+    this instance stores."""
 
-    def __init__(self, parts: Sequence[Part], index: ChunkIndex) -> None:
+    def __init__(self, parts: Sequence[Part], index: ChunkIndex, *, stores: bool) -> None:
         self._parts = parts
         self._index = index
+        self._stores = stores
         self.new: list[PrefixUse] = []
 
     def add(self, chunk_keys: Sequence[bytes], claim: Claim) -> None:
@@ -180,50 +181,8 @@ class PrefixUses:
                     break
             keys += last.values()
         if keys:
-            self.new.append(PrefixUse(claim, tuple(keys)))
+            self.new.append(PrefixUse(claim, tuple(keys), self._stores))
 
     def take(self) -> tuple[PrefixUse, ...]:
         new, self.new = tuple(self.new), []
         return new
-
-
-INTERVAL_SECONDS = 15.0
-"""A chunk is reported once in this time, however many requests use it."""
-_MAX_PER_STEP = 256
-_MAX_TRACKED = 1 << 16
-
-
-class WantedChunks:
-    """Collects chunks that requests use, at most once per interval and chunk. O(1) per chunk.
-    ``clock`` returns seconds. ``has_updates``: whether :meth:`take` has something to return.
-
-    Chunks that live in Redis for ``ttl_seconds`` are reported several times per lifetime.
-    """
-
-    def __init__(
-        self, index: ChunkIndex, clock: Callable[[], float], ttl_seconds: float | None = None
-    ) -> None:
-        self._index = index
-        self._clock = clock
-        self._interval_seconds = INTERVAL_SECONDS
-        if ttl_seconds is not None:
-            self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
-        self._told_at: Latest[bytes, float] = Latest(_MAX_TRACKED)
-        self._updates: list[bytes] = []
-        self.has_updates = False
-
-    def note_uses(self, keys: Sequence[bytes]) -> None:
-        now = self._clock()
-        for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
-            if len(self._updates) >= _MAX_PER_STEP:
-                return
-            if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
-                self._told_at[key] = now
-                self._updates.append(key)
-                self.has_updates = True
-
-    def take(self) -> tuple[bytes, ...]:
-        """Chunks to report to the workers, 256 at most."""
-        updates, self._updates = tuple(self._updates), []
-        self.has_updates = False
-        return updates

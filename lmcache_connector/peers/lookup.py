@@ -154,14 +154,15 @@ def enough(
     lookups: Sequence[RedisLookup], keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
 ) -> Callable[[Sequence[NodeLookup]], bool]:
     """Whether to stop waiting: every key has a place, or all but late peers have answered."""
-    first_answer: list[float] = []
+    first_answer_at: float | None = None
 
     def is_enough(left: Sequence[NodeLookup]) -> bool:
+        nonlocal first_answer_at
         if len(left) == len(node_lookups):
             return False
         now = time.monotonic()
-        first_answer.append(now)
-        if now - first_answer[0] > _LATE_SECONDS and all(
+        first_answer_at = now if first_answer_at is None else first_answer_at
+        if now - first_answer_at > _LATE_SECONDS and all(
             isinstance(node_lookup.asker, PeerLookup) for node_lookup in left
         ):
             return True

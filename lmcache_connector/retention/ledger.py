@@ -90,6 +90,8 @@ class Ledger:
         self, limits: Limits, clock: Callable[[], float], leaving: LeavingChunks | None = None
     ) -> None:
         self.notes = Notes(clock)
+        self.on_noted_use: Callable[[Iterable[bytes]], None] = lambda keys: None
+        """Called with the chunks in use that may be written to Redis."""
         self._leaving = leaving
         # Claims on chunks that are still being stored, with their times: of the newest chunks, the
         # first claims of each.
@@ -168,7 +170,10 @@ class Ledger:
         while num_left > 0 and (noted := self.notes.take_use()) is not None:
             use, at = noted
             self._latest = max(self._latest, at)  # another method may have read the clock later
-            num_left -= 1 + self._use(use.keys, use.claim, (), self._latest)
+            used = self._use(use.keys, use.claim, (), self._latest)
+            num_left -= 1 + len(used)
+            if use.may_write:
+                self.on_noted_use(used)
             for key in use.keys:
                 if key not in self._chunks:
                     claims = self._awaited[key] = self._awaited.get(key, {})
@@ -246,8 +251,8 @@ class Ledger:
 
     def _use(
         self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
-    ) -> int:
-        """Returns the number of chunks used, predecessors of ``keys`` included."""
+    ) -> dict[bytes, _Chunk]:
+        """Returns the chunks used, predecessors of ``keys`` included."""
         self._lapse(now)
         tail_first = self._prefix(keys, parents)
         pins = claim.pin
@@ -260,7 +265,7 @@ class Ledger:
             self._watch(key, chunk)
         if self._leaving is not None:
             self._leaving.keep(tail_first)
-        return len(tail_first)
+        return tail_first
 
     def _give_up(self, keys: Iterable[bytes], now: float) -> None:
         for key in keys:

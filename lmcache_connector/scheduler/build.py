@@ -23,7 +23,7 @@ from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
-from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
@@ -77,9 +77,6 @@ def build_scheduler(
     if (asked := _lookup(config, model, vllm_config)) is not None:
         lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, clock)
         metrics = SchedulerMetrics(tally, clock, lookup.take_seconds, asked.servers)
-    wanted = None
-    if settings.stores and config.redis_tier_config() is not None:
-        wanted = WantedChunks(index, clock, config.redis_ttl_seconds)
     make_hasher = partial(make_root_hasher, config, model.lookahead)
     learn = partial(learn_start, model, policy, asked, noise, index, events)
     identifier = RequestIdentifier(
@@ -109,7 +106,6 @@ def build_scheduler(
         metrics,
         Auditor(settings, index, sampler, noise, tally, model=model.name),
         loaded,
-        wanted,
         transfers,
         make_spans(vllm_config),
     )

@@ -70,7 +70,7 @@ class SchedulerGuard:
         self._refused: list[str] = []  # promised, but no job reaches the workers
         self._last_id = 0
 
-    def failed(self, call: str, error: Exception) -> None:
+    def failed(self, call: str, error: BaseException) -> None:
         self._failures.note(call, error)
         self._side.tally.count("scheduler_failures")
         self._must_reset |= call == "reset_cache"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_connector.plans import JobResult, LoadJob, PrefetchJob, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
 
 
@@ -21,6 +21,24 @@ class PlannedJob:
     num_chunks: int
     reads: frozenset[int] = frozenset()
     results: list[JobResult] = field(default_factory=list)
+
+    def span_attributes(self) -> dict[str, str | int | float]:
+        results = self.results
+        return {
+            "chunks": len(self.job.keys),
+            "chunks_done": self.num_chunks,
+            "bytes": sum(result.num_bytes for result in results),
+            "fetched_bytes": sum(result.fetched_bytes for result in results),
+            "waited_seconds": max((result.waited_seconds for result in results), default=0.0),
+            "outcome": next(
+                (r.outcome.value for r in results if r.outcome is not Outcome.DONE), "done"
+            ),
+        }
+
+
+def span_name(job: LoadJob | StoreJob | PrefetchJob) -> str:
+    kind = type(job).__name__.removesuffix("Job").lower()
+    return f"{kind} {job.job_id}"
 
 
 class PlannedJobs:

@@ -16,7 +16,7 @@ the engine's scheduler thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,21 +24,34 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmcache_connector.change_count import RankChanges
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
-from lmcache_connector.kv_events.log import KvEvent, KvEventLog
+from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
+from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.kv_parts.blocks import BlocksInUse
-from lmcache_connector.kv_parts.part import Rule, keys_of_part
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import PENDING
-from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
-from lmcache_connector.plans import LoadedAdapterList, LoadJob, PrefillWork, RankReport, StepPlan
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadedAdapterList,
+    LoadJob,
+    Outcome,
+    PartRun,
+    PrefetchJob,
+    PrefillWork,
+    RankReport,
+    StepPlan,
+    StoreJob,
+    Tier,
+)
 from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
-from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
-from lmcache_connector.scheduler.jobs import PlannedJobs
+from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs, span_name
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefetcher import Prefetcher
@@ -61,8 +74,8 @@ _ASK_AGAIN_SECONDS = 10.0
 class Scheduler:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``kv_events`` records chunks that enter and leave the tiers, ``wanted`` the chunks of prompts,
-    ``loaded_adapters`` the adapters on the ranks, ``spans`` the trace of each request.
+    ``kv_events`` records chunks that enter and leave the tiers, ``loaded_adapters`` the adapters on
+    the ranks, ``spans`` the trace of each request.
     """
 
     settings: SchedulerSettings
@@ -75,7 +88,6 @@ class Scheduler:
     metrics: SchedulerMetrics
     auditor: Auditor
     loaded_adapters: LoadedAdapters
-    wanted: WantedChunks | None
     transfers: RequestTransfers
     spans: Spans = field(default_factory=Spans)
     clock: Callable[[], float] = time.monotonic
@@ -95,26 +107,10 @@ class Scheduler:
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
         self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
-        self._uses = PrefixUses(settings.parts, self.index)
+        self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)
         self.prefetcher = Prefetcher(settings, policy, tally, jobs.new_id, self.index)
-        self._dispatcher = JobDispatcher(
-            settings,
-            self.book,
-            self.index,
-            policy,
-            jobs,
-            self._loads,
-            self._stores,
-            self.prefetcher,
-            self.auditor,
-            self.witness,
-            self.held,
-            self.kv_events,
-            self.spans,
-            self.transfers,
-        )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._was_asked = False  # for hits, since the last plan
@@ -183,10 +179,6 @@ class Scheduler:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        if self.wanted:
-            num_parts = len(self.settings.parts)
-            for part in range(num_parts):
-                self.wanted.note_uses(keys_of_part(state.keys.keys, part, num_parts))
         self._uses.add(state.keys.keys, state.claim)
         if self.settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
@@ -209,7 +201,7 @@ class Scheduler:
         if not (self.settings.loads and state.load.is_allowed):
             self._stores.end_a_step_at_the_last_border(request)
             return 0
-        self._dispatcher.cancel_overwritten()
+        self._cancel_overwritten()
         if self.transfers.find(state, num_computed_tokens, self._wait) is PENDING:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
@@ -257,8 +249,8 @@ class Scheduler:
         self._refused = ("", 0)
         state = self.book.states[request.request_id]
         self._loads.planned(state, job, num_external_tokens)
-        self._dispatcher.stop_prefetch(state, frozenset(job.keys))
-        self._dispatcher.start(state, job)
+        self._stop_prefetch(state, frozenset(job.keys))
+        self._start(state, job)
         if job.in_step:
             self.witness.loaded(state, job, len(job.keys))
             left = request.num_tokens - state.load.offered_from - num_external_tokens
@@ -269,7 +261,7 @@ class Scheduler:
         self._ask_until.pop(request.request_id, None)
         self._begins(request, request.num_tokens - request.num_computed_tokens)
         if (state := self.book.get(request.request_id)) is not None:
-            self._dispatcher.stop_prefetch(state)
+            self._stop_prefetch(state)
 
     def _begins(self, request: Request, num_tokens: int) -> None:
         """``num_tokens`` of the request remain to compute."""
@@ -316,7 +308,7 @@ class Scheduler:
         self._plan_stores(scheduler_output)
         if self.prefetcher.waiting:
             for state, job in self.prefetcher.plan(self.hits):
-                self._dispatcher.start(state, job)
+                self._start(state, job)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked = False
@@ -336,7 +328,6 @@ class Scheduler:
             idle=not scheduled,
             prefill=work if not has_loads else None,
             probe=probe,
-            wanted=self.wanted.take() if self.wanted and self.wanted.has_updates else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
@@ -353,7 +344,7 @@ class Scheduler:
         if self.held.is_holding:
             self.held.next_step()
         if self.witness.reused:
-            self._dispatcher.cancel_overwritten()
+            self._cancel_overwritten()
         scheduled = scheduler_output.num_scheduled_tokens
         block_state = scheduler_output.kv_connector_block_state  # an empty step may have none
         offers = block_state.boundary_state_offloads if block_state is not None else {}
@@ -389,7 +380,7 @@ class Scheduler:
         if self.auditor.is_due(state, num_tokens):
             audit = self.auditor.plan(state, self.jobs.new_id(), block_ids)
             if audit is not None:
-                self._dispatcher.start(state, audit)
+                self._start(state, audit)
 
     def _plan_store(
         self,
@@ -400,7 +391,7 @@ class Scheduler:
     ) -> None:
         job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids, snapshots)
         if job is not None:
-            self._dispatcher.start(state, job)
+            self._start(state, job)
 
     def _snapshots(self, state: RequestState, offers: Sequence[StateOffer]) -> list[Snapshot]:
         """Recurrent states at chunk ends, in parts for which vLLM offers the states of all
@@ -466,7 +457,7 @@ class Scheduler:
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what remains of a finished request, and cancel its load."""
         self.auditor.drop(state)
-        self._dispatcher.stop_prefetch(state)
+        self._stop_prefetch(state)
         request = state.request
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until the load is reported.
@@ -508,11 +499,11 @@ class Scheduler:
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
             if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
-                self._dispatcher.drop_unsent_stores()
+                self._drop_unsent_stores()
                 self.book.forget_encoded()
                 self._doubt_weights()
             for result in report.results:
-                short_loads += self._dispatcher.report(report.rank, result)
+                short_loads += self._apply_result(report.rank, result)
         if not self.book.weights.name:
             self._name_weights()
         for report in reports:
@@ -555,6 +546,98 @@ class Scheduler:
         self.book.close()
         self.transfers.close()
 
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def _start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
+        """Hand the job to the workers with the next plan."""
+        for run in job.runs if self.book.has_current_keys(state) else ():
+            if run.part == 0:  # one event per chunk, not per part
+                describe = partial(self._describe, state, run)
+                keys = run.keys[:-1] if run.tail_tokens else run.keys  # routers look for no tails
+                self.kv_events.describe(keys, job.job_id, describe)
+        self.auditor.learn(job)
+        if self.spans.is_on:
+            self.spans.begin(state.request, span_name(job))
+        self.jobs.add(state, job)
+        if isinstance(job, StoreJob):
+            self.held.pin(job)
+            self.policy.store_planned(job)
+
+    def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
+        sizes = self.settings.chunk_size, self.witness.hash_block_size
+        shared = self.book.is_shared(state)
+        return describe_chunk(
+            state.request, run.chunks[index], state.keys.keys, *sizes, shared=shared
+        )
+
+    def _stop_prefetch(self, state: RequestState, loaded: Collection[bytes] = ()) -> None:
+        """The request no longer waits; it loads ``loaded`` now."""
+        for job in self.prefetcher.release(state, loaded):
+            self.jobs.cancel_load(job)
+
+    def _abandon(self, states: Iterable[RequestState]) -> None:
+        """Cancel loads, prefetches and audits of requests whose keys have changed or are void."""
+        for state in states:
+            if state.load.job is not None:
+                self.jobs.cancel_load(state.load.job)
+            self._stop_prefetch(state)
+            self.auditor.drop(state)
+
+    def _drop_unsent_stores(self) -> None:
+        """Drop stores that might read KV of other weights than their keys name: vLLM announces the
+        end of a request before it passes on the ranks' reports of the same step."""
+        for planned in self.jobs.drop_unsent_stores():
+            self.index.settle(planned.job.keys, planned.job.job_id)
+            self._end(planned)
+
+    def _cancel_overwritten(self) -> None:
+        """Cancel stores of reused blocks: the step being planned overwrites these."""
+        if reused := self.witness.take_reused():
+            for planned in self.jobs.vacate(reused):
+                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits from now on
+                if not self.jobs.is_open(planned.job.job_id):
+                    self._end(planned)
+
+    def _apply_result(self, rank: int, result: JobResult) -> list[ShortLoad]:
+        """Apply one rank's result of one job. Returns the job's load if it has ended incomplete."""
+        if result.job_id < self.jobs.first_id:
+            return []
+        planned, has_ended = self.jobs.report(result)
+        if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
+            key = planned.job.keys[result.num_chunks]
+            planned.state.lookup.lose(key)
+            self.kv_events.gone(Tier.REDIS, rank, key)
+        return self._end(planned) if has_ended else []
+
+    def _end(self, planned: PlannedJob) -> list[ShortLoad]:
+        state, job, short = planned.state, planned.job, None
+        self.held.forget(job.job_id)
+        if self.spans.is_on:
+            self.spans.end(state.request, span_name(job), planned.span_attributes())
+        if isinstance(job, LoadJob) and job.in_step:
+            self.policy.load_ended_in_step(planned.results)
+        elif isinstance(job, LoadJob):
+            self.transfers.drop_source(job.request_id)
+            if job.source is None or job.source.is_trusted:
+                self.witness.loaded(state, job, planned.num_chunks)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+        elif isinstance(job, PrefetchJob):
+            for other in self.prefetcher.ended(state, job, planned.results):
+                self.jobs.cancel_load(other)
+            if state.load.job is None:
+                state.load.restart()  # decide again: more of the hit is in memory now
+        elif isinstance(job, AuditJob):
+            if (root := self.auditor.ended(state, job, planned.results)) is not None:
+                self.kv_events.clear()  # of all roots: mismatches are rare
+                self.witness.invalidate_all()
+                self._abandon(self.book.separate(root))
+        else:
+            self.policy.store_ended(job.job_id, planned.results)
+            self._stores.ended(state, job, planned.results)
+        self.kv_events.settle(job.keys, job.job_id)
+        self.book.forget_if_done(state)
+        return [short] if short is not None else []
+
     # -- weights and adapters ------------------------------------------------------------------
 
     def _doubt_weights(self) -> None:
@@ -562,7 +645,7 @@ class Scheduler:
         self.auditor.doubt()
         self.witness.forget()
         self.held.unpin_all()
-        self._dispatcher.abandon(self.book.drop_all())
+        self._abandon(self.book.drop_all())
 
     def _name_weights(self) -> None:
         weights, start = self.book.weights, self.book.start

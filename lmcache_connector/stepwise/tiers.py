@@ -25,10 +25,12 @@ from lmcache_connector.kv_parts.hit import num_leading
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
+    Claim,
     JobResult,
     LoadJob,
     PartRun,
     PrefillWork,
+    PrefixUse,
     RankReport,
     StoreJob,
     Tier,
@@ -182,7 +184,8 @@ class Tiers:
         end = num_leading(held)
         if end == 0:
             return None
-        self._rank.engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
+        in_cpu = tuple(k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a)
+        self._rank.engine.use([PrefixUse(Claim(), in_cpu, may_write=True)])
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu[:end])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], tiers

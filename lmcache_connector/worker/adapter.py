@@ -209,8 +209,6 @@ class WorkerAdapter:
             self._weights.ask(plan.weights_question)
         if plan.probe:
             self._probe.request()
-        if plan.wanted:
-            self._engine.want(plan.wanted)
         if plan.uses:
             self._engine.use(plan.uses)
         if plan.adapter_question:

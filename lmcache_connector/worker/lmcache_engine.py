@@ -158,6 +158,7 @@ class LMCacheEngineAdapter:
                 clock,
                 report=settings.report_writes,
             )
+            self._ledger.on_noted_use = self._writes.want
 
     def store(
         self,
@@ -314,14 +315,13 @@ class LMCacheEngineAdapter:
         """Evict these prefetched chunks first, unless a job has used them."""
         self._ledger.notes.give_up(keys)
 
-    def want(self, keys: Sequence[bytes]) -> None:
-        """Offer these chunks, which requests use and the CPU tier holds, to Redis."""
-        if self._writes is not None:
-            self._writes.want(keys)
-
     def offer_due(self) -> float:
         """Offer chunks that Redis may lack. Returns the seconds until the next call."""
-        return self._writes.offer_due() if self._writes is not None else threading.TIMEOUT_MAX
+        if self._writes is None:
+            return threading.TIMEOUT_MAX
+        with self._cpu.cpu_lock:
+            self._ledger.settle()  # learn which chunks requests use
+        return self._writes.offer_due()
 
     def forget(self, key: bytes) -> None:
         self._cpu.remove(self._database.engine_key(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ class RedisWrites:
                 with self.context(job, chunk):
                     self._put(key)
 
-    def want(self, keys: Sequence[bytes]) -> None:
+    def want(self, keys: Iterable[bytes]) -> None:
         """Offer these chunks, which requests use and the CPU tier holds."""
         now = self._clock()
         with self._lock:

@@ -114,8 +114,10 @@ class _Trial:
             if in_step:
                 self.write([torch.zeros_like(layer) for layer in pattern])
                 queued = self.engine.load_in_step(self.load_job)
-                self.compare(pattern)  # reads behind the copy
-                queued.release()
+                try:
+                    self.compare(pattern)  # reads behind the copy
+                finally:
+                    queued.release()
             self.engine.forget(key)
             return self.round_trip(pattern)
         finally:

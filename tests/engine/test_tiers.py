@@ -6,13 +6,13 @@ Tests compare bytes. The connector's count of loaded tokens proves that the cach
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from examples.tiny_model import TINY
 from tests.support.engines.calls import (
-    abort_after,
     check_integrity,
     forget,
     reset_everything,
@@ -30,8 +30,12 @@ from tests.support.redis.values import value_names, wait_for_values
 
 @pytest.fixture(scope="module")
 def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    """An engine that computes long prompts in several steps."""
-    with start(kv_transfer(redis_url=valkey.url), max_num_batched_tokens=512) as instance:
+    """An engine that computes long prompts in several steps, and tells routers of its blocks."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    more: dict[str, Any] = {"max_num_batched_tokens": 512, "scheduling_policy": "priority"}
+    more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with start(kv_transfer(redis_url=valkey.url), **more) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
 
@@ -87,21 +91,48 @@ def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     assert hit.cached_tokens == 1280
 
 
-def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
-    prompt = random_prompt(31, 1500)
-    cold = writer.serve(prompt)
-    for steps in (0, 1, 2, 3, 5):
-        writer.reset_prefix_cache()
-        writer.call(abort_after, prompt, steps)
-    writer.reset_prefix_cache()
-    assert_loaded(writer.serve(prompt), cold, 1280)
-
-
 def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(writer: VllmInstance) -> None:
     prompt = random_prompt(32, 700)
     writer.serve(prompt)
     writer.call(reset_everything)
     assert writer.serve(prompt).external_hit_tokens == 512
+
+
+def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: int | None) -> int:
+    """Pause (``level`` None) or sleep with a request under way. Returns its number of tokens."""
+    probe.add(tokens, max_tokens=30)
+    for _ in range(3):
+        probe.engine.step()
+    if level is None:
+        probe.core.pause_scheduler(mode, clear_cache=False)
+    else:
+        probe.core.sleep(level, mode)
+    for _ in range(3):
+        probe.core.step_fn()
+    if level is None:
+        probe.core.resume_scheduler()
+    else:
+        probe.core.wake_up(["scheduling"])
+    num_tokens = 0
+    for _ in range(200):
+        for output in probe.engine.step():
+            num_tokens = len(output.outputs[0].token_ids)
+        if not probe.scheduler.has_requests():
+            break
+    return num_tokens
+
+
+@pytest.mark.parametrize("level", [None, 0])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_pause_and_sleep(writer: VllmInstance, mode: str, level: int | None) -> None:
+    """Level 0 is the deepest sleep of an engine without a GPU."""
+    tokens = random_prompt(50, 900)
+    cold = writer.serve(tokens)
+    writer.reset_prefix_cache()
+    assert writer.call(pause_and_resume, tokens, mode, level) == (30 if mode == "keep" else 0)
+    writer.reset_prefix_cache()
+    assert_loaded(writer.serve(tokens), cold, 768)
+    writer.call(check_integrity)
 
 
 # -- transfers: stored for another request, dropped by vLLM, and loaded ----------------------------

@@ -7,13 +7,10 @@ from hypothesis import strategies as st
 
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
 from lmcache_connector.lookup.chunk_index import (
-    INTERVAL_SECONDS,
     ChunkIndex,
     PrefixUses,
-    WantedChunks,
 )
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
-from tests.support.clock import Clock
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 A, B = KEYS[:2]
@@ -121,14 +118,14 @@ def index_of(*keys: bytes) -> ChunkIndex:
 
 
 def test_a_prompt_is_named_by_its_last_chunk_before_a_gap() -> None:
-    uses = PrefixUses((FULL,), index_of(*PROMPT[:3], PROMPT[4]))
+    uses = PrefixUses((FULL,), index_of(*PROMPT[:3], PROMPT[4]), stores=True)
     uses.add(PROMPT, PINNED)
-    assert uses.take() == (PrefixUse(PINNED, (PROMPT[2],)),)
+    assert uses.take() == (PrefixUse(PINNED, (PROMPT[2],), may_write=True),)
     assert uses.take() == ()
 
 
 def test_prompts_without_a_chunk_are_not_sent() -> None:
-    uses = PrefixUses((FULL,), index_of(PROMPT[1]))
+    uses = PrefixUses((FULL,), index_of(PROMPT[1]), stores=False)
     uses.add(PROMPT, PINNED)
     uses.add([], PINNED)
     assert uses.take() == ()
@@ -136,7 +133,7 @@ def test_prompts_without_a_chunk_are_not_sent() -> None:
 
 def test_all_windows_are_sent() -> None:
     prefix, window = ([part_key(key, part, 2) for key in PROMPT] for part in (0, 1))
-    uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]))
+    uses = PrefixUses((FULL, WINDOW), index_of(*prefix, window[1], window[5]), stores=False)
     uses.add(PROMPT, Claim())
     assert uses.take() == (PrefixUse(Claim(), (prefix[5], window[1], window[5])),)
 
@@ -144,44 +141,6 @@ def test_all_windows_are_sent() -> None:
 def test_each_of_the_owners_is_told_of_its_last_chunk() -> None:
     index = index_of(*PROMPT[:4])
     index.share(lambda key: 1, [2])
-    uses = PrefixUses((FULL,), index)
+    uses = PrefixUses((FULL,), index, stores=False)
     uses.add(PROMPT, Claim())
     assert uses.take() == (PrefixUse(Claim(), (PROMPT[3], PROMPT[2])),)
-
-
-# -- chunks in use that Redis may want -------------------------------------------------------------
-
-
-MANY = [i.to_bytes(32, "big") for i in range(600)]
-
-
-def test_chunks_in_use_are_sent_once_per_interval() -> None:
-    clock = Clock()
-    wanted = WantedChunks(index_of(*MANY[:3]), clock)
-    wanted.note_uses(MANY[:5])
-    assert wanted.take() == tuple(MANY[:3])
-    wanted.note_uses(MANY[:5])
-    assert wanted.take() == ()
-    clock.now += INTERVAL_SECONDS
-    wanted.note_uses(MANY[1:5])
-    assert wanted.take() == tuple(MANY[1:3])
-
-
-def test_a_short_ttl_shortens_the_interval() -> None:
-    clock = Clock()
-    wanted = WantedChunks(index_of(*MANY[:3]), clock, ttl_seconds=6.0)
-    told = 0
-    for _ in range(60):
-        wanted.note_uses(MANY[:3])
-        told += len(wanted.take())
-        clock.now += 0.1
-    assert told == 3 * 3
-
-
-def test_a_plan_sends_256_at_most() -> None:
-    wanted = WantedChunks(index_of(*MANY), Clock())
-    wanted.note_uses(MANY)
-    first = wanted.take()
-    assert first == tuple(MANY[:256])
-    wanted.note_uses(MANY)
-    assert wanted.take() == tuple(MANY[256:512]), "the next request goes on where it ended"

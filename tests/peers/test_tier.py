@@ -140,17 +140,6 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
         assert read(tier, [4])[0].hits == [False]  # another rank has other heads
 
 
-def test_a_peer_that_restarts_is_read_again() -> None:
-    chunks, port = HeldChunks(range(4)), free_ports(1)
-    with reading(at(port), read_timeout_seconds=0.3) as tier:
-        assert read(tier, range(4), 0.5)[0].hits == [False] * 4
-        for _ in range(2):
-            with serving(chunks, port=port):
-                assert read_once_connected(tier, range(4)).hits == [True] * 4
-            result, _ = read(tier, range(4), 0.5)
-            assert result.hits == [False] * 4
-
-
 def test_a_dns_name_is_resolved() -> None:
     """An unknown name keeps no other address out."""
     with serving(HeldChunks(range(2))) as server:
@@ -199,17 +188,6 @@ def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
     ):
         once_dialled(lambda: exist(lookup, [0]) + exist(lookup, [2]) == [True, True])
         assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
-
-
-def test_a_prompt_of_several_questions_is_looked_up() -> None:
-    held = HeldChunks([0])
-    held.data = {chunk_key(i): held.data[chunk_key(0)] for i in range(3000) if i % 7}
-    with (
-        serving(held) as server,
-        serving(HeldChunks([])) as other,
-        looking(at(server, other)) as it,
-    ):
-        assert exist(it, range(3000), 1.0) == [bool(i % 7) for i in range(3000)]
 
 
 @pytest.mark.parametrize("said", [b"+111", b"+12", b"+1x", b":1", b"+", b"-ERR no", b"$2"])

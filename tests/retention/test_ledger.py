@@ -83,6 +83,17 @@ def test_a_use_of_a_chunk_counts_for_its_whole_prefix() -> None:
     assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
 
 
+def test_noted_uses_name_the_chunks_that_redis_may_lack() -> None:
+    tier, named = Tier(), list[bytes]()
+    tier.ledger.on_noted_use = named.extend
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 2))
+    tier.ledger.notes.use(PrefixUse(Claim(), (b"x1",), may_write=True))
+    tier.ledger.notes.use(PrefixUse(Claim(), (b"y1",)))
+    tier.ledger.settle()
+    assert named == [b"x1", b"x0"]
+
+
 # -- lifetimes -------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_look_up_store_and_load_are_in_the_trace(
     model: Path, traces: Traces, world_size: int
 ) -> None:
     engine = ShadowEngine(model, Shape(world_size=world_size, prefix_caching=False), 0)
-    engine.adapter.spans = engine.adapter._dispatcher.spans = traces.spans
+    engine.adapter.spans = traces.spans
     for _ in range(2):
         engine.add(prompt(1, 4 * CHUNK + 1), 1, trace_headers=TRACED)
         engine.run_until_idle()
@@ -106,7 +106,7 @@ def test_look_up_store_and_load_are_in_the_trace(
 def test_the_first_request_after_a_reset_is_in_the_trace(model: Path, traces: Traces) -> None:
     """The request comes before the weights have been read again."""
     engine = ShadowEngine(model, Shape(prefix_caching=False), 0)
-    engine.adapter.spans = engine.adapter._dispatcher.spans = traces.spans
+    engine.adapter.spans = traces.spans
     assert engine.reset(new_weights=False)
     engine.add(prompt(1, 4 * CHUNK), 1, trace_headers=TRACED)
     engine.run_until_idle()

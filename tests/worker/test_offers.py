@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import StepPlan
+from lmcache_connector.plans import Claim, PrefixUse, StepPlan
 from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.offers import Offers, Pace
 from tests.support.jobs import store_job
@@ -25,6 +25,7 @@ PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
 QUICK = Pace(granted_seconds=0.2, retry_seconds=0.2, max_retry_seconds=0.5)
 NUM_CHUNKS = 8
 NUM_VALUES = NUM_CHUNKS * 2  # one per KV head
+USE = PrefixUse(Claim(), tuple(KEYS[:NUM_CHUNKS]), may_write=True)
 
 
 class TestOffers:
@@ -151,7 +152,7 @@ def wait_for_all(server: Server, instance: SteppedWorker, wanted: bool) -> None:
 
     def are_there() -> bool:
         if wanted:
-            instance.run(StepPlan(idle=True, wanted=KEYS[:NUM_CHUNKS]))
+            instance.run(StepPlan(idle=True, uses=(USE,)))
         return len(value_names(server)) == NUM_VALUES
 
     wait_until(are_there, "the values did not come back")
@@ -198,7 +199,7 @@ def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
                 client.pexpire(name, 50_000)
 
             def all_renewed() -> bool:
-                instance.run(StepPlan(idle=True, wanted=KEYS[:NUM_CHUNKS]))
+                instance.run(StepPlan(idle=True, uses=(USE,)))
                 return all(client.pttl(name) > 90_000 for name in names)
 
             wait_until(all_renewed, "the lifetimes were not renewed")

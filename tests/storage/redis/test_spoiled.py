@@ -123,27 +123,9 @@ def test_vanished_values_blame_no_server(valkey: Server) -> None:
 CODECS: list[Codec] = ["none", "blosc2"]
 
 
-def lengths(server: Server, index: int) -> list[int]:
-    """Payload bytes of chunk ``index`` as stored: layers 0 to 2 and layer 3, for each head."""
-    with server.client() as client:
-        names = sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
-        return [client.strlen(name) - HEADER_BYTES for name in names]
-
-
 def assert_no_miss(tier: RedisTier) -> None:
     assert tier.stats().counts.misses == {}
     assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
-
-
-def test_values_are_smaller_if_the_writer_compresses(valkey: Server) -> None:
-    with open_tier(valkey.url, codec="blosc2") as tier:
-        assert put_all(tier, [0], kv_data) == [True]
-        assert put_all(tier, [1]) == [True], "noise"
-        assert tier.stats().counts.bytes_written == sum(lengths(valkey, 0) + lengths(valkey, 1))
-    assert all(
-        n < 0.8 * m for n, m in zip(lengths(valkey, 0), [3072, 3072, 1024, 1024], strict=True)
-    )
-    assert lengths(valkey, 1) == [3072, 3072, 1024, 1024]
 
 
 @pytest.mark.parametrize(("writes", "reads"), product(CODECS, CODECS))

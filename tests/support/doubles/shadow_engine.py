@@ -29,7 +29,6 @@ from vllm.v1.request import Request, RequestStatus
 from lmcache_connector.change_count import ChangeCount
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
-from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
     Fetched,
@@ -125,8 +124,6 @@ class ShadowEngine:
             self.adapter.hits = finding_in_redis(
                 self.adapter, SteppedLookup(self.ranks, self.chance)
             )
-        if shape.redis and shape.role != "kv_consumer":
-            self.adapter.wanted = WantedChunks(self.adapter.index, lambda: 0.0)
         self._aggregator = KVOutputAggregator(shape.world_size)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
