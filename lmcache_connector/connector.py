@@ -284,7 +284,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     @returns_on_failure(answer=False)
     def reset_cache(self) -> bool:
         """Reset the names of the weights, and stop all copies. After a reset vLLM may free the
-        paged cache's memory, to sleep. Engines in other processes first step until no job is open.
+        paged cache's memory, to sleep. Engines in other processes first step until no store runs.
         An engine stepped by its user, with all ranks in this process, has made its last step."""
         self._scheduler_side.reset_cache()
         return all(worker.stop_copies() for worker in self._workers_here())
@@ -297,7 +297,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on while a store or a prefetch runs, so that its end is reported."""
+        """Steps go on until the ends of stores, and of prefetches for nobody, are reported."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
