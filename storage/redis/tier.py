@@ -102,7 +102,7 @@ class RedisTier:
 
         ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: writable, ``chunk_bytes`` of each
         key's geometry; the buffer of a miss then holds garbage. ``deadline``: in seconds of the
-        tier's clock; the call returns soon after it, or after ``cancelled()``. ``arrived`` is called
+        tier's clock; the call returns soon after it, or after ``cancelled()``. It calls ``arrived``
         meanwhile.
 
         Chunks behind the first miss are not worth reading, and may be hits or misses. Raises
