@@ -140,7 +140,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 does_both=self._does_both,
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
-            self._no_plan = PlanMetadata(None)  # most steps'
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -229,9 +228,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         sent = self._sent
         if sent is not None and not sent.has_arrived and self._workers_are_here:
             self._note_lost_step(sent.plan)
-        self._sent = sent = self._no_plan if plan is None else PlanMetadata(plan)
-        self._num_steps = sent.number = self._num_steps + 1
-        sent.has_arrived = False
+        self._num_steps += 1
+        self._sent = sent = PlanMetadata(plan, number=self._num_steps)
         return sent
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

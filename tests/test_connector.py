@@ -315,6 +315,18 @@ def test_a_worker_of_another_process_notices_a_step_that_did_not_arrive(
     assert recorder.calls == [("step_failed", None)]
 
 
+def test_steps_may_be_planned_before_earlier_ones_arrive(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    planner._scheduler = SimpleNamespace(build_plan=lambda _: None)
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    for metadata in [planner.build_connector_meta(None) for _ in range(3)]:
+        connector.handle_preemptions(metadata)
+        connector.clear_connector_metadata()
+    assert recorder.calls == []
+
+
 def test_after_an_interrupt_in_its_planning_the_next_plan_starts_over() -> None:
     def interrupted(scheduler_output: object) -> None:
         raise KeyboardInterrupt

@@ -98,43 +98,6 @@ def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(writer: Vll
     assert writer.serve(prompt).external_hit_tokens == 512
 
 
-def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: int | None) -> int:
-    """Pause (``level`` None) or sleep with a request under way. Returns its number of tokens."""
-    probe.add(tokens, max_tokens=30)
-    for _ in range(3):
-        probe.engine.step()
-    if level is None:
-        probe.core.pause_scheduler(mode, clear_cache=False)
-    else:
-        probe.core.sleep(level, mode)
-    for _ in range(3):
-        probe.core.step_fn()
-    if level is None:
-        probe.core.resume_scheduler()
-    else:
-        probe.core.wake_up(["scheduling"])
-    num_tokens = 0
-    for _ in range(200):
-        for output in probe.engine.step():
-            num_tokens = len(output.outputs[0].token_ids)
-        if not probe.scheduler.has_requests():
-            break
-    return num_tokens
-
-
-@pytest.mark.parametrize("level", [None, 0])
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_pause_and_sleep(writer: VllmInstance, mode: str, level: int | None) -> None:
-    """Level 0 is the deepest sleep of an engine without a GPU."""
-    tokens = random_prompt(50, 900)
-    cold = writer.serve(tokens)
-    writer.reset_prefix_cache()
-    assert writer.call(pause_and_resume, tokens, mode, level) == (30 if mode == "keep" else 0)
-    writer.reset_prefix_cache()
-    assert_loaded(writer.serve(tokens), cold, 768)
-    writer.call(check_integrity)
-
-
 # -- transfers: stored for another request, dropped by vLLM, and loaded ----------------------------
 
 

@@ -88,15 +88,6 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
     return done[0]
 
 
-def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
-    held = [HeldChunks(range(3)), HeldChunks(range(2, 6)), HeldChunks([])]
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving(each)) for each in held]
-        tier = stack.enter_context(reading(at(*servers)))
-        assert read_once_connected(tier, range(6)).hits == [True] * 6
-        assert read(tier, [5, 9, 0])[0].hits[0]
-
-
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
     indices = [i for i in range(2000) if chunk_key(i)[-1] < 2][:4]  # the key names its part
     share = Share(0, Owners((((0,),), ((0,),))))
