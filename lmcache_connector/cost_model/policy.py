@@ -267,7 +267,7 @@ class LoadPolicy:
 
     def fetchable_bytes_in(self, seconds: float) -> int:
         """Bytes that the slowest tier in use delivers in that time; 2**62 if unknown."""
-        speeds = (self.model.bytes_per_second(tier) for tier in self._usable_tiers)
+        speeds = (self.model.tiers[tier].bytes_per_second for tier in self._usable_tiers)
         return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
 
     def pays_from(self, tier: Tier, start: int, end: int, num_bytes: int) -> bool:
@@ -322,9 +322,9 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(
+        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[
             Tier.CPU
-        ) + self._stores.wait_seconds(job.after_job)
+        ].bytes_per_second + self._stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
@@ -360,7 +360,9 @@ class LoadPolicy:
         for fetched in (each for result in results for each in result.fetched):
             if fetched.has_failed:
                 self._note_measured(fetched.tier)
-                self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
+                self.model.tiers[fetched.tier].cut_off(
+                    self._clock(), fetched.num_bytes, fetched.seconds
+                )
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -433,16 +435,16 @@ class LoadPolicy:
         because deadlines include it."""
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
+        now = self._clock()
         for fetched in telling:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
             self._note_measured(fetched.tier)
-            if fetched.has_failed:
-                self.model.observe_load_failed(fetched.tier, seconds, fetched.num_bytes)
-            else:
-                self.model.observe_load(fetched.tier, fetched.num_bytes, seconds)
+            speed = self.model.tiers[fetched.tier]
+            note = speed.cut_off if fetched.has_failed else speed.arrived
+            note(now, fetched.num_bytes, seconds)
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
-            self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
+            self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
 
     def _note_measured(self, tier: Tier) -> None:
         if tier is Tier.REDIS:
@@ -452,14 +454,14 @@ class LoadPolicy:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
         self._note_measured(tier)
         if loads[0].has_failed:
-            self.model.observe_load_failed(tier, loads[0].seconds)
+            self.model.tiers[tier].cut_off(self._clock(), 0, loads[0].seconds)
             return
-        copy_speed = inf if tier is Tier.CPU else self.model.bytes_per_second(Tier.CPU)
+        copy_speed = inf if tier is Tier.CPU else self.model.tiers[Tier.CPU].bytes_per_second
         brought = [each for each in loads if each.num_bytes]
         if brought and self.model.is_stalled(tier):
             self.probes.restart()
         copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
-        self.model.observe_measured(tier, copied)
+        self.model.tiers[tier].measured(self._clock(), copied)
 
 
 def _slowness(loads: Sequence[Fetched]) -> tuple[bool, float]:

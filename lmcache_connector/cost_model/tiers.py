@@ -108,12 +108,15 @@ class TierSpeed:
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
+        """A load got everything it asked this tier for: ``num_bytes`` for one rank, without chunks
+        that another load fetched, in ``seconds``, without the queue."""
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
 
     def cut_off(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load ended early after ``num_bytes`` arrived.
+        """A load ended early after ``num_bytes`` arrived: its deadline passed or the tier failed.
+        Not for loads that never began, nor for missing chunks: neither tells the tier's speed.
 
         If these bytes took about as long as predicted, the tier has not failed: the deadline was
         too short, and the load measures the tier like any other.

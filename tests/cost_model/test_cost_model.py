@@ -132,7 +132,7 @@ def test_a_hit_of_mixed_tiers_ends_before_a_stalled_tier(
     for tier in Tier:
         calibrate(model, tier, bytes_per_second=1e9, latency_seconds=0.0)
     if redis_stalls:
-        model.observe_load_failed(REDIS, seconds=1.0)
+        model.tiers[REDIS].cut_off(0.0, 0, 1.0)
     assert model.decide(offer(*[CPU, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
 
 
@@ -164,7 +164,7 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     model = make_model(clock=clock)
     calibrate(model, CPU, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
-        model.observe_load(CPU, 32 * 10**6, 3.2)
+        model.tiers[CPU].arrived(clock(), 32 * 10**6, 3.2)
     return model
 
 
@@ -197,7 +197,7 @@ def test_a_trial_replaces_older_measurements(load_seconds: float, num_chunks: in
     clock.now = QUIET_SECONDS
     assert model.decide(small).num_chunks == 1
     assert model.decide(small).num_chunks == 0  # the trial is under way
-    model.observe_load(CPU, 10**6, load_seconds)
+    model.tiers[CPU].arrived(clock(), 10**6, load_seconds)
     assert model.decide(small).num_chunks == num_chunks
 
 
@@ -207,7 +207,7 @@ def test_a_trial_follows_the_profitable_part() -> None:
     calibrate(model, CPU, bytes_per_second=5e9, latency_seconds=0.0)
     calibrate(model, REDIS, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
-        model.observe_load(REDIS, 32 * 10**6, 3.2)
+        model.tiers[REDIS].arrived(clock(), 32 * 10**6, 3.2)
     mixed = offer(*[CPU] * 10, *[REDIS] * 22)
     assert model.decide(mixed).num_chunks == 10
     clock.now = QUIET_SECONDS
@@ -425,7 +425,7 @@ def test_windows_in_a_stalled_tier_are_not_loaded() -> None:
     model = make_model()
     calibrate(model, CPU, 1e9, 0.0)
     calibrate(model, REDIS, 1e9, 0.0)
-    model.observe_load_failed(REDIS, 5.0)
+    model.tiers[REDIS].cut_off(0.0, 0, 5.0)
     bytes_at = {7: {CPU: 10**6}, 10: {REDIS: 10**6}, 32: {REDIS: 10**6}}
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
 
