@@ -68,7 +68,7 @@ class RedisWrites:
         try:
             yield
         finally:
-            del self._storing.job
+            self._storing.job = None, 0
 
     def stored(self, keys: Sequence[bytes], objects: Sequence[MemoryObj]) -> None:
         """Write the chunks to Redis, if this thread's job says so. Of a full queue, later chunks of

@@ -32,7 +32,7 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_plugs import JobTransfer
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
+from lmcache_connector.worker.redis_probe import RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
 from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
@@ -78,9 +78,7 @@ class RankTiers:
         if redis is not None and self.copier.shares_cores:
             self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
-        self.probe: RedisProbe | NoProbe = NoProbe()
-        if redis is not None and probe_keys:
-            self.probe = RedisProbe(redis, probe_keys, clock)
+        self.probe = RedisProbe(redis, probe_keys, clock)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
         except SelfTestError:
