@@ -139,7 +139,7 @@ def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:
     faults.stuck = True
     engine.add(tokens, 1)
     engine.step()
-    assert len(engine.adapter.auditor._open) == 1
+    assert len(engine.adapter.jobs) == 1
     assert engine.reset(new_weights=False)
     faults.stuck = False
     engine.run_until_idle()
