@@ -21,7 +21,7 @@ from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGaug
 from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
-from lmcache_connector.kv_parts.part import part_key
+from lmcache_connector.kv_parts.part import parents_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, PrefetchJob, StoreJob
@@ -134,10 +134,14 @@ class Auditor:
         if not are_there(blocks, size // part.block_size):
             self.drop(state)
             return None
+        keys, chunks = (audit.key,), (audit.chunk,)
+        owners, own = self.index.num_owners(0), state.keys.keys
+        # Else later uses of the chunk would not be uses of those before it.
+        parents = parents_of_part(self.settings.parts, 0, own, chunks, keys, owners)
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
-            runs=(PartRun(0, (audit.key,), (audit.chunk,), blocks),),
+            runs=(PartRun(0, keys, chunks, blocks, parents=parents),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             claim=state.claim,
