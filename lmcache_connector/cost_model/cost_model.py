@@ -93,29 +93,24 @@ class CostModel:
 
     # -- measurements --------------------------------------------------------------------------
 
-    def observe_prefill(
-        self, num_tokens: int, context_tokens: int, seconds: float, running_requests: int = 0
-    ) -> None:
+    def observe_prefill(self, num_tokens: int, context_tokens: int, seconds: float) -> None:
         """One step computed ``num_tokens`` of a prompt after ``context_tokens``.
 
         Several prompts count as one: the sum of their tokens, the mean of their contexts.
-        ``running_requests`` others decoded in the step.
         """
         least = self.steps.decode_seconds
         if self._prefill.known and seconds < (1 + _MIN_PREFILL_SHARE) * least:
             return
         added = max(0.0, seconds - least)
-        self._prefill.observe(self._clock(), num_tokens, context_tokens, added, running_requests)
+        self._prefill.observe(self._clock(), num_tokens, context_tokens, added)
 
     # -- answers -------------------------------------------------------------------------------
 
-    def compute_seconds(
-        self, context_tokens: int, prompt_tokens: int, running_requests: int = 0
-    ) -> float | None:
+    def compute_seconds(self, context_tokens: int, prompt_tokens: int) -> float | None:
         """Predicted seconds to compute the rest of a prompt; ``None`` if unmeasured."""
         if not self._prefill.known:
             return None
-        added = self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
+        added = self._prefill.seconds(context_tokens, prompt_tokens)
         num_steps = ceil((prompt_tokens - context_tokens) / self.max_step_tokens)
         return num_steps * self.steps.decode_seconds + added
 
@@ -139,7 +134,6 @@ class CostModel:
         start: int,
         end: int,
         num_bytes: int,
-        running_requests: int,
         step_seconds: float | None = None,
         waiting_requests: int = 0,
     ) -> float:
@@ -147,7 +141,7 @@ class CostModel:
         tokens ``[start, end)``, less the error of predictions. Negative if compute is faster;
         infinite if unknown, or if every hit is loaded. Other arguments: see :class:`LoadOffer`."""
         speed = self.tiers[tier]
-        compute_seconds = self.compute_seconds(start, end, running_requests)
+        compute_seconds = self.compute_seconds(start, end)
         if self.mode == "always" or compute_seconds is None or not speed.known:
             return inf
         load_seconds = speed.seconds(num_bytes)
@@ -265,7 +259,7 @@ class CostModel:
 
     def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
-        return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
+        return self.compute_seconds(start, offer.prompt_tokens) or 0.0
 
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason

@@ -197,7 +197,6 @@ class LoadPolicy:
                 chunk_bytes=self._chunk_bytes,
                 tiers=tuple(tiers),
                 queued_bytes=queued,
-                running_requests=self._num_requests,
                 wait_seconds=self._wait_seconds(after_job),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
@@ -226,7 +225,7 @@ class LoadPolicy:
         usable = self._usable_tiers
         if not usable:
             return 0.0
-        compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
+        compute = self.model.compute_seconds(context_tokens, prompt_tokens)
         if compute is None:
             return inf
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
@@ -234,9 +233,8 @@ class LoadPolicy:
         return longest if quickest <= longest else 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:
-        """Time to compute tokens ``[start, end)`` beside the running requests; infinite if unknown
-        or if every hit is loaded."""
-        seconds = self.model.compute_seconds(start, end, self._num_requests)
+        """Time to compute these tokens; infinite if unknown or if every hit is loaded."""
+        seconds = self.model.compute_seconds(start, end)
         return inf if seconds is None or self.model.mode == "always" else seconds
 
     def is_worth_a_step(
@@ -370,12 +368,8 @@ class LoadPolicy:
         for forward in (each for report in reports for each in report.forwards):
             slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
         for work, seconds in slowest.items():
-            self.model.observe_prefill(
-                work.num_tokens,
-                work.context_tokens,
-                seconds * self._num_stages,
-                work.running_requests,
-            )
+            in_all = seconds * self._num_stages
+            self.model.observe_prefill(work.num_tokens, work.context_tokens, in_all)
         self.observe_measured([report.measured for report in reports])
 
     def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
@@ -422,7 +416,7 @@ class LoadPolicy:
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
         """Gain over compute beside the steps that run now."""
-        now = (self._num_requests, self._step_seconds(), self._num_others)
+        now = (self._step_seconds(), self._num_others)
         return self.model.gain_seconds(tier, start, end, num_bytes, *now)
 
     def _wait_seconds(self, after_job: int) -> float:

@@ -414,7 +414,7 @@ class Scheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
             return None, 0
-        num_tokens, num_reads, num_prompts, num_left = 0, 0.0, 0, 0
+        num_tokens, num_reads, num_left = 0, 0.0, 0
         for request_id, count in scheduled.items():
             if count == 1:
                 continue
@@ -425,12 +425,11 @@ class Scheduler:
             if context < state.request.num_tokens - 1:  # else the tokens are speculative
                 num_tokens += count
                 num_reads += count * (context + count / 2)
-                num_prompts += 1
                 num_left += max(0, state.request.num_tokens - context - count)
         if num_tokens < MIN_PREFILL_TOKENS:
             return None, 0
         context = max(0, round(num_reads / num_tokens - num_tokens / 2))
-        return PrefillWork(num_tokens, context, len(scheduled) - num_prompts), num_left
+        return PrefillWork(num_tokens, context), num_left
 
     # -- ended ---------------------------------------------------------------------------------
 

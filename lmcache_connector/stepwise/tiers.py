@@ -228,7 +228,7 @@ class Tiers:
         """A forward pass of ``num_tokens`` behind ``context_tokens`` is about to begin."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
         self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
-        self._rank.timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
+        self._rank.timer.start(PrefillWork(num_tokens, context_tokens) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
 

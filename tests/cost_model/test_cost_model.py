@@ -105,16 +105,6 @@ def test_queued_bytes_count(queued_bytes: int, num_chunks: int) -> None:
     assert decision.predicted_load_seconds == pytest.approx((queued_bytes + chunks) / 1e8)
 
 
-def test_running_requests_make_compute_dearer() -> None:
-    model = make_model(prefill=False)
-    for running in (0, 10):
-        model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN * (1 + running), running)
-        model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN * (1 + running), running)
-    calibrate(model, REDIS, bytes_per_second=3e7, latency_seconds=0.0)
-    assert model.decide(offer(*[REDIS] * 32)).num_chunks == 0
-    assert model.decide(offer(*[REDIS] * 32, running_requests=10)).num_chunks == 32
-
-
 def test_a_load_is_cut_to_the_deadline_cap() -> None:
     model = make_model(max_deadline_seconds=0.32)
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.02)

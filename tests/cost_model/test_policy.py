@@ -55,7 +55,7 @@ def policy(clock: Clock) -> LoadPolicy:
 
 
 def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
-    work = PrefillWork(num_tokens, 0, 0)
+    work = PrefillWork(num_tokens, 0)
     return RankReport(rank, (), (), forwards=(ForwardTime(work, seconds),))
 
 
@@ -152,7 +152,7 @@ def test_a_step_is_lost_for_an_answer_where_an_oracle_would(
     asks_again = policy.is_worth_a_step(
         0, PROMPT, len(KEYS) * CHUNK_BYTES, share_held, LOOKUP_SHARE * RECOMPUTE
     )
-    recompute = policy.model.compute_seconds(0, PROMPT, 4)
+    recompute = policy.model.compute_seconds(0, PROMPT)
     assert recompute is not None
     load = policy.model.steps.wait_seconds(len(KEYS) * CHUNK_BYTES / (1 << 23) * 0.08, step_seconds)
     hit = min(recompute, load)

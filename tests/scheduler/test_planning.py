@@ -118,7 +118,7 @@ class Planning:
         model = CostModel(lambda: 0.0, max_deadline_seconds=10.0)
         self.policy = LoadPolicy(model, CHUNK, (CHUNK_BYTES,), lambda: 0.0)
         self.policy.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.001),)])
-        forward = ForwardTime(PrefillWork(4096, 0, 0), 4.096)
+        forward = ForwardTime(PrefillWork(4096, 0), 4.096)
         self.policy.observe_reports([RankReport(0, (), (), (forward,))])
         self.tally = Tally()
         self.planner = LoadPlanner(SETTINGS, index, self.policy, self.tally, count(1).__next__)
