@@ -57,18 +57,9 @@ class ProbePace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._measured_at = self._next_at = -inf
+        self._next_at = -inf
         self._pause = _MIN_PAUSE_SECONDS
         self.is_wanted = False
-
-    def note_measured(self) -> None:
-        """A probe or a load has measured Redis."""
-        self._measured_at = self._clock()
-
-    def request_if_stale(self, *, is_bad: bool) -> None:
-        """Ask for a probe if the last news of Redis is bad (``is_bad``) or old."""
-        if is_bad or self._clock() - self._measured_at > _FRESH_SECONDS:
-            self.want()
 
     def want(self) -> None:
         """A request would use Redis if Redis were fast."""
@@ -221,7 +212,9 @@ class LoadPolicy:
         if self.model.mode == "always":
             return inf
         if Tier.REDIS in self.remote_tiers:
-            self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
+            is_old = self._clock() - self.model.tiers[Tier.REDIS].heard_at > _FRESH_SECONDS
+            if is_old or self.model.is_stalled(Tier.REDIS):
+                self.probes.want()
         usable = self._usable_tiers
         if not usable:
             return 0.0
@@ -357,7 +350,6 @@ class LoadPolicy:
         """Learn failures only: prefetches yield to loads, so their speed says nothing."""
         for fetched in (each for result in results for each in result.fetched):
             if fetched.has_failed:
-                self._note_measured(fetched.tier)
                 self.model.tiers[fetched.tier].cut_off(
                     self._clock(), fetched.num_bytes, fetched.seconds
                 )
@@ -433,20 +425,14 @@ class LoadPolicy:
         for fetched in telling:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
-            self._note_measured(fetched.tier)
             speed = self.model.tiers[fetched.tier]
             note = speed.cut_off if fetched.has_failed else speed.arrived
             note(now, fetched.num_bytes, seconds)
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
 
-    def _note_measured(self, tier: Tier) -> None:
-        if tier is Tier.REDIS:
-            self.probes.note_measured()
-
     def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
-        self._note_measured(tier)
         if loads[0].has_failed:
             self.model.tiers[tier].cut_off(self._clock(), 0, loads[0].seconds)
             return
