@@ -69,10 +69,11 @@ _TWO_ENGINES = (
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
     """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs.
-    ``has_arrived``: at a worker side of the scheduler's process."""
+    ``has_arrived``: at a worker side of the scheduler's process. ``number``: from 1 on."""
 
     plan: StepPlan | None
     has_arrived: bool = False
+    number: int = 0
 
 
 @dataclass
@@ -112,6 +113,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _sent: PlanMetadata | None = None  # to the workers, last
+    _num_steps = 0  # planned, or begun by this worker
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
@@ -138,7 +140,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 does_both=self._does_both,
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
-            self._no_plan = PlanMetadata(None)  # most steps'
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -227,8 +228,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         sent = self._sent
         if sent is not None and not sent.has_arrived and self._workers_are_here:
             self._note_lost_step(sent.plan)
-        self._sent = sent = self._no_plan if plan is None else PlanMetadata(plan)
-        sent.has_arrived = False
+        self._num_steps += 1
+        self._sent = sent = PlanMetadata(plan, number=self._num_steps)
         return sent
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -281,7 +282,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     @returns_on_failure(answer=False)
     def reset_cache(self) -> bool:
         """Reset the names of the weights, and stop all copies. After a reset vLLM may free the
-        paged cache's memory, to sleep. Engines in other processes first step until no job is open.
+        paged cache's memory, to sleep. Engines in other processes first step until no store runs.
         An engine stepped by its user, with all ranks in this process, has made its last step."""
         self._scheduler_side.reset_cache()
         return all(worker.stop_copies() for worker in self._workers_here())
@@ -294,7 +295,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on while a store or a prefetch runs, so that its end is reported."""
+        """Steps go on until the ends of stores, and of prefetches for nobody, are reported."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -353,6 +354,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._step, self._has_started_loads = None, False
         if self._worker is None or not isinstance(kv_connector_metadata, PlanMetadata):
             return
+        if kv_connector_metadata.number > self._num_steps + 1:  # a step did not arrive
+            self._step_failed()
+            self._is_in_step = True
+        self._num_steps = kv_connector_metadata.number
         kv_connector_metadata.has_arrived = True
         self._step = plan = kv_connector_metadata.plan
         if plan is not None:
@@ -524,11 +529,12 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note_lost_step(self, plan: StepPlan | None) -> None:
         """A step that did not arrive has failed: the engine's user, who goes on, has interrupted
-        vLLM before its first call."""
+        vLLM before its first call. Workers of other processes notice it by the step's number."""
         for connector in self._worker_connectors():
             if connector._is_in_step:  # the step before has failed, too
                 connector._step_failed()
             connector._step, connector._has_started_loads = plan, False
+            connector._num_steps += 1
             connector._step_failed()
 
     def _workers_here(self) -> list[WorkerAdapter]:

@@ -279,7 +279,10 @@ def test_a_step_that_reached_no_worker_of_the_engine_has_failed(
         each._kv_transfer_config = KVTransferConfig(engine_id=name)
     for is_lost in (False, True, False, False):
         metadata = planner.build_connector_meta(None)
-        if not is_lost:
+        if engine_id != "one":
+            connector.handle_preemptions(PlanMetadata(metadata.plan))  # of its own engine
+            connector.clear_connector_metadata()
+        elif not is_lost:
             connector.handle_preemptions(metadata)
             connector.clear_connector_metadata()
     assert [plan for call, plan in recorder.calls if call == "step_failed"] == failed
@@ -300,6 +303,28 @@ def test_of_two_steps_that_fail_in_a_row_both_are_known(
     planner.build_connector_meta(None)
     failed = [plan for call, plan in recorder.calls if call == "step_failed"]
     assert failed == ["inputs fail", "never arrives"]
+
+
+def test_a_worker_of_another_process_notices_a_step_that_did_not_arrive(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    for number in (1, 2, 4, 5):
+        connector.handle_preemptions(PlanMetadata(None, number=number))
+        assert ("step_failed", None) not in recorder.calls or number > 2
+        connector.clear_connector_metadata()
+    assert recorder.calls == [("step_failed", None)]
+
+
+def test_steps_may_be_planned_before_earlier_ones_arrive(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    planner._scheduler = SimpleNamespace(build_plan=lambda _: None)
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    for metadata in [planner.build_connector_meta(None) for _ in range(3)]:
+        connector.handle_preemptions(metadata)
+        connector.clear_connector_metadata()
+    assert recorder.calls == []
 
 
 def test_after_an_interrupt_in_its_planning_the_next_plan_starts_over() -> None:

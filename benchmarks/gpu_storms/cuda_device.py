@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_storms.passes import GpuShape, Work
-from tests.support.doubles.rehearsed_cuda import HostEvent
+from tests.support.doubles.rehearsed_cuda import HostEvent, RehearsedDevice
 
 _WORD_BYTES = 8
 _TRIAL_CYCLES = 100_000_000  # some 50 ms
@@ -153,7 +153,7 @@ class HostDevice(CudaDevice):
         """Does nothing: see :class:`HostPass`."""
 
     def _ending(self) -> CudaPass:
-        return HostPass(HostEvent(), self._free_at)
+        return HostPass(HostEvent(RehearsedDevice()), self._free_at)
 
     def _measure(self) -> float:
         return 0.0

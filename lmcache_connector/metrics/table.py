@@ -121,7 +121,7 @@ _ALL = (
     counter("evicted_chunks", "Chunks removed from the CPU tier.", "tier", known=("cpu",)),
     counter(
         "cpu_evictions",
-        "Chunks evicted from the CPU tier: expired, over_share of their tenant, or the oldest.",
+        "Chunks evicted from the CPU tier: expired (or prefetched in vain), over_share, or oldest.",
         "reason",
         known=("expired", "over_share", "oldest"),
     ),

@@ -85,8 +85,11 @@ class PlannedJobs:
     @property
     def has_unattended(self) -> bool:
         """Whether there is an open job that no vLLM request waits for."""
-        jobs = (planned.job for planned in self._jobs.values())
-        return any(not isinstance(job, LoadJob) or job.in_step for job in jobs)
+        return any(
+            isinstance(p.job, StoreJob)
+            or (p.job.in_step if isinstance(p.job, LoadJob) else p.state.request.is_finished())
+            for p in self._jobs.values()
+        )
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """Cancel and return the stores that read these blocks, which the step being planned may
@@ -110,8 +113,7 @@ class PlannedJobs:
 
     def blocks_read_of(self, state: RequestState) -> list[int]:
         """Blocks read by the request's open stores."""
-        planned = [self._jobs[job_id] for job_id in state.store.job_ids]
-        return [block for p in planned if p.reads for block in p.reads]
+        return [block for job_id in state.store.job_ids for block in self._jobs[job_id].reads]
 
     def read_after_the_end(self) -> Iterator[tuple[int, Set[int]]]:
         """Stores of finished requests, oldest first, with the blocks that they read."""
@@ -158,7 +160,6 @@ class PlannedJobs:
         planned = self._jobs[result.job_id]
         planned.num_chunks = min(planned.num_chunks, result.num_chunks)
         planned.results.append(result)
-        has_ended = len(planned.results) == self._num_ranks
-        if has_ended:
+        if has_ended := len(planned.results) == self._num_ranks:
             del self._jobs[result.job_id]
         return planned, has_ended

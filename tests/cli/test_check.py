@@ -148,22 +148,6 @@ def test_the_host_folder_is_checked(cli: Cli, tmp_path: Path) -> None:
     assert "host" not in found(off)
 
 
-def test_a_misplaced_or_removed_key_is_told_where_it_belongs(cli: Cli) -> None:
-    document = json.loads(p2p(kv_port=1, cpu_gb=1, secret=SECRET))
-    outcome = cli("check", json.dumps({**document, "hash_key": SECRET, "kv_rol": "kv_both"}))
-    assert outcome.code == 2
-    for sentence in (
-        "'hash_key' belongs inside kv_connector_extra_config",
-        "'kv_rol' is not a key: did you mean 'kv_role'?",
-        "'kv_port' is vLLM's own setting: put it beside 'kv_connector'",
-        "'cpu_gb' is not a key: did you mean 'cpu_gib'?",
-        "'secret' is no longer a setting: set 'hash_key'",
-        "would refuse to start",
-    ):
-        assert sentence in outcome.out
-    assert SECRET not in outcome.out
-
-
 def test_the_port_is_tried_and_freed(cli: Cli) -> None:
     port = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):

@@ -90,16 +90,6 @@ def test_only_lmcache_keys_pass_through() -> None:
     assert len(problems(**{"lmcach.cache_policy": "LRU"})) == 1
 
 
-def test_secrets_come_from_variables_and_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MY_KEY", SECRET)
-    file = tmp_path / "key"
-    file.write_text(f"{SECRET}\n")
-    for reference in (SECRET, "env:MY_KEY", f"file:{file}"):
-        assert parse_config({"hash_key": reference}).hash_key_bytes == SECRET.encode()
-
-
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     url = f"redis://user:{SECRET}@host:6379"

@@ -1,7 +1,7 @@
 """Copies beside other work of a GPU: which waits for which, and when memory may change.
 
 Without a GPU, a rehearsal runs each line; its streams work at once. Tests with a ``late`` device
-are rehearsed only: nothing may depend on the order of unrelated streams, see `late_streams`.
+are rehearsed only: nothing may depend on the order of unrelated streams, see `rehearsed_cuda`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 
 from lmcache_connector.copy_kv_blocks.copier import BlockCopy, Copier
 from tests.support.doubles.copy_reference import Chunks, Paged, chunks, paged, same
-from tests.support.doubles.late_streams import LateDevice
-from tests.support.doubles.rehearsed_cuda import cuda_copier, is_rehearsal
+from tests.support.doubles.rehearsed_cuda import RehearsedDevice, cuda_copier, is_rehearsal
 
 pytestmark = pytest.mark.cuda
 
@@ -146,16 +145,16 @@ def test_stores_and_loads_run_beside_each_other(copier: Copier, device: str) -> 
 
 
 @pytest.fixture(params=range(8))
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RehearsedDevice:
     if not is_rehearsal():
         pytest.skip("runs under TRITON_INTERPRET=1")
-    device = LateDevice(request.param)
-    device.install(monkeypatch)
+    device = RehearsedDevice(request.param, is_late=True)
+    device.install(monkeypatch.setattr)
     return device
 
 
 @pytest.fixture(params=OPTIONS, ids=str)
-def late_copier(request: pytest.FixtureRequest, late: LateDevice) -> Any:
+def late_copier(request: pytest.FixtureRequest, late: RehearsedDevice) -> Any:
     from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
 
     return CudaCopier(torch.device("cpu"), **OPTIONS[request.param])
@@ -165,7 +164,7 @@ def small(seed: int = 0) -> Paged:
     return paged("LBNHC", layers=1, blocks=8, heads=2, tokens=4, content=16, seed=seed)
 
 
-def test_no_copy_overtakes_its_fence(late_copier: Any, late: LateDevice) -> None:
+def test_no_copy_overtakes_its_fence(late_copier: Any, late: RehearsedDevice) -> None:
     """Passes write before a store and before a load. Each has ended when the copy begins, and each
     copy when it returns."""
     source, target = small(), small(seed=1)
@@ -181,7 +180,7 @@ def test_no_copy_overtakes_its_fence(late_copier: Any, late: LateDevice) -> None
 
 
 def test_tables_that_grow_beside_a_pass_are_read_whole(
-    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+    late: RehearsedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their new memory may be that of something that the compute stream still writes to."""
     from lmcache_connector.copy_kv_blocks import cuda
@@ -197,7 +196,7 @@ def test_tables_that_grow_beside_a_pass_are_read_whole(
         assert same(host.blocks(), [layer[: len(blocks)] for layer in cache.blocks()])
 
 
-def test_a_fence_is_queried_on_its_device(late: LateDevice) -> None:
+def test_a_fence_is_queried_on_its_device(late: RehearsedDevice) -> None:
     """Otherwise threads of all ranks would take memory of the first GPU."""
     from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
 
@@ -205,7 +204,7 @@ def test_a_fence_is_queried_on_its_device(late: LateDevice) -> None:
     assert late.asked_on == [torch.device("cpu")]
 
 
-def test_a_pass_reads_copies_enqueued_before(late_copier: Any, late: LateDevice) -> None:
+def test_a_pass_reads_copies_enqueued_before(late_copier: Any, late: RehearsedDevice) -> None:
     """The pass before still writes to the blocks, and the host waits for neither."""
     target, read = small(1), list[list[int]]()
     hosts, queued = [chunks(target, num_chunks=3) for _ in range(3)], []

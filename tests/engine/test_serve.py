@@ -120,16 +120,6 @@ def test_vllm_counts_hits_by_their_tier(api: ApiServer) -> None:
     assert sum(hits.values()) == api.metric("vllm:external_prefix_cache_hits_total")
 
 
-def test_ls_and_verify_see_all_chunks(api: ApiServer, valkey: Server) -> None:
-    written = stats(api)["written_chunks"]["written"]
-    (group,) = cli("ls", "--redis-url", valkey.url)["groups"]
-    assert group["chunks"] == written
-    assert group["namespace"] == "default"
-    assert group["chunk_tokens"] == CHUNK_SIZE
-    verified = cli("verify", "--redis-url", valkey.url)
-    assert verified["values"] == {"sound": group["values"]}
-
-
 def test_the_chat_example_hits_its_document_and_earlier_turns(api: ApiServer) -> None:
     words = 1000
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), f"http://{api.address}"]

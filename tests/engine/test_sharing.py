@@ -117,16 +117,6 @@ def test_other_tensor_parallel_sizes_share(
     assert loaded == HIT * TOKEN_BYTES
 
 
-def test_two_ranks_read_their_own_cpu_tiers(
-    two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    cold = serve_cold(two, valkey, prompt)
-    with valkey.client() as client:
-        client.flushall()
-    two.reset_prefix_cache()
-    assert_same_bytes(two.serve(prompt), cold)
-
-
 @pytest.mark.parametrize("block_size", [32, pytest.param(64, marks=pytest.mark.soak)])
 def test_other_block_sizes_read_and_write_the_same_chunks(
     start: StartInstance, transfer: dict[str, Any], valkey: Server, one: VllmInstance,

@@ -6,13 +6,13 @@ Tests compare bytes. The connector's count of loaded tokens proves that the cach
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from examples.tiny_model import TINY
 from tests.support.engines.calls import (
-    abort_after,
     check_integrity,
     forget,
     reset_everything,
@@ -30,8 +30,12 @@ from tests.support.redis.values import value_names, wait_for_values
 
 @pytest.fixture(scope="module")
 def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
-    """An engine that computes long prompts in several steps."""
-    with start(kv_transfer(redis_url=valkey.url), max_num_batched_tokens=512) as instance:
+    """An engine that computes long prompts in several steps, and tells routers of its blocks."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    more: dict[str, Any] = {"max_num_batched_tokens": 512, "scheduling_policy": "priority"}
+    more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with start(kv_transfer(redis_url=valkey.url), **more) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
 
@@ -85,16 +89,6 @@ def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     hit = writer.serve(prompt)
     assert_loaded(hit, cold, 1280 - BLOCK_SIZE)
     assert hit.cached_tokens == 1280
-
-
-def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
-    prompt = random_prompt(31, 1500)
-    cold = writer.serve(prompt)
-    for steps in (0, 1, 2, 3, 5):
-        writer.reset_prefix_cache()
-        writer.call(abort_after, prompt, steps)
-    writer.reset_prefix_cache()
-    assert_loaded(writer.serve(prompt), cold, 1280)
 
 
 def test_a_reset_of_external_caches_keeps_chunks_of_the_same_weights(writer: VllmInstance) -> None:

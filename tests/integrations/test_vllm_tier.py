@@ -32,18 +32,6 @@ def test_an_instance_loads_anothers_blocks(valkey: Server, model: Path) -> None:
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
 
 
-def test_a_spoiled_block_is_a_miss_without_a_retry(valkey: Server, model: Path) -> None:
-    tier = tier_settings(valkey.url)
-    with running_instance(model, tier) as one, running_instance(model, tier) as other:
-        blocks = blocks_for(one)
-        one.store(blocks)
-        with valkey.client() as client:
-            for name in value_names(valkey):
-                client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
-        assert other.load(KEYS) == [None] * len(KEYS)
-        assert other.tier._blocks._tier.stats().counts.misses["bad_checksum"] >= 1
-
-
 def test_a_load_that_fails_midway_keeps_the_rest(valkey: Server, model: Path) -> None:
     tier = tier_settings(valkey.url)
     with running_instance(model, tier) as one, running_instance(model, tier) as other:

@@ -59,18 +59,6 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
 # -- readers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value_bytes", [4096, 1 << 22])
-@pytest.mark.parametrize("hash_key", [None, b"a secret of enough bytes"])
-def test_the_redis_tier_reads_a_peer(
-    chunks: HeldChunks, hash_key: bytes | None, value_bytes: int
-) -> None:
-    settings = {"hash_key": hash_key, "max_value_bytes": value_bytes}
-    with serving(chunks, hash_key=hash_key) as server, open_tier(url(server), **settings) as tier:  # type: ignore[arg-type]
-        hits, found = get_all(tier, range(NUM_CHUNKS + 2))
-    assert hits == [True] * NUM_CHUNKS + [False] * 2
-    assert found[:NUM_CHUNKS] == [chunk_data(i) for i in range(NUM_CHUNKS)]
-
-
 @pytest.mark.parametrize(
     "settings", [{"namespace": "another"}, {"hash_key": b"a secret of enough bytes"}]
 )

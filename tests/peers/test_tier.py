@@ -88,15 +88,6 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
     return done[0]
 
 
-def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
-    held = [HeldChunks(range(3)), HeldChunks(range(2, 6)), HeldChunks([])]
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving(each)) for each in held]
-        tier = stack.enter_context(reading(at(*servers)))
-        assert read_once_connected(tier, range(6)).hits == [True] * 6
-        assert read(tier, [5, 9, 0])[0].hits[0]
-
-
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
     indices = [i for i in range(2000) if chunk_key(i)[-1] < 2][:4]  # the key names its part
     share = Share(0, Owners((((0,),), ((0,),))))
@@ -138,17 +129,6 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
             once_dialled(lambda: dict(tier._servers.states()).get(at(bad)[0]) is CircuitState.OPEN)
         assert read(tier, range(4))[0].hits == [True] * 4
         assert read(tier, [4])[0].hits == [False]  # another rank has other heads
-
-
-def test_a_peer_that_restarts_is_read_again() -> None:
-    chunks, port = HeldChunks(range(4)), free_ports(1)
-    with reading(at(port), read_timeout_seconds=0.3) as tier:
-        assert read(tier, range(4), 0.5)[0].hits == [False] * 4
-        for _ in range(2):
-            with serving(chunks, port=port):
-                assert read_once_connected(tier, range(4)).hits == [True] * 4
-            result, _ = read(tier, range(4), 0.5)
-            assert result.hits == [False] * 4
 
 
 def test_a_dns_name_is_resolved() -> None:
@@ -199,17 +179,6 @@ def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
     ):
         once_dialled(lambda: exist(lookup, [0]) + exist(lookup, [2]) == [True, True])
         assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
-
-
-def test_a_prompt_of_several_questions_is_looked_up() -> None:
-    held = HeldChunks([0])
-    held.data = {chunk_key(i): held.data[chunk_key(0)] for i in range(3000) if i % 7}
-    with (
-        serving(held) as server,
-        serving(HeldChunks([])) as other,
-        looking(at(server, other)) as it,
-    ):
-        assert exist(it, range(3000), 1.0) == [bool(i % 7) for i in range(3000)]
 
 
 @pytest.mark.parametrize("said", [b"+111", b"+12", b"+1x", b":1", b"+", b"-ERR no", b"$2"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
@@ -189,6 +190,24 @@ def test_chunks_come_into_memory_before_their_request_is_scheduled(
     (load,) = [job for plan in engine.plans[before:] for job in plan.loads]
     assert not load.may_fetch
     assert sum(rank.num_prefetched_chunks for rank in engine.ranks) == 4 * world_size
+    engine.check_whole()
+    engine.check_answer(waiting)
+
+
+def test_a_pause_waits_for_no_prefetch(model: Path) -> None:
+    """A slow Redis may take twice ``load_deadline_seconds`` for each."""
+    engine, waiting, _ = crowded(model)
+    faults = engine.ranks[0].faults
+    faults.late_prefetches = True
+    for _ in range(20):
+        engine.step()
+    assert any(plan.prefetches for plan in engine.plans)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.run_until_idle(max_steps=20)
+    assert engine.ranks[0].num_prefetched_chunks == 0
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    faults.late_prefetches = False
+    engine.run_until_idle()
     engine.check_whole()
     engine.check_answer(waiting)
 

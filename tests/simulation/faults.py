@@ -7,7 +7,7 @@ or the path to it, does. ``end`` puts back what can be put back; what was lost o
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -202,6 +202,66 @@ class DamagedValues(Fault):
         return Entry(bytes(value), kind, entry.expires_at)
 
 
+_HUGE = (2**31, 900_000_000_000, 2**63, 10**30, 10**400)
+
+
+def _slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
+    """The reply to CLUSTER SLOTS: first, last, host and port of each range."""
+    entries = (
+        b"*3\r\n:%d\r\n:%d\r\n*3\r\n$%d\r\n%b\r\n:%d\r\n$1\r\nx\r\n" % (a, b, len(host), host, port)
+        for a, b, host, port in ranges
+    )
+    return b"*%d\r\n%b" % (len(ranges), b"".join(entries))
+
+
+def _wrong_slots(chance: random.Random) -> bytes:
+    host, port = b"127.0.0.1", chance.choice([0, -1, 1, 65536, *_HUGE])
+    return chance.choice(
+        [
+            _slots((0, chance.choice(_HUGE), host, 7000)),
+            _slots((-5, 16383, host, 7000)),
+            _slots((9, 3, host, 7000)),
+            _slots((0, 16383, host, port)),
+            _slots((0, 16383, b"x" * chance.choice([0, 254, 100_000]), 7000)),
+            _slots((0, 16383, b"\xff\x00\n bad", 7000)),
+            _slots(*[(0, 16383, host, 7000)] * 500),
+            _slots(*[(i, i, host, 1 + i) for i in range(1200)]),
+            b"*1\r\n*2\r\n:0\r\n:16383\r\n",
+            b"*1\r\n*3\r\n$1\r\n0\r\n:5\r\n*1\r\n$-1\r\n",
+            b"*0\r\n",
+        ]
+    )
+
+
+_LIES: tuple[Callable[[random.Random, bytes], bytes], ...] = (
+    lambda r, reply: b"-ERR lies\r\n",
+    lambda r, reply: b":%d\r\n" % r.choice([-1, 0, 1, 7, *_HUGE]),
+    lambda r, reply: b"$-1\r\n",
+    lambda r, reply: reply + reply,
+    lambda r, reply: b"",
+    lambda r, reply: r.randbytes(r.choice([1, 60, 100_000])),
+    lambda r, reply: reply[: r.randrange(len(reply))],
+    lambda r, reply: _flipped(reply, r.randrange(len(reply))),
+    lambda r, reply: b"%b%d\r\n" % (r.choice([b"$", b"*"]), r.choice(_HUGE) * r.choice([1, -1])),
+    lambda r, reply: _wrong_slots(r),
+    lambda r, reply: r.choice([b"*1\r\n", b"*2\r\n:1\r\n"]) * r.choice([10, 1000, 20_000]),
+    lambda r, reply: b"*%d\r\n%b" % (n := r.choice([300, 20_000]), b"$-1\r\n" * n),
+    lambda r, reply: r.choice([b"+", b"-", b":", b"$", b"*", b"_", b"%", b"#t", b",1.5"]) + b"\r\n",
+    lambda r, reply: r.choice([b"+", b"-", b":", b"$", b"*"]) + b"9" * r.choice([19, 5000, 70_000]),
+    lambda r, reply: (
+        r.choice([b":", b"$"]) + r.choice([b"x", b"1e9", b"+1", b" 1", b"-0"]) + b"\r\n"
+    ),
+    lambda r, reply: b"-MOVED %d 127.0.0.1:%d\r\n" % (r.choice([-1, 5, *_HUGE]), r.choice(_HUGE)),
+    lambda r, reply: b"-%b\r\n" % r.randbytes(r.choice([1, 300, 60_000])).replace(b"\n", b""),
+    lambda r, reply: b"+OK\r\n" * r.choice([2, 10_000]),
+    lambda r, reply: b"$5\r\nabc\r\n$3\r\nabcdef\r\n",
+)
+
+
+def _flipped(reply: bytes, at: int) -> bytes:
+    return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
+
+
 class LyingServer(_Changes, tamper=None):
     """Now and then it answers with something else. Afterwards its connections may be out of step
     for good, and nobody could tell from outside."""
@@ -210,26 +270,7 @@ class LyingServer(_Changes, tamper=None):
         chance = world.chance
 
         def tamper(command: Sequence[bytes], reply: bytes) -> bytes:
-            if chance.random() >= _LIE_CHANCE:
-                return reply
-            match chance.randrange(8):
-                case 0:
-                    return b"-ERR lies\r\n"
-                case 1:
-                    return b":%d\r\n" % chance.choice([-1, 0, 1, 7, 10**30])
-                case 2:
-                    return b"$%d\r\n" % 10**12
-                case 3:
-                    return b"$-1\r\n"
-                case 4:
-                    return reply + reply
-                case 5:
-                    return b""
-                case 6:
-                    return chance.randbytes(chance.randrange(1, 60))
-                case _:
-                    at = chance.randrange(len(reply))
-                    return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
+            return chance.choice(_LIES)(chance, reply) if chance.random() < _LIE_CHANCE else reply
 
         server.tamper = tamper
         world.liars.add(server)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_connector.config import limits
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
@@ -23,7 +22,6 @@ from tests.support.engines.stepped_model import (
     sequence,
 )
 from tests.support.redis.servers import Server
-from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.torch_threads import one_torch_thread
 
 CHUNK = 32
@@ -103,26 +101,6 @@ def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server)
     with SteppedEngine(shared, model=SteppedModel(seed=1)) as other:
         _, left = other.step(sequence(tokens, range(7)))
         assert left.query_lens == (100,)
-
-
-def test_a_slow_redis_is_waited_for_up_to_the_deadline(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its look-ups hit; its loads would take half a minute."""
-    tokens, shared = tokens_of(18, 100), {"redis_url": valkey.url, "namespace": "slow"}
-    with SteppedEngine(shared) as one:
-        one.step(sequence(tokens, range(7)))
-    link = SlowLink()
-    monkeypatch.setattr(limits, "LOOKUP_DEADLINE_SECONDS", 30.0)
-    with SlowProxy(valkey.port, link) as proxy:
-        settings = shared | {"load_deadline_seconds": 0.2, "redis_url": proxy.url}
-        with SteppedEngine(settings) as two:
-            two.step(sequence(tokens_of(19, 40), range(3)))  # connects
-            link.set(bytes_per_second=2000)
-            hidden, left = two.step(sequence(tokens, range(10, 17)))
-            assert left.query_lens == (100,)
-            assert two.connector.counts.lost_chunks == 3
-            assert len(hidden) == 100
 
 
 def test_ranks_load_the_prefix_that_all_of_them_have() -> None:

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,9 +23,8 @@ from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.waits import wait_until
 from tests.transfers.conftest import Way
-from tests.transfers.test_transfers import BLOCK, WANTS, check, missing_blocks, rest
+from tests.transfers.test_transfers import BLOCK, WANTS, check, missing_blocks
 
 pytestmark = pytest.mark.soak
 ROLES = "kv_producer", "kv_consumer"
@@ -108,51 +106,6 @@ def test_the_prefill_engine_falls_silent(
             computing.join()
             check(*engines.hand_over(random_prompt(2, 500)), 500)
         computing.join()
-
-
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_the_decode_engine_falls_silent(
-    way: Way, tiny_model: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """The prefill engine gets its blocks back when the lease ends."""
-    lease, steps = {"lease_seconds": 3.0}, [512, None]
-    with pair(way, tiny_model, tmp_path, connector=lease, max_num_batched_tokens=steps) as engines:
-        (first, _), (second, _) = engines.prefill[0], engines.decode[0]
-        cold = first.call(prefill, Ask("p", random_prompt(3, 7901), 1, WANTS))
-        reading = threading.Thread(
-            target=until_it_dies, args=(second, Ask("d", random_prompt(3, 7901), 2, cold.params))
-        )
-        timer = strike(second, 0.02, number)
-        reading.start()
-        timer.join()
-        wait_until(lambda: first.call(missing_blocks) == 0, "blocks are missing")
-        if number is signal.SIGSTOP:
-            os.kill(second.pid, signal.SIGCONT)
-        reading.join()
-
-
-def test_two_engines_wait_for_each_others_blocks(
-    way: Way, tiny_model: Path, tmp_path: Path
-) -> None:
-    """The cache of each has room for one and a half prompts."""
-    sizes = {"num_gpu_blocks_override": 40, "max_model_len": 4096}
-    roles = "kv_both", "kv_both"
-    with pair(way, tiny_model, tmp_path, roles, connector={"lease_seconds": 4.0}, **sizes) as both:
-        engines = [both.prefill[0][0], both.decode[0][0]]
-        for engine in engines:
-            engine.serve(random_prompt(99, 50))
-        prompts = [random_prompt(1 + i, 3000) for i in range(2)]
-        cold = [
-            engine.call(prefill, Ask(f"p{i}", prompt, 1, WANTS))
-            for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True))
-        ]
-        asks = [Ask(f"d{i}", prompts[1 - i], 2, cold[1 - i].params) for i in range(2)]
-        with ThreadPoolExecutor(2) as pool:
-            served = list(pool.map(lambda engine, a: engine.call(ask, a), engines, asks))
-        for one, other in zip(cold, reversed(served), strict=True):
-            assert other.finish_reason == "length"
-            assert () != one.served.block_digests == other.served.block_digests
-        rest(both)
 
 
 def step_seconds(probe: EngineProbe, request: Ask) -> float:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from tests.support.engines.asks import (
 )
 from tests.support.engines.calls import check_integrity, forget
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, log_stats, metrics
-from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.strangers import SAYINGS, cpu_seconds_of, memory_of, ports_of, talk
 from tests.support.engines.updates import load_rows, move_weights
@@ -164,30 +161,6 @@ def test_many_transfers_during_prefill(engines: Engines) -> None:
     rest(engines)
 
 
-def test_two_readers_of_one_transfer(engines: Engines) -> None:
-    """Store finding 1. Two decode engines read one prompt while the prefill engine computes others;
-    one of them has its beginning. Neither gets another prompt's KV."""
-    (first, _), readers = engines.prefill[0], [decode for decode, _ in engines.decode]
-    prompt, whole = random_prompt(30, 3001), 0
-    readers[0].serve(prompt[: BLOCK + 5])
-    for number in range(3):
-        cold = first.call(prefill, Ask(f"p-two-{number}", prompt, 1, WANTS))
-        asks = [Ask(f"d-two-{number}-{i}", prompt, 2, cold.params) for i in range(2)]
-        others = [Ask(f"other-{number}-{i}", random_prompt(40 + i, 900), 1) for i in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            busy = pool.submit(first.call, ask_all, others)
-            served = list(pool.map(lambda reader, a: reader.call(ask, a), readers, asks))
-            busy.result()
-        for reader, answer in zip(readers, served, strict=True):
-            if answer.served.external_hit_tokens:
-                whole += 1
-                assert () != answer.served.block_digests == cold.served.block_digests
-            assert answer.finish_reason == "length"
-            reader.call(forget)
-    assert whole >= 3
-    rest(engines)
-
-
 def test_the_decode_engine_stores_answers(engines: Engines) -> None:
     """The next turn comes to the decode engine, whose vLLM cache was reset."""
     prompt, decode = random_prompt(50, 1001), engines.decode[0][0]
@@ -252,36 +225,6 @@ def test_aborts_on_either_side(engines: Engines, steps: int) -> None:
 def elsewhere(host: str, port: object = 9) -> dict[str, Any]:
     names = {"remote_host": host, "remote_port": port, "remote_request_id": "x"}
     return {"do_remote_prefill": True, **names}
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("___prefill_addr_here___decode_addr_there_1", None),
-        ("bad-1", {"do_remote_prefill": True}),
-        ("bad-2", {"do_remote_prefill": "yes"}),
-        ("bad-3", elsewhere("10.9.8.7")),
-        ("bad-4", elsewhere("127.0.0.1", "a port")),
-        ("bad-5", elsewhere("127.0.0.1") | {"remote_request_id": "x" * 100_000}),
-    ],
-)
-def test_a_malformed_request_is_computed(
-    engines: Engines, name: str, params: dict[str, Any] | None
-) -> None:
-    """An address outside of ``peer_hosts`` is not dialled."""
-    started = time.monotonic()
-    answer = engines.decode[0][0].call(ask, Ask(name, fresh(engines, 200), params=params))
-    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
-    assert time.monotonic() - started < NOTICED_SECONDS
-
-
-def test_an_unreachable_address_is_a_miss(engines: Engines) -> None:
-    (second, _), started = engines.decode[0], time.monotonic()
-    params = elsewhere("127.0.0.1", free_ports(1))
-    answer = second.call(ask, Ask("gone-1", random_prompt(91, 600), params=params))
-    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
-    assert time.monotonic() - started < NOTICED_SECONDS
-    rest(engines)
 
 
 def spoil(data: bytes) -> bytes:
@@ -395,26 +338,6 @@ def test_an_update_without_a_reset_ends_transfers(engines: Engines) -> None:
 
 
 # -- leaks and metrics -------------------------------------------------------------------------
-
-
-def resources(probe: EngineProbe) -> tuple[int, int]:
-    """File descriptors and threads of the engine's process."""
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
-
-@BY
-def test_transfers_leak_nothing(engines: Engines, transfer: HandOver) -> None:
-    both = engines.prefill[0][0], engines.decode[0][0]
-    for _ in range(3):
-        transfer(engines, fresh(engines, 300))
-    before = [each.call(resources) for each in both]
-    for _ in range(12):
-        transfer(engines, fresh(engines, 300))
-    after = [each.call(resources) for each in both]
-    for then, now in zip(before, after, strict=True):
-        assert now[0] <= then[0] + 2
-        assert now[1] <= then[1] + 2
-    rest(engines)
 
 
 def test_prometheus_counts_are_right(engines: Engines) -> None:

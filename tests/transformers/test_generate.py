@@ -14,7 +14,7 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.transformers import KVTiers, TieredCache
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
 from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server
 from tests.support.waits import within
 
 CHUNK = 128
@@ -119,26 +119,6 @@ def test_another_process_without_vllm_restores_from_redis(
     found = generate_elsewhere(model, shared, ids[0].tolist(), kv_tokens=5 * CHUNK)
     assert found["counts"]["redis_chunks"] == found["counts"]["hit_chunks"] == 5
     assert found["kv"] == stored
-
-
-def test_a_stopped_redis_costs_hits_only(llama: Any) -> None:
-    ids = prompt(10, 700)
-    with running_valkey() as server:
-        shared = SMALL | {"redis_url": server.url, "load_deadline_seconds": 2.0}
-        with KVTiers(llama, shared) as writer:
-            cold(llama, writer, ids)
-        with KVTiers(llama, shared) as tiers:
-            server.stop()
-            cache = tiers.new_cache()
-            llama.generate(ids, past_key_values=cache, **GREEDY)
-            tiers.finish_stores()
-            assert tiers.counts.hit_chunks == 0
-            llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
-            assert tiers.counts.hit_chunks == 5
-    plain = DynamicCache(config=llama.config)
-    llama.generate(ids, past_key_values=plain, **GREEDY)
-    halves = [half for layer in plain.layers for half in (layer.keys, layer.values)]
-    assert kv_digest(cache.tensors(), 700) == kv_digest(halves, 700)
 
 
 def test_writes_go_on_after_a_failed_pass(

@@ -28,6 +28,8 @@ from lmcache_connector.plans import (
     Fetched,
     LoadJob,
     Outcome,
+    PartRun,
+    PrefetchJob,
     PrefillWork,
     RankStart,
     StepPlan,
@@ -236,37 +238,6 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
     assert same(reader.blocks(range(80)), before)
 
 
-def test_what_arrived_by_the_deadline_is_used(
-    reader: SteppedWorker, written: list[torch.Tensor], link: SlowLink
-) -> None:
-    connected(reader)
-    link.set(bytes_per_second=GEOMETRY.chunk_bytes * 40)  # a second for all
-    before = reader.blocks(range(80))
-    reader.run(StepPlan(loads=(load(1, range(39), 0, deadline=0.5),)))
-    result = reader.wait_for(1)
-    assert result.outcome is Outcome.DEADLINE
-    assert 0 < result.num_chunks < 39
-    assert result.fetched_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
-    end = 2 * result.num_chunks
-    assert same(reader.blocks(range(end)), stored(written, range(result.num_chunks)))
-    assert same(reader.blocks(range(end, 80)), [layer[end:80] for layer in before])
-
-
-def test_the_probe_measures_and_notices_silence(
-    written: list[torch.Tensor], port: int, link: SlowLink
-) -> None:
-    link.set(latency_seconds=0.04)
-    with make_instance(port, probe=True) as instance:
-        _, many, *few = started(instance).measured
-        assert many.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
-        assert many.seconds >= 0.04
-        assert all(0.04 <= one.seconds < many.seconds for one in few)  # none where noise hides it
-        link.set(stalled=True)
-        assert probed(instance).num_bytes == 0
-        link.set()
-        assert probed(instance).num_bytes > 0
-
-
 def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
     reader: SteppedWorker, link: SlowLink
 ) -> None:
@@ -340,6 +311,23 @@ def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
     instance.run(StepPlan(idle=True))  # no forward pass
     assert told == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
+
+
+def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
+    reader: SteppedWorker, link: SlowLink
+) -> None:
+    """It would be left alone from then on, with all the hits that it holds."""
+    connected(reader)
+    link.set(bytes_per_second=10 * GEOMETRY.chunk_bytes)  # a second for each
+    jobs = []
+    for number in (1, 2):
+        keys = tuple(KEYS[10 * number : 10 * number + 10])
+        run = PartRun(0, keys, tuple(range(10)), ())
+        jobs.append(PrefetchJob(number, f"r{number}", (run,), deadline_seconds=1.6))
+    reader.run(StepPlan(prefetches=tuple(jobs)))
+    for job in jobs:
+        assert reader.wait_for(job.job_id).outcome is Outcome.DONE
+        assert not reader.results[job.job_id].has_fetch_failed
 
 
 # -- quiet steps -----------------------------------------------------------------------------------

@@ -141,19 +141,6 @@ def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
     assert rank.value(30) == 30
 
 
-def test_a_full_tier_takes_what_comes_once_it_is_heard_what_goes(rank: Rank) -> None:
-    for number in range(6):
-        assert rank.store(1 + number, 3 * number, 3) is Outcome.DONE
-    assert rank.worker._engine.num_chunks <= CAPACITY
-    held = [key for key in KEYS if key in rank.index]
-    assert set(KEYS[15:18]) <= set(held)
-    firm = [key for key in held if rank.index.num_firm([key])]
-    assert 0 < len(firm) < len(held), "some are announced ahead"
-    rank.step(StepPlan(loads=(in_step(9, firm, 20),)))
-    expected = [KEYS.index(key) for key in firm]
-    assert [rank.value(20 + i) for i in range(len(firm))] == expected
-
-
 @pytest.mark.parametrize(("capacity", "num_chunks"), [(64, 32), (8, 4), (8, 8)])
 def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int) -> None:
     """Not for one with each chunk: steps may be long, and a load from Redis waits as a store."""

@@ -12,21 +12,15 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.kv_parts.owners import Owners, Share
-from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, HostSocket
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
-from lmcache_connector.plans import PrefetchJob, Tier
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.self_test import store_sample
-from tests.support.memory import empty
 from tests.support.peers.chunks import serving
 from tests.support.peers.hosts import CONFIG, name_of
-from tests.support.redis.servers import Server
-from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key, run_of
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key
 
 PARTS = PartGeometries((GEOMETRY,))
 PAIR = Owners((((0, 1),),))
@@ -34,11 +28,10 @@ PAIR = Owners((((0, 1),),))
 
 @dataclass
 class Pair:
-    """The ranks of one engine. ``url``: of a Redis behind them."""
+    """The ranks of one engine."""
 
     folder: HostFolder
     stack: ExitStack
-    url: str | None = None
     owners: Owners = PAIR
     ranks: list[Rank] = field(default_factory=list)
     tiers: list[PeerTier] = field(default_factory=list)
@@ -48,10 +41,8 @@ class Pair:
         num_ranks = len(self.owners.alike[0][0])
         share, greeting = Share(rank, self.owners), Greeting(num_ranks, "pair")
         topology = PeerTopology(CONFIG, (), greeting, share, time.monotonic, self.folder)
-        tier, redis = PeerTier(CONFIG, PARTS, topology), None
-        if self.url is not None:
-            redis = RedisTier(RedisTierConfig(url=self.url), PARTS, share.is_owner)
-        made = Rank(redis, tier, shares_memory=True, rank=rank, owners=self.owners)
+        tier = PeerTier(CONFIG, PARTS, topology)
+        made = Rank(None, tier, shares_memory=True, rank=rank, owners=self.owners)
         self.stack.callback(made.engine.close, 1.0)
         self.stack.callback(tier.close, 1.0)
         self.sample = store_sample(made.engine, [made.part])
@@ -115,41 +106,6 @@ def test_each_chunk_is_in_one_memory_and_in_the_blocks_of_both(pair: Pair) -> No
     assert [rank.engine.used_bytes for rank in pair.ranks] == used
 
 
-def test_what_the_owner_has_let_go_of_is_a_miss_that_is_told(pair: Pair) -> None:
-    pair.store(1)
-    pair.ranks[1].engine.forget(key(1, 1))
-    for rank in pair.ranks:
-        rank.engine.take_events()
-        assert rank.load(1, MINE) == 1
-        events = [e for e in rank.engine.take_events() if e.key == key(1, 1)]
-        assert events
-        assert not any(event.admitted for event in events)
-    # Stored again by its owner alone.
-    pair.store(1)
-    assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
-    assert not set.intersection(*pair.held())
-
-
-def test_the_first_load_that_finds_nothing_is_the_last(pair: Pair) -> None:
-    """Even if the rank that could not read had a copy of its own until then."""
-    index = ChunkIndex(2)
-    index.share(PAIR.needed([rank.engine.share.reads for rank in pair.ranks]), PAIR.numbers)
-    pair.store(1)
-    first, chunk = pair.ranks[0], key(1, 1)
-    first.engine.share.reads = frozenset()  # as while its owner was away
-    first.store(1, MINE)
-    first.engine.share.reads = frozenset({1})
-    for number, rank in enumerate(pair.ranks):
-        index.apply(number, rank.engine.take_events())
-    assert chunk in index
-    first.engine.forget(chunk)
-    pair.ranks[1].engine.forget(chunk)
-    pair.ranks[1].engine.take_events()  # lost, or late
-    assert first.load(1, MINE) == 1
-    index.apply(0, first.engine.take_events())
-    assert chunk not in index
-
-
 def test_a_load_that_was_given_up_tells_nothing_of_other_ranks(pair: Pair) -> None:
     pair.store(1)
     for rank, own in zip(pair.ranks, ((0, 2), (1, 3)), strict=True):
@@ -194,39 +150,6 @@ def test_what_cannot_be_read_any_more_is_stored_here(pair: Pair) -> None:
         if loaded[-1] < 4:  # computed again, and stored as what is computed is
             pair.store(1)
     assert loaded[-4:] == [4] * 4, loaded
-
-
-# -- with a Redis ----------------------------------------------------------------------------------
-
-
-def test_the_owner_writes_and_fetches_and_the_other_reads_what_it_needs(
-    tmp_path: Path, valkey: Server
-) -> None:
-    with ExitStack() as stack:
-        pair = Pair(HostFolder(tmp_path / "host"), stack, valkey.url)
-        for number in range(2):
-            pair.start(number)
-        pair.find()
-        pair.store(1)
-        written = []
-        for rank in pair.ranks:
-            assert rank.redis is not None
-            assert rank.redis.flush(10.0)
-            written.append(rank.redis.stats().counts.bytes_written)
-        assert written == [2 * GEOMETRY.chunk_bytes] * 2
-        for rank in pair.ranks:
-            empty(rank.engine)
-        fetch = PrefetchJob(9, "r", (run_of(1, 4),), 10.0)
-        moved = pair.ranks[0].engine.fetch(fetch, threading.Event(), time.monotonic() + 10.0)
-        assert (moved.num_chunks, moved.num_keys) == (2, 2)
-        assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
-        # The other two come from Redis, as their owner lacks them, and are not kept.
-        assert pair.ranks[0].load(1, MINE, may_fetch=True) == 4
-        assert [each.tier for each in pair.ranks[0].fetched if each.num_bytes] == [Tier.REDIS]
-        assert pair.held() == [{key(1, 0), key(1, 2)}, set()]
-        assert pair.ranks[1].load(1, MINE, may_fetch=True) == 4
-        assert pair.held() == [{key(1, 0), key(1, 2)}, {key(1, 1), key(1, 3)}]
-        assert [rank.load(1, MINE) for rank in pair.ranks] == [4, 4]
 
 
 def test_an_owner_that_answers_is_not_away(tmp_path: Path) -> None:

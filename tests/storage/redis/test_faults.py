@@ -184,17 +184,6 @@ def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> No
         assert tier.stats().counts.misses == {"deadline": 1, "queued": 1}
 
 
-def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
-    ends = Ends()
-    tier = RedisTier(config(proxy.url, write_timeout_seconds=3600.0), PARTS)
-    wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
-    proxy.arm(Fault(Kind.STALL))
-    for i in range(5):
-        tier.put(chunk_key(i), memoryview(chunk_data(i)), ends, i)
-    assert tier.close(0.2)
-    assert len(ends.wait(5)) == 5
-
-
 @pytest.mark.parametrize("kind", Kind)
 def test_a_look_up_never_counts_missing_chunks(proxy: FaultProxy, kind: Kind) -> None:
     with open_tier(proxy.url) as tier:

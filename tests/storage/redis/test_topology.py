@@ -14,7 +14,6 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import ClusterTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.redis.chunks import (
     PARTS,
@@ -86,27 +85,6 @@ class TestCluster:
                 cluster.migrate(slot, cluster.owner(slot), target)
             wait_until(lambda: holds(tier, range(10)), "nor back again")
 
-    def test_a_map_with_an_unowned_slot_is_read_again(self, cluster: Cluster) -> None:
-        """All nodes of the map answer, so no failure makes it stale."""
-        home = cluster.masters[0]  # its map is read
-        chunk = next(i for i in range(1000) if cluster.owner(slot_of(i)) is home)
-        key = chunk_tag("default", chunk_key(chunk))
-        late = 0.0
-        topology = ClusterTopology(config(cluster.url), lambda: time.monotonic() + late)
-        with home.client() as client:
-            client.execute_command("CLUSTER DELSLOTS", key_slot(key))
-            try:
-                topology.prepare()
-                assert topology.is_current()
-                assert topology.node_of(key) is None
-                late = 60.0  # the map is not read twice in a moment
-                assert not topology.is_current()
-            finally:
-                client.execute_command("CLUSTER ADDSLOTS", key_slot(key))
-        topology.prepare()
-        assert topology.node_of(key) == f"127.0.0.1:{home.port}"
-        assert topology.is_current()
-
     @pytest.fixture
     def left_behind(self, binary: str, cluster: Cluster) -> Iterator[Server]:
         """A node of the cluster whose slot map is wrong for two slots of three."""
@@ -130,25 +108,6 @@ class TestCluster:
         )
         lookup.close()
         assert num_looks(left_behind) <= 4  # once each
-
-    def test_a_lost_master_costs_its_own_chunks_only(self, cluster: Cluster) -> None:
-        lost = cluster.masters[1]
-        on_lost = [i for i in range(40) if cluster.owner(slot_of(i)) is lost]
-        elsewhere = [i for i in range(40) if i not in on_lost]
-        with open_tier(cluster.url) as tier:
-            put_all(tier, range(40))
-            lost.kill()
-            try:
-                for i in on_lost:
-                    assert get_all(tier, [i])[0] == [False]
-                hits, data = get_all(tier, elsewhere)
-                assert hits == [True] * len(elsewhere)
-                assert data == [chunk_data(i) for i in elsewhere]
-            finally:
-                lost.start()
-            # Its memory is lost, its slots are kept (in the node file).
-            wait_until(lambda: all(put_all(tier, on_lost)), "the master was not taken back")
-            assert all(get_all(tier, on_lost)[0])
 
     def test_a_lost_master_costs_look_ups_its_own_chunks_only(self, cluster: Cluster) -> None:
         """The master is silent, then gone. The connections to the others stay."""

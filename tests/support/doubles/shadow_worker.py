@@ -98,6 +98,7 @@ class Faults:
     no_memory: float = 0.0
     slow: float = 0.5  # a job is left for later
     stuck: bool = False  # while set, no job runs
+    late_prefetches: bool = False  # while set, no prefetch runs
     others_lie: bool = False  # vLLM's own prefix cache or another connector may supply wrong KV
 
 
@@ -311,9 +312,10 @@ class ShadowRank:
             return False
         ready: list[LoadJob | StoreJob] = [*list(self._stores)[:1]]
         ready += [job for job in (*self._loads, *self._fetch) if job.after_job not in self._open]
-        if not (ready or self._prefetches):
+        has_prefetches = self._prefetches and not self.faults.late_prefetches
+        if not (ready or has_prefetches):
             return False
-        if not ready or (self._prefetches and not self._fetch and self.chance.random() < 0.5):
+        if not ready or (has_prefetches and not self._fetch and self.chance.random() < 0.5):
             prefetch = self._prefetches.popleft()
             self._end(prefetch, self._prefetch(prefetch))
             return True

@@ -32,7 +32,6 @@ from lmcache_connector.storage.redis.topology import (
 )
 from tests.support.redis.chunks import PARTS, chunk_key, config, get_all, open_tier
 from tests.support.redis.servers import Server
-from tests.support.waits import wait_until
 
 _SAY_WHY = """
 import sys, time
@@ -81,22 +80,6 @@ def test_keep_alive_notices_a_dead_connection_in_25_seconds(valkey: Server) -> N
         silence = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         assert silence + pause * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 25
-
-
-def test_a_closed_connection_is_replaced_before_the_next_look_up(valkey: Server) -> None:
-    lookup = RedisLookup(config(valkey.url), [PARTS])
-    with valkey.client() as client:
-
-        def connections() -> set[str]:
-            lookup.maintain()
-            return {c["id"] for c in client.client_list() if c["cmd"] == "exists"}
-
-        lookup.exists_prefix([chunk_key(0)], time.monotonic() + 5.0)
-        before = connections()
-        assert len(before) == 1
-        client.client_kill_filter(_type="normal", skipme=True)
-        wait_until(lambda: bool(connections() - before), "it does not connect again")
-    lookup.close()
 
 
 def test_a_slow_name_resolution_delays_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
