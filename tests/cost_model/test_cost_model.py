@@ -61,12 +61,6 @@ def offer(*tiers: Tier, prompt_tokens: int = 8192, **changes: object) -> LoadOff
 RECOMPUTE = 8192 * SECONDS_PER_TOKEN
 
 
-def test_no_hit_loads_nothing() -> None:
-    decision = make_model().decide(offer())
-    assert (decision.num_chunks, decision.reason) == (0, Reason.NO_HIT)
-    assert decision.predicted_compute_seconds == pytest.approx(RECOMPUTE, rel=1e-3)
-
-
 @pytest.mark.parametrize("tier", Tier)
 def test_an_unmeasured_tier_is_loaded_within_the_stall_share(tier: Tier) -> None:
     decision = make_model().decide(offer(*[tier] * 32))
@@ -113,19 +107,6 @@ def test_a_load_is_cut_to_the_deadline_cap() -> None:
     assert decision.deadline_seconds <= 0.32
 
 
-@pytest.mark.parametrize(("redis_stalls", "num_chunks"), [(False, 40), (True, 1)])
-def test_a_hit_of_mixed_tiers_ends_before_a_stalled_tier(
-    redis_stalls: bool, num_chunks: int
-) -> None:
-    model = make_model(prefill=False)
-    model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN)
-    for tier in Tier:
-        calibrate(model, tier, bytes_per_second=1e9, latency_seconds=0.0)
-    if redis_stalls:
-        model.tiers[REDIS].cut_off(0.0, 0, 1.0)
-    assert model.decide(offer(*[CPU, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
-
-
 def test_always_loads_everything_up_to_the_cap() -> None:
     model = make_model(mode="always")
     calibrate(model, REDIS, bytes_per_second=1e3, latency_seconds=1.0)
@@ -158,16 +139,6 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     return model
 
 
-def test_one_load_a_minute_is_a_trial_even_if_no_trial_is_reported() -> None:
-    """A request may be aborted, or its deadline may pass in the queue."""
-    clock = Clock(0.0)
-    model = slow_cpu_model(clock)
-    for minute in range(1, 4):
-        clock.now = minute * QUIET_SECONDS
-        loaded = [model.decide(offer(*[CPU] * 32)).num_chunks for _ in range(5)]
-        assert loaded == [1, 0, 0, 0, 0]
-
-
 def test_requests_that_cannot_afford_a_trial_leave_it_to_others() -> None:
     clock = Clock(0.0)
     model = slow_cpu_model(clock)
@@ -176,19 +147,6 @@ def test_requests_that_cannot_afford_a_trial_leave_it_to_others() -> None:
         clock.now = minute * QUIET_SECONDS
         assert not model.decide(offer(CPU, prompt_tokens=300, **beside)).num_chunks
         assert model.decide(offer(*[CPU] * 32, **beside)).num_chunks == 1
-
-
-@pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
-def test_a_trial_replaces_older_measurements(load_seconds: float, num_chunks: int) -> None:
-    clock = Clock(0.0)
-    model = slow_cpu_model(clock)
-    small = offer(*[CPU] * 128, chunk_tokens=20, prompt_tokens=2600)
-    assert model.decide(small).num_chunks == 0
-    clock.now = QUIET_SECONDS
-    assert model.decide(small).num_chunks == 1
-    assert model.decide(small).num_chunks == 0  # the trial is under way
-    model.tiers[CPU].arrived(clock(), 10**6, load_seconds)
-    assert model.decide(small).num_chunks == num_chunks
 
 
 def test_a_trial_follows_the_profitable_part() -> None:

@@ -53,22 +53,6 @@ def test_no_history_makes_a_negative_or_missing_prediction(
         assert 0 < tier.failure_rate < 1
 
 
-def test_loads_of_one_size_measure_bandwidth() -> None:
-    tier = TierSpeed()
-    loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
-    assert tier.latency_seconds == pytest.approx(0, abs=1e-4)
-    assert tier.seconds(20 * MIB) == pytest.approx(2 * (0.2 + 10 * MIB / 100e6), rel=1e-3)
-
-
-@pytest.mark.parametrize("factor", [10, 1 / 10])
-def test_three_loads_follow_a_tenfold_change(factor: float) -> None:
-    tier = TierSpeed()
-    sizes = [10 * MIB, 20 * MIB, 40 * MIB]
-    loads(tier, sizes * 10, latency=0.01, bytes_per_second=1e8)
-    loads(tier, sizes, latency=0.01, bytes_per_second=1e8 * factor)
-    assert tier.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / (1e8 * factor), rel=0.3)
-
-
 def test_an_empty_load_stalls_the_tier_until_a_load_arrives() -> None:
     tier = TierSpeed()
     loads(tier, [MIB], 0.0, 1e8)
@@ -76,46 +60,6 @@ def test_an_empty_load_stalls_the_tier_until_a_load_arrives() -> None:
     assert tier.stalled
     tier.arrived(2.0, MIB, MIB / 1e8)
     assert not tier.stalled
-
-
-def test_a_cut_off_load_at_the_usual_speed_is_no_stall() -> None:
-    tier = TierSpeed()
-    loads(tier, [10 * MIB], 0.0, 1e8)
-    before = tier.failure_rate
-    tier.cut_off(1.0, 4 * MIB, 4 * MIB / 1e8)
-    assert not tier.stalled
-    assert tier.failure_rate <= before
-
-
-def test_a_load_that_stops_halfway_is_a_stall() -> None:
-    tier = TierSpeed()
-    loads(tier, [10 * MIB], 0.0, 1e8)
-    tier.cut_off(1.0, 4 * MIB, 40 * MIB / 1e8)
-    assert tier.stalled
-
-
-def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
-    tier = TierSpeed()
-    fresh = tier.failure_rate
-    tier.cut_off(0.0, 0, 1.0)
-    once = tier.failure_rate
-    tier.cut_off(1.0, 0, 1.0)
-    assert tier.failure_rate == once > fresh
-    loads(tier, [MIB] * 10, 0.0, 1e8)
-    assert tier.failure_rate < (once + fresh) / 2
-
-
-def test_a_trial_keeps_only_failures_and_the_next_load_decides() -> None:
-    tier = TierSpeed()
-    loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
-    tier.cut_off(0.0, 0, 1.0)
-    tried = tier.untried()
-    tier.tried(60.0)
-    assert not tried.known
-    assert not tried.stalled
-    assert tried.failure_rate == tier.failure_rate
-    tier.arrived(61.0, MIB, MIB / 1e9)
-    assert tier.seconds(MIB) == pytest.approx(MIB / 1e9, rel=1e-2)
 
 
 def test_measurements_expire_after_a_quiet_minute_but_a_stall_does_not() -> None:
