@@ -241,13 +241,11 @@ class PrefetchJob(_Runs):
 class PrefillWork:
     """Prompt tokens of one forward pass: ``num_tokens`` tokens after ``context_tokens``.
 
-    Several prompts count as one that reads as much KV. ``running_requests`` other requests decode
-    in the same pass.
+    Several prompts count as one that reads as much KV.
     """
 
     num_tokens: int
     context_tokens: int
-    running_requests: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ it, end its stalls. Peers are not probed: their stalls end by a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -69,7 +69,7 @@ recompute, so the deadline must lie outside the noise."""
 
 
 class CostModel:
-    """Learns from loads and prefills, and decides for each request how much to load.
+    """Decides for each request how much to load, by the speeds of ``tiers``, prefill and ``steps``.
 
     Not thread-safe: the scheduler side calls it. ``clock`` is monotonic, in seconds. Up to
     ``num_batches`` steps are in flight at once, of ``max_step_tokens`` tokens at most.
@@ -86,57 +86,31 @@ class CostModel:
         self._clock = clock
         self._max_deadline_seconds = max_deadline_seconds
         self.mode = mode
-        self._tiers = {tier: TierSpeed(probed=tier is not Tier.PEER) for tier in Tier}
+        self.tiers = {tier: TierSpeed(probed=tier is not Tier.PEER) for tier in Tier}
         self._prefill = PrefillSpeed()
         self.max_step_tokens = max_step_tokens
         self.steps = StepTime(num_batches)
 
     # -- measurements --------------------------------------------------------------------------
 
-    def observe_measured(self, tier: Tier, loads: Sequence[tuple[int, float]]) -> None:
-        """Bytes and seconds of loads made to measure the tier, as by the self-test; empty if the
-        tier answered but had nothing to read."""
-        self._tiers[tier].measured(self._clock(), loads)
-
-    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
-        """A load got everything it asked this tier for.
-
-        ``num_bytes`` moved for one rank, without chunks that another load fetched. ``seconds`` is
-        the service time, without the queue.
-        """
-        self._tiers[tier].arrived(self._clock(), num_bytes, seconds)
-
-    def observe_load_failed(self, tier: Tier, seconds: float, arrived_bytes: int = 0) -> None:
-        """A load ended early: its deadline passed or the tier failed.
-
-        ``seconds`` is the service time, in which ``arrived_bytes`` came. Not for loads that never
-        began, nor for missing chunks: neither says anything about the tier's speed.
-        """
-        self._tiers[tier].cut_off(self._clock(), arrived_bytes, seconds)
-
-    def observe_prefill(
-        self, num_tokens: int, context_tokens: int, seconds: float, running_requests: int = 0
-    ) -> None:
+    def observe_prefill(self, num_tokens: int, context_tokens: int, seconds: float) -> None:
         """One step computed ``num_tokens`` of a prompt after ``context_tokens``.
 
         Several prompts count as one: the sum of their tokens, the mean of their contexts.
-        ``running_requests`` others decoded in the step.
         """
         least = self.steps.decode_seconds
         if self._prefill.known and seconds < (1 + _MIN_PREFILL_SHARE) * least:
             return
         added = max(0.0, seconds - least)
-        self._prefill.observe(self._clock(), num_tokens, context_tokens, added, running_requests)
+        self._prefill.observe(self._clock(), num_tokens, context_tokens, added)
 
     # -- answers -------------------------------------------------------------------------------
 
-    def compute_seconds(
-        self, context_tokens: int, prompt_tokens: int, running_requests: int = 0
-    ) -> float | None:
+    def compute_seconds(self, context_tokens: int, prompt_tokens: int) -> float | None:
         """Predicted seconds to compute the rest of a prompt; ``None`` if unmeasured."""
         if not self._prefill.known:
             return None
-        added = self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
+        added = self._prefill.seconds(context_tokens, prompt_tokens)
         num_steps = ceil((prompt_tokens - context_tokens) / self.max_step_tokens)
         return num_steps * self.steps.decode_seconds + added
 
@@ -144,18 +118,14 @@ class CostModel:
         """Predicted length of a step that computes ``num_tokens`` of prompts."""
         return self.steps.decode_seconds + self._prefill.seconds(0, num_tokens)
 
-    def bytes_per_second(self, tier: Tier) -> float:
-        """Bandwidth of a tier, without its latency; infinite if unknown."""
-        return self._tiers[tier].bytes_per_second
-
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:
         """Predicted time of a load without a queue; infinite if unknown."""
-        speed = self._tiers[tier]
+        speed = self.tiers[tier]
         return speed.seconds(num_bytes) if speed.known else inf
 
     def is_stalled(self, tier: Tier) -> bool:
         """Whether the tier has delivered nothing lately."""
-        speed = self._tiers[tier]
+        speed = self.tiers[tier]
         return speed.stalled and not speed.is_outdated(self._clock())
 
     def gain_seconds(
@@ -164,15 +134,14 @@ class CostModel:
         start: int,
         end: int,
         num_bytes: int,
-        running_requests: int,
         step_seconds: float | None = None,
         waiting_requests: int = 0,
     ) -> float:
         """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
         tokens ``[start, end)``, less the error of predictions. Negative if compute is faster;
         infinite if unknown, or if every hit is loaded. Other arguments: see :class:`LoadOffer`."""
-        speed = self._tiers[tier]
-        compute_seconds = self.compute_seconds(start, end, running_requests)
+        speed = self.tiers[tier]
+        compute_seconds = self.compute_seconds(start, end)
         if self.mode == "always" or compute_seconds is None or not speed.known:
             return inf
         load_seconds = speed.seconds(num_bytes)
@@ -195,7 +164,7 @@ class CostModel:
         best = self._best_with_trial(offer, compute_seconds)
         if best.num_chunks:
             reason = Reason.LOAD_FASTER if best.all_known else Reason.UNMEASURED
-        elif self._tiers[offer.tiers[0]].stalled:
+        elif self.tiers[offer.tiers[0]].stalled:
             reason = Reason.SOURCE_STALLED
         else:
             reason = Reason.COMPUTE_FASTER
@@ -211,15 +180,15 @@ class CostModel:
         if best.num_chunks == len(offer.tiers):
             return best
         now, left_out = self._clock(), offer.tiers[best.num_chunks]
-        learned = self._tiers[left_out]
+        learned = self.tiers[left_out]
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
         end = self._end_of_trial(offer, best, compute_seconds)
-        self._tiers[left_out] = learned.untried()
+        self.tiers[left_out] = learned.untried()
         trial = self._prefixes(offer).of(end)
         # The whole hit may pay where the trial does not.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
-        self._tiers[left_out] = learned
+        self.tiers[left_out] = learned
         trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
         is_safe = trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE)
         if not (pays and is_safe):
@@ -232,7 +201,7 @@ class CostModel:
         the tier may be far slower now. One alone would look slow for ever where latency is all."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
-        last_bytes, last_seconds = self._tiers[tier].last_load
+        last_bytes, last_seconds = self.tiers[tier].last_load
         run = takewhile(lambda each: each is tier, offer.tiers[start:])
         most = 2 * last_bytes // max(1, offer.chunk_bytes)  # 0 if all layers have windows
         end = offer.end_up_to(start + min(len(list(run)), most))
@@ -262,7 +231,7 @@ class CostModel:
         if not self._prefill.known:
             longest_seconds = min(longest_seconds, UNMEASURED_LOAD_SECONDS)
         rest_seconds = partial(self._rest_seconds, offer)
-        return LoadPrefixes(offer, self._tiers, rest_seconds, longest_seconds)
+        return LoadPrefixes(offer, self.tiers, rest_seconds, longest_seconds)
 
     def _price_seconds(self, offer: LoadOffer, prefix: Prefix, stall_seconds: float) -> float:
         """The cost of a load, as compared with the compute that it saves."""
@@ -290,7 +259,7 @@ class CostModel:
 
     def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
-        return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
+        return self.compute_seconds(start, offer.prompt_tokens) or 0.0
 
     def _answer(
         self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason

@@ -30,7 +30,7 @@ class LoadOffer:
     ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
     there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes
     per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
-    load, which can begin after ``wait_seconds``. ``running_requests``: other requests that run.
+    load, which can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
     ``waiting_requests``: other requests with no token yet, and none being computed.
 
@@ -46,7 +46,6 @@ class LoadOffer:
     chunk_bytes: int
     tiers: tuple[Tier, ...]
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    running_requests: int = 0
     wait_seconds: float = 0.0
     step_seconds: float | None = None
     waiting_requests: int = 0

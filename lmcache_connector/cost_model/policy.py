@@ -57,18 +57,9 @@ class ProbePace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._measured_at = self._next_at = -inf
+        self._next_at = -inf
         self._pause = _MIN_PAUSE_SECONDS
         self.is_wanted = False
-
-    def note_measured(self) -> None:
-        """A probe or a load has measured Redis."""
-        self._measured_at = self._clock()
-
-    def request_if_stale(self, *, is_bad: bool) -> None:
-        """Ask for a probe if the last news of Redis is bad (``is_bad``) or old."""
-        if is_bad or self._clock() - self._measured_at > _FRESH_SECONDS:
-            self.want()
 
     def want(self) -> None:
         """A request would use Redis if Redis were fast."""
@@ -197,7 +188,6 @@ class LoadPolicy:
                 chunk_bytes=self._chunk_bytes,
                 tiers=tuple(tiers),
                 queued_bytes=queued,
-                running_requests=self._num_requests,
                 wait_seconds=self._wait_seconds(after_job),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
@@ -222,11 +212,13 @@ class LoadPolicy:
         if self.model.mode == "always":
             return inf
         if Tier.REDIS in self.remote_tiers:
-            self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
+            is_old = self._clock() - self.model.tiers[Tier.REDIS].heard_at > _FRESH_SECONDS
+            if is_old or self.model.is_stalled(Tier.REDIS):
+                self.probes.want()
         usable = self._usable_tiers
         if not usable:
             return 0.0
-        compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
+        compute = self.model.compute_seconds(context_tokens, prompt_tokens)
         if compute is None:
             return inf
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
@@ -234,9 +226,8 @@ class LoadPolicy:
         return longest if quickest <= longest else 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:
-        """Time to compute tokens ``[start, end)`` beside the running requests; infinite if unknown
-        or if every hit is loaded."""
-        seconds = self.model.compute_seconds(start, end, self._num_requests)
+        """Time to compute these tokens; infinite if unknown or if every hit is loaded."""
+        seconds = self.model.compute_seconds(start, end)
         return inf if seconds is None or self.model.mode == "always" else seconds
 
     def is_worth_a_step(
@@ -267,7 +258,7 @@ class LoadPolicy:
 
     def fetchable_bytes_in(self, seconds: float) -> int:
         """Bytes that the slowest tier in use delivers in that time; 2**62 if unknown."""
-        speeds = (self.model.bytes_per_second(tier) for tier in self._usable_tiers)
+        speeds = (self.model.tiers[tier].bytes_per_second for tier in self._usable_tiers)
         return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
 
     def pays_from(self, tier: Tier, start: int, end: int, num_bytes: int) -> bool:
@@ -322,9 +313,9 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(
+        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[
             Tier.CPU
-        ) + self._stores.wait_seconds(job.after_job)
+        ].bytes_per_second + self._stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
@@ -359,8 +350,9 @@ class LoadPolicy:
         """Learn failures only: prefetches yield to loads, so their speed says nothing."""
         for fetched in (each for result in results for each in result.fetched):
             if fetched.has_failed:
-                self._note_measured(fetched.tier)
-                self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
+                self.model.tiers[fetched.tier].cut_off(
+                    self._clock(), fetched.num_bytes, fetched.seconds
+                )
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -368,12 +360,8 @@ class LoadPolicy:
         for forward in (each for report in reports for each in report.forwards):
             slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
         for work, seconds in slowest.items():
-            self.model.observe_prefill(
-                work.num_tokens,
-                work.context_tokens,
-                seconds * self._num_stages,
-                work.running_requests,
-            )
+            in_all = seconds * self._num_stages
+            self.model.observe_prefill(work.num_tokens, work.context_tokens, in_all)
         self.observe_measured([report.measured for report in reports])
 
     def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
@@ -420,7 +408,7 @@ class LoadPolicy:
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
         """Gain over compute beside the steps that run now."""
-        now = (self._num_requests, self._step_seconds(), self._num_others)
+        now = (self._step_seconds(), self._num_others)
         return self.model.gain_seconds(tier, start, end, num_bytes, *now)
 
     def _wait_seconds(self, after_job: int) -> float:
@@ -433,33 +421,27 @@ class LoadPolicy:
         because deadlines include it."""
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
+        now = self._clock()
         for fetched in telling:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
-            self._note_measured(fetched.tier)
-            if fetched.has_failed:
-                self.model.observe_load_failed(fetched.tier, seconds, fetched.num_bytes)
-            else:
-                self.model.observe_load(fetched.tier, fetched.num_bytes, seconds)
+            speed = self.model.tiers[fetched.tier]
+            note = speed.cut_off if fetched.has_failed else speed.arrived
+            note(now, fetched.num_bytes, seconds)
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
-            self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
-
-    def _note_measured(self, tier: Tier) -> None:
-        if tier is Tier.REDIS:
-            self.probes.note_measured()
+            self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
 
     def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
-        self._note_measured(tier)
         if loads[0].has_failed:
-            self.model.observe_load_failed(tier, loads[0].seconds)
+            self.model.tiers[tier].cut_off(self._clock(), 0, loads[0].seconds)
             return
-        copy_speed = inf if tier is Tier.CPU else self.model.bytes_per_second(Tier.CPU)
+        copy_speed = inf if tier is Tier.CPU else self.model.tiers[Tier.CPU].bytes_per_second
         brought = [each for each in loads if each.num_bytes]
         if brought and self.model.is_stalled(tier):
             self.probes.restart()
         copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
-        self.model.observe_measured(tier, copied)
+        self.model.tiers[tier].measured(self._clock(), copied)
 
 
 def _slowness(loads: Sequence[Fetched]) -> tuple[bool, float]:

@@ -1,13 +1,11 @@
 """How fast this instance prefills, fitted to recent prefills.
 
-Model: computing ``n`` tokens after ``c`` computed ones, beside ``r`` other running requests, makes
-a step longer by ::
+Model: computing ``n`` tokens after ``c`` computed ones makes a step longer by ::
 
-    a*n + b*n*(c + n/2) + d*n*r   seconds
+    a*n + b*n*(c + n/2)   seconds
 
-``a`` stands for the linear layers, ``b`` for attention (each token reads all tokens before it), and
-``d`` for the share of the other requests. Errors are absolute seconds: long prefills, for which the
-decision matters, outweigh short ones.
+``a`` stands for the linear layers, ``b`` for attention (each token reads all tokens before it).
+Errors are absolute seconds: long prefills, for which the decision matters, outweigh short ones.
 """
 
 from __future__ import annotations
@@ -32,35 +30,27 @@ class PrefillSpeed:
 
     def __init__(self) -> None:
         self.known = False
-        # Features are about 1 for a prefill of 1,000 tokens after 10,000, beside 10 requests. If
-        # all prefills are alike, ``a`` explains them.
-        self._fit = FadingFit(scale=(1e-3, 1e-7, 1e-4), ridge=(1e-6, 1e-4, 1e-4))
+        # Features are about 1 for 1,000 tokens after 10,000; prefills of one kind say only ``a``.
+        self._fit = FadingFit(scale=(1e-3, 1e-7), ridge=(1e-6, 1e-4))
         self._changed_at = 0.0
 
-    def seconds(self, start: int, end: int, running_requests: int = 0) -> float:
+    def seconds(self, start: int, end: int) -> float:
         """Predicted seconds to compute tokens ``[start, end)``; 0 if unknown."""
-        a, b, d = self._fit.coefficients
-        return float((a + b * (start + end) / 2 + d * running_requests) * (end - start))
+        a, b = self._fit.coefficients
+        return float((a + b * (start + end) / 2) * (end - start))
 
-    def observe(
-        self,
-        now: float,
-        num_tokens: int,
-        context_tokens: int,
-        seconds: float,
-        running_requests: int = 0,
-    ) -> None:
+    def observe(self, now: float, num_tokens: int, context_tokens: int, seconds: float) -> None:
         """One step took ``seconds`` for ``num_tokens`` after ``context_tokens``. ``now`` is
         monotonic, in seconds."""
         if num_tokens < MIN_PREFILL_TOKENS:
             return
         age_seconds = max(0.0, now - self._changed_at)
         keep = 0.5 ** (age_seconds / _HALF_LIFE_SECONDS + num_tokens / _HALF_LIFE_TOKENS)
-        predicted = self.seconds(context_tokens, context_tokens + num_tokens, running_requests)
+        predicted = self.seconds(context_tokens, context_tokens + num_tokens)
         if predicted > 0:
             seconds = min(seconds, _MAX_SLOWNESS * predicted)
         if seconds * _SURPRISE_FACTOR < predicted:
             keep *= _KEEP_AFTER_FAST_SURPRISE
         pairs = num_tokens * (context_tokens + num_tokens / 2)
-        self._fit.observe((num_tokens, pairs, num_tokens * running_requests), seconds, keep)
+        self._fit.observe((num_tokens, pairs), seconds, keep)
         self._changed_at, self.known = now, True

@@ -51,6 +51,7 @@ class TierSpeed:
         self.last_load = 0, 0.0  # bytes and seconds, its latency included
         self._num_good = self._num_failed = 0.0
         self._changed_at = 0.0
+        self.heard_at = -inf  # the end of the last load or measurement, well or not
         self._quiet_seconds = _FIRST_QUIET_SECONDS
         self._starts_anew = True  # drop the past with the next load
 
@@ -81,6 +82,7 @@ class TierSpeed:
         """Bytes and seconds of loads made to measure the tier, as by a probe; empty if the tier
         answered but had nothing to read. They replace the past, and count as one load that arrived,
         unless they end a stall: a tier may answer probes, and stall with every load."""
+        self.heard_at = now
         if loads and not self.stalled:
             self._count(failed=False)
         self._starts_anew |= bool(loads)
@@ -108,16 +110,21 @@ class TierSpeed:
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
+        """A load got everything it asked this tier for: ``num_bytes`` for one rank, without chunks
+        that another load fetched, in ``seconds``, without the queue."""
+        self.heard_at = now
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
 
     def cut_off(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load ended early after ``num_bytes`` arrived.
+        """A load ended early after ``num_bytes`` arrived: its deadline passed or the tier failed.
+        Not for loads that never began, nor for missing chunks: neither tells the tier's speed.
 
         If these bytes took about as long as predicted, the tier has not failed: the deadline was
         too short, and the load measures the tier like any other.
         """
+        self.heard_at = now
         predicted = max(self.seconds(num_bytes), _MIN_SECONDS)
         hung = num_bytes == 0 or (self.known and seconds > _STALL_FACTOR * predicted)
         if not (hung and self.stalled):  # a stall counts as one failure

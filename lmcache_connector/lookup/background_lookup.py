@@ -16,7 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.threads import Task, start_thread
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class BackgroundLookup:
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
+        self._circuits: dict[str, CircuitState] = {}  # as reported
         self._thread = start_thread("lmc-lookup", self._run)
 
     def submit(self, keys: Sequence[bytes]) -> PendingLookup:
@@ -91,9 +94,17 @@ class BackgroundLookup:
             pending.settle({})
         return pending
 
-    def take_seconds(self) -> list[tuple[Tier, float]]:
-        """Durations of lookups ended since the last call, 1024 at most."""
-        return [self._times.popleft() for _ in range(len(self._times))]
+    def report(self, tally: Tally) -> None:
+        """Record lookups that have ended, the last 1024 at most, and changed circuits. Called by
+        the thread that counts."""
+        for _ in range(len(self._times)):
+            tier, seconds = self._times.popleft()
+            tally.observe("lookup_seconds", tier.value, value=seconds)
+        before, self._circuits = self._circuits, dict(self._lookup.servers())
+        if self._circuits != before:
+            gone = dict.fromkeys(before, CircuitState.CLOSED)  # else their last state would remain
+            for node, state in {**gone, **self._circuits}.items():
+                tally.set("circuit_state", "scheduler", node, value=state.value)
 
     def close(self) -> None:
         """Bounded: a thread that hangs in a host name lookup is left behind, as a daemon."""

@@ -7,7 +7,6 @@ background; until then the caller has to ask again.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
 
 logger = logging.getLogger(__name__)
-
-_READ_SECONDS = 10.0
-"""After this time the request bypasses the tiers."""
 
 
 class Bypass(Enum):
@@ -73,7 +69,6 @@ class _Open:
     adapter: Task[str] | None = None
     question: int = 0
     is_queued: bool = False  # counted in the queue of its adapter
-    give_up_at: float = 0.0
     found: Identified | None = None
 
 
@@ -88,21 +83,19 @@ class RequestIdentifier:
         adapters: AdapterReader,
         chunk_size: int = 128,
         count: Callable[[Bypass], None] = lambda reason: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._require_cache_salt = require_cache_salt
         self.adapters = adapters
         self._chunk_size = chunk_size
         self._count = count
-        self._clock = clock
         self._unknown = UnknownFields()
         self._items = ItemDigests()
         self._reads = Background("lmc-inputs")
         self._open: dict[str, _Open] = {}
 
     def identify(self, request: Request, wait: StepWait | None = None) -> Identified | NotYet:
-        """Waits for content being read as ``wait`` allows. ``UNREAD``: ask again, for up to ten
-        seconds. First called when the request arrives; :meth:`forget` when it has ended.
+        """Waits for content being read as ``wait`` allows. ``UNREAD``: ask again, until it runs.
+        First called when the request arrives; :meth:`forget` when it has ended.
         """
         opened = self._open.get(request.request_id)
         if opened is None or opened.request is not request:
@@ -183,7 +176,6 @@ class RequestIdentifier:
         if refused is not None:
             self._set(opened, refused)
             return opened
-        opened.give_up_at = self._clock() + _READ_SECONDS
         if has_inputs:
             opened.inputs = self._reads.submit(lambda: self._read_inputs(request))
         if request.lora_request is not None:
@@ -217,7 +209,7 @@ class RequestIdentifier:
         readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
         is_read = all(_is_read(reading, wait) for reading in readings)
         if not is_read or not self._knows_the_ranks(opened):
-            return None if self._clock() < opened.give_up_at else _kind(opened.request)
+            return None
         inputs, lora = _NOTHING, None
         if opened.inputs is not None:
             if opened.inputs.value is None:

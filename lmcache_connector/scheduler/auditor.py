@@ -21,7 +21,7 @@ from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGaug
 from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
-from lmcache_connector.kv_parts.part import part_key
+from lmcache_connector.kv_parts.part import parents_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, PrefetchJob, StoreJob
@@ -33,16 +33,6 @@ logger = logging.getLogger(__name__)
 _DEADLINE_SECONDS = 5.0
 _MAX_OWN_CHUNKS = 1 << 16
 """About 10 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenAudit:
-    """``kind``: the request's kind, for log lines. ``round``: the number of resets before it."""
-
-    job: AuditJob
-    subject: AuditSubject
-    kind: str
-    round: int
 
 
 @dataclass(eq=False)
@@ -63,8 +53,7 @@ class Auditor:
     def __post_init__(self) -> None:
         # The latest chunks that this instance computed and stored.
         self._own: Latest[bytes, None] = Latest(_MAX_OWN_CHUNKS)
-        self._open: dict[int, _OpenAudit] = {}
-        self._round = 0
+        self._round = 0  # number of resets
         self._largest_error = 0.0
 
     # -- choosing ------------------------------------------------------------------------------
@@ -141,23 +130,25 @@ class Auditor:
         chunk have left the window."""
         audit, part, size = state.audit, self.settings.parts[0], self.settings.chunk_size
         assert audit.chunk is not None
-        assert audit.subject is not None
         blocks = blocks_of(part, resolve_block_ids(), size, audit.chunk)
         if not are_there(blocks, size // part.block_size):
             self.drop(state)
             return None
+        keys, chunks = (audit.key,), (audit.chunk,)
+        owners, own = self.index.num_owners(0), state.keys.keys
+        # Else later uses of the chunk would not be uses of those before it.
+        parents = parents_of_part(self.settings.parts, 0, own, chunks, keys, owners)
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
-            runs=(PartRun(0, (audit.key,), (audit.chunk,), blocks),),
+            runs=(PartRun(0, keys, chunks, blocks, parents=parents),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             claim=state.claim,
             may_fetch=audit.may_fetch,
             deadline_seconds=_DEADLINE_SECONDS,
         )
-        kind = state.keys.identity.kind
-        self._open[job_id] = _OpenAudit(job, audit.subject, kind, self._round)
+        audit.round = self._round
         state.store.job_ids.add(job_id)
         audit.drop()
         return job
@@ -173,7 +164,6 @@ class Auditor:
         """Drop all audits."""
         self.doubt()
         self.forget()
-        self._open.clear()
 
     def doubt(self) -> None:
         """The weights may have changed: audits in progress are inconclusive."""
@@ -192,11 +182,16 @@ class Auditor:
         """Count and log the verdict, once all ranks have reported or none was asked. Returns the
         root on a mismatch: KV loaded under it may be wrong."""
         state.store.job_ids.discard(job.job_id)
-        audit = self._open.pop(job.job_id)
-        subject = audit.subject
+        subject, kind = state.audit.subject, state.keys.identity.kind
+        assert subject is not None
+        is_current = state.audit.round == self._round
         is_own = job.keys[0] in self._own and not any(each.fetched_bytes for each in results)
-        verdict, error = self._judge(audit, results, is_own)
-        if audit.round == self._round:
+        verdict, found = Verdict.INCONCLUSIVE, [result.differences for result in results]
+        error: ChunkError | None = None
+        if is_current and found and all(found):
+            error = combine(chain.from_iterable(found))
+            verdict = self.noise.judge(error, is_own=is_own)
+        if is_current:
             is_answered = verdict is not Verdict.INCONCLUSIVE and is_own == subject.is_own
             self.sampler.end(subject, is_answered=is_answered)
         self.tally.count("audits", verdict.value)
@@ -204,24 +199,15 @@ class Auditor:
             self._largest_error = max(self._largest_error, error.largest)
             self.tally.set("audit_error", "last", value=error.largest)
             self.tally.set("audit_error", "largest", value=self._largest_error)
-            self._log(audit, verdict, error)
+            self._log(kind, verdict, error)
         return subject.root if verdict is Verdict.MISMATCH else None
 
-    def _judge(
-        self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool
-    ) -> tuple[Verdict, ChunkError | None]:
-        found = [result.differences for result in results]
-        if audit.round != self._round or not found or not all(found):
-            return Verdict.INCONCLUSIVE, None
-        error = combine(chain.from_iterable(found))
-        return self.noise.judge(error, is_own=is_own), error
-
-    def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError) -> None:
+    def _log(self, kind: str, verdict: Verdict, error: ChunkError) -> None:
         num_samples = self.noise.num_samples
         if verdict is not Verdict.MISMATCH:
             logger.info(
                 "Audit of a %s request: %s, %s; noise samples: %d",
-                audit.kind, verdict.value, error, num_samples,
+                kind, verdict.value, error, num_samples,
             )  # fmt: skip
         else:
             logger.error(
@@ -229,5 +215,5 @@ class Auditor:
                 "%s; the limit is %.2g of the median, from %d noise samples. This instance shares "
                 "no KV under that root any more. Earlier hits may have been wrong: see "
                 "'An audit found a mismatch' in the troubleshooting guide.",
-                audit.kind, self.model, error, self.noise.limit(), num_samples,
+                kind, self.model, error, self.noise.limit(), num_samples,
             )  # fmt: skip

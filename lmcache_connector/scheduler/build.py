@@ -32,7 +32,6 @@ from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 from lmcache_connector.scheduler.scheduler import Scheduler
@@ -73,10 +72,9 @@ def build_scheduler(
     transfers = _transfers(config, model, vllm_config, tally)
     lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
     events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews, is_wanted=kv_events)
-    lookup, metrics = None, SchedulerMetrics(tally, clock)
+    lookup = None
     if (asked := _lookup(config, model, vllm_config)) is not None:
         lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, clock)
-        metrics = SchedulerMetrics(tally, clock, lookup.take_seconds, asked.servers)
     make_hasher = partial(make_root_hasher, config, model.lookahead)
     learn = partial(learn_start, model, policy, asked, noise, index, events)
     identifier = RequestIdentifier(
@@ -103,7 +101,6 @@ def build_scheduler(
         policy,
         events,
         tally,
-        metrics,
         Auditor(settings, index, sampler, noise, tally, model=model.name),
         loaded,
         transfers,

@@ -156,7 +156,8 @@ class AuditState:
     """The audit of a request. Written by the :class:`Auditor`.
 
     ``chunk`` is left to compute, and compared with the copy stored under ``key``; ``None``: no
-    audit. ``is_computing``: the chunk's forward passes have begun.
+    audit. ``is_computing``: the chunk's forward passes have begun. ``round``: the number of
+    resets when the job was planned.
     """
 
     is_decided: bool = False
@@ -165,6 +166,7 @@ class AuditState:
     may_fetch: bool = False
     subject: AuditSubject | None = None
     is_computing: bool = False
+    round: int = 0
 
     def drop(self) -> None:
         """Audit nothing more. ``key`` stays, so that the chunk is not stored."""

@@ -53,7 +53,6 @@ from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs, span_name
 from lmcache_connector.scheduler.load_planner import LoadPlanner
-from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
@@ -68,6 +67,8 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_SECONDS = 10.0
 """How long a request may wait for its hit after vLLM's first query; then it is computed."""
+_SAMPLES_SECONDS = 0.1
+"""Samples for ``/metrics`` wait so long while requests run: most polls only read the clock."""
 
 
 @dataclass(eq=False)
@@ -85,7 +86,6 @@ class Scheduler:
     policy: LoadPolicy
     kv_events: KvEventLog
     tally: Tally
-    metrics: SchedulerMetrics
     auditor: Auditor
     loaded_adapters: LoadedAdapters
     transfers: RequestTransfers
@@ -97,6 +97,7 @@ class Scheduler:
         self._changes = RankChanges(self.settings.world_size)
         self._num_groups = sum(len(part.groups) for part in self.settings.parts)
         self._least_block = min(part.block_size for part in self.settings.parts)
+        self._samples_at = float("-inf")
         self._to_compute: dict[str, Request] = {}
         self._refused = ("", 0)  # the request whose load vLLM did not take, and how often
         self._begin(PlannedJobs(self.settings.world_size))
@@ -413,7 +414,7 @@ class Scheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
             return None, 0
-        num_tokens, num_reads, num_prompts, num_left = 0, 0.0, 0, 0
+        num_tokens, num_reads, num_left = 0, 0.0, 0
         for request_id, count in scheduled.items():
             if count == 1:
                 continue
@@ -424,12 +425,11 @@ class Scheduler:
             if context < state.request.num_tokens - 1:  # else the tokens are speculative
                 num_tokens += count
                 num_reads += count * (context + count / 2)
-                num_prompts += 1
                 num_left += max(0, state.request.num_tokens - context - count)
         if num_tokens < MIN_PREFILL_TOKENS:
             return None, 0
         context = max(0, round(num_reads / num_tokens - num_tokens / 2))
-        return PrefillWork(num_tokens, context, len(scheduled) - num_prompts), num_left
+        return PrefillWork(num_tokens, context), num_left
 
     # -- ended ---------------------------------------------------------------------------------
 
@@ -513,8 +513,15 @@ class Scheduler:
         return short_loads
 
     def take_metrics(self) -> Samples | None:
-        """Samples for ``/metrics`` since the last call; ``None`` if there are none."""
-        return self.metrics.take(is_idle=not self._scheduled)
+        """Samples for ``/metrics`` since the last call; ``None`` if there are none or they can
+        wait: when idle, there may be no next step."""
+        now = self.clock()
+        if now < self._samples_at and not self.is_idle:
+            return None
+        self._samples_at = now + _SAMPLES_SECONDS
+        if self.hits.lookup is not None:
+            self.hits.lookup.report(self.tally)
+        return self.tally.take()
 
     def before_reset(self) -> None:
         """vLLM is about to reset its prefix cache, as trainers request after changing the weights:

@@ -42,7 +42,7 @@ from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.redis_probe import probe_keys
-from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
+from lmcache_connector.worker.waiting_jobs import QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Tiers:
         )
         self._policy.load_planned(job, plan.tiers)
         rank = self._rank
-        rank.jobs.submit(job, rank.copier.fence(), JobContext(parts=(part,)))
+        rank.jobs.submit(job, rank.copier.fence(), parts=(part,))
         result = self._wait_for(job)
         self._policy.load_ended(job.job_id, [result])
         self._count(
@@ -228,7 +228,7 @@ class Tiers:
         """A forward pass of ``num_tokens`` behind ``context_tokens`` is about to begin."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
         self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
-        self._rank.timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
+        self._rank.timer.start(PrefillWork(num_tokens, context_tokens) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
 
@@ -253,8 +253,8 @@ class Tiers:
             redis_keys=None if self._config.redis_admission == "all" else frozenset(),
         )
         self._index.plan(keys, job.job_id)
-        context = JobContext(UnwrittenGate(part.groups[0].owners), (part,))
-        self._rank.jobs.submit(job, self._rank.copier.fence(), context)
+        gate = UnwrittenGate(part.groups[0].owners)
+        self._rank.jobs.submit(job, self._rank.copier.fence(), gate=gate, parts=(part,))
 
     def finish_stores(self) -> None:
         """Wait until all stores are copied; stores that take too long are dropped."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,12 +36,13 @@ from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
+from lmcache_connector.worker.lmcache_plugs import LoadInStep
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_finder import RankFinder
-from lmcache_connector.worker.rank_tiers import LoadInStep, RankTiers
-from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
+from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks
@@ -194,7 +195,7 @@ class WorkerAdapter:
         errors and bugs cause, must end the step: vLLM has planned with this KV."""
         if plan.acked_weights and self._is_other(plan.acked_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
-        self._in_step += map(self._tiers.load_in_step, plan.loads_in_step())
+        self._in_step += map(self._engine.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
         """After the forward pass was submitted, or before one that waits for loads. No load here is
@@ -346,17 +347,16 @@ class WorkerAdapter:
         if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
             self._jobs.refuse((job,))
             return
-        context = JobContext(self._gate)
+        more: dict[str, Any] = {}
         if isinstance(job, StoreJob):
             if (adapter := job.adapter) is not None:
                 names = self._lora_loads.names_of(adapter.number)
                 if not names:
                     self._jobs.refuse((job,))
                     return
-                was_right = partial(_was_computed_with, adapter.digest, names)
-                context = JobContext(self._gate, may_begin=was_right)
+                more["may_begin"] = partial(_was_computed_with, adapter.digest, names)
             self._transfers.store_begins(job.job_id)
-        self._jobs.submit(job, fence, context)
+        self._jobs.submit(job, fence, gate=self._gate, **more)
 
     def _executed(self, job: Job) -> None:
         """Runs on a lane's thread."""
@@ -387,9 +387,10 @@ class WorkerAdapter:
 
     def _take_ended(self) -> None:
         for load in self._in_step.copy():
-            if (queued := load.take_result()) is not None:
+            if (result := load.take_result()) is not None:
                 self._in_step.remove(load)
-                self._ended.append(queued)
+                now = self._clock()
+                self._ended.append(QueuedJob(load.job, None, now, now, now, result=result))
         self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:

@@ -30,14 +30,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
 from lmcache_connector.threads import start_thread
 from lmcache_connector.worker.waiting_jobs import (
-    NO_CONTEXT,
     Job,
-    JobContext,
     QueuedJob,
     WaitingLoads,
     WaitingStores,
@@ -101,11 +99,12 @@ class JobQueue:
 
     # -- the engine's step thread --------------------------------------------------------------
 
-    def submit(self, job: Job, fence: Fence | None, context: JobContext = NO_CONTEXT) -> None:
-        """Queue a job. ``fence`` marks the compute that the copy must wait for."""
+    def submit(self, job: Job, fence: Fence | None, **more: Any) -> None:
+        """Queue a job. ``fence`` marks the compute that the copy must wait for. ``more``: further
+        fields of :class:`QueuedJob`."""
         now = self._clock()
         waits = fence is not None and isinstance(job, LoadJob)
-        queued = QueuedJob(job, fence, now, now, None if waits else now, context)
+        queued = QueuedJob(job, fence, now, now, None if waits else now, **more)
         with self._lock:
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay

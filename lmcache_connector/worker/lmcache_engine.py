@@ -58,9 +58,9 @@ from lmcache_connector.worker.lmcache_plugs import (
     Comparison,
     JobTransfer,
     LedgerPolicy,
+    LoadInStep,
     PlannedTokenDatabase,
     PlannedTokens,
-    QueuedLoad,
     RunTransfer,
     TransferCancelled,
     ValueSizes,
@@ -152,7 +152,6 @@ class LMCacheEngineAdapter:
         self._writes: RedisWrites | None = None
         if redis_tier is not None:
             self._writes = RedisWrites(
-                self._plugin,
                 redis_tier,
                 self._cpu,
                 self._database,
@@ -161,6 +160,7 @@ class LMCacheEngineAdapter:
                 report=settings.report_writes,
             )
             self._ledger.on_noted_use = self._writes.want
+            self._plugin.on_stored = self._writes.stored
 
     def store(
         self,
@@ -188,7 +188,7 @@ class LMCacheEngineAdapter:
             if missing.keys and not cancelled.is_set():
                 writes, chunk = self._writes, missing.chunks[0]
                 with (
-                    writes.context(job, chunk) if writes is not None else nullcontext(),
+                    writes.storing(job, chunk) if writes is not None else nullcontext(),
                     self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
                     suppress(TransferCancelled),
                 ):
@@ -243,15 +243,16 @@ class LMCacheEngineAdapter:
             self._announce_ahead()
         return JobTransfer.of(transfers)
 
-    def load_in_step(self, job: LoadJob) -> QueuedLoad:
+    def load_in_step(self, job: LoadJob) -> LoadInStep:
         """Copy a job's chunks ahead of the device's next forward pass. Raises ``RuntimeError``,
         before any copy, if a chunk is not in memory; also raises the copy's errors."""
-        load = QueuedLoad(self._take(job))
+        started, load = self._clock(), LoadInStep(job, self._take(job))
         try:
-            self._blocks.enqueue(job, self._parts, load)
+            self._blocks.enqueue(load, self._parts)
         except Exception:
             load.release()
             raise
+        load.seconds = self._clock() - started
         self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_part)])
         return load
 

@@ -27,7 +27,15 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.plans import Fetched, LayerDifference, LoadJob, PartRun, Tier
+from lmcache_connector.plans import (
+    Fetched,
+    JobResult,
+    LayerDifference,
+    LoadJob,
+    Outcome,
+    PartRun,
+    Tier,
+)
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart, piece
@@ -62,17 +70,27 @@ class ValueSizes:
 
 
 @dataclass(slots=True)
-class QueuedLoad:
-    """Copies that the device makes before its next forward pass, and references to the memory of
-    their chunks."""
+class LoadInStep:
+    """A load that the next forward pass reads: copies that the host has made, or the device makes
+    before that pass, and references to the memory of their chunks. ``seconds``: of the call."""
 
+    job: LoadJob
     memory: tuple[MemoryObj, ...]
     copies: list[QueuedCopy] = field(default_factory=list)
+    seconds: float = 0.0
 
     def release(self) -> None:
-        """The copies are done: release the memory."""
         for each in self.memory:
             each.ref_count_down()
+
+    def take_result(self) -> JobResult | None:
+        """The result, after releasing the memory; ``None`` while the device still copies."""
+        if not all(copy.is_done for copy in self.copies):
+            return None
+        self.release()
+        seconds = sum(copy.seconds for copy in self.copies) or self.seconds
+        num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in self.copies)
+        return JobResult(self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds)
 
 
 @dataclass(slots=True)
@@ -234,10 +252,10 @@ class BlockCopyConnector(GPUConnectorInterface):
             return
         transfer.num_chunks = end
 
-    def enqueue(self, job: LoadJob, parts: Sequence[PagedPart], load: QueuedLoad) -> None:
+    def enqueue(self, load: LoadInStep, parts: Sequence[PagedPart]) -> None:
         """Copy all of a job's chunks ahead of the next forward pass. Raises the copy's errors."""
         memory = iter(load.memory)
-        for run in job.runs:
+        for run in load.job.runs:
             of_run = list(islice(memory, len(run.keys)))
             addresses = [each.data_ptr for each in of_run]
             copies = parts[run.part].copies(run, addresses, of_run, to_chunks=False)

@@ -2,15 +2,14 @@
 
 LMCache creates the plugin, and asks it for chunks that the CPU tier lacks. Memory objects come from
 the CPU tier's allocator and hold one value each, in canonical order, with as many bytes as the
-geometry of its key says. The plugin releases every object that it does not return, and those of
-stores once they are written.
+geometry of its key says. The plugin releases every object that it does not return.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,20 +53,10 @@ class LoadContext:
     fetched: list[Fetched] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StoreContext:
-    """The arguments of `RemoteStoragePlugin.store_context`."""
-
-    first_chunk: int = 0
-    on_done: Callable[[bytes, bool], None] = lambda key, stored: None
-    wanted: Collection[bytes] | None = None
-
-
 class _Contexts(threading.local):
-    """The current thread's contexts."""
+    """The context of the current thread's load."""
 
     load: LoadContext | None = None
-    store = StoreContext()
 
 
 class RemoteStoragePlugin(StoragePluginInterface):
@@ -83,15 +72,17 @@ class RemoteStoragePlugin(StoragePluginInterface):
         loop: Any = None,
     ) -> None:
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
-        self._tier: RedisTier | None = config.extra_config.get(TIER)
+        redis: RedisTier | None = config.extra_config.get(TIER)
         peers: PeerTier | None = config.extra_config.get(PEERS)
         self._peers = peers
-        sources = ((Tier.PEER, peers), (Tier.REDIS, self._tier))
+        sources = ((Tier.PEER, peers), (Tier.REDIS, redis))
         self._sources = {tier: source for tier, source in sources if source is not None}
         self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
         self._contexts = _Contexts()
         self.is_read_from_owner: Callable[[bytes], bool] = lambda key: False
         """See `Share.is_read_from_owner`: these chunks are read, but not kept."""
+        self.on_stored: Callable[[Sequence[bytes], Sequence[MemoryObj]], None] = lambda *_: None
+        """Called with chunks that LMCache's engine has stored; must not block."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -116,24 +107,6 @@ class RemoteStoragePlugin(StoragePluginInterface):
     def deadline(self) -> float:
         """Deadline of this thread's load; infinite without one."""
         return self._contexts.load.deadline if self._contexts.load is not None else inf
-
-    @contextmanager
-    def store_context(
-        self,
-        first_chunk: int,
-        on_done: Callable[[bytes, bool], None],
-        wanted: Collection[bytes] | None = None,
-    ) -> Iterator[None]:
-        """Describe this thread's stores inside the ``with``.
-
-        They begin at chunk ``first_chunk`` of their prompt. Chunks not in ``wanted`` are left out;
-        ``None`` wants all. ``on_done(key, stored)`` is called once per chunk, from any thread.
-        """
-        self._contexts.store = StoreContext(first_chunk, on_done, wanted)
-        try:
-            yield
-        finally:
-            self._contexts.store = StoreContext()
 
     # LMCache's engine asks these, and loads only from memory.
 
@@ -196,18 +169,8 @@ class RemoteStoragePlugin(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Any = None,
     ) -> None:
-        """Queue the chunks for Redis; never blocks. Peers read chunks themselves. LMCache's engine
-        gives no callback."""
-        if self._tier is None:
-            return
-        context = self._contexts.store
-        pairs = zip(keys, objs, strict=True)
-        for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
-            if context.wanted is not None and chunk_key_of(key) not in context.wanted:
-                continue
-            memory.ref_count_up()
-            on_end = partial(_store_ended, memory, partial(context.on_done, chunk_key_of(key)))
-            self._tier.put(chunk_key_of(key), self._value(key, memory), on_end, order)
+        """Peers read chunks themselves. LMCache's engine gives no callback."""
+        self.on_stored(list(map(chunk_key_of, keys)), objs)
 
     # Redis evicts by itself, and its values belong to all instances: no pinning, no removal.
 
@@ -284,12 +247,6 @@ class RemoteStoragePlugin(StoragePluginInterface):
                 break
             allocated[index] = memory
         return allocated
-
-
-def _store_ended(memory: MemoryObj, on_done: Callable[[bool], None], stored: bool) -> None:
-    """The chunk is written, or given up."""
-    memory.ref_count_down()
-    on_done(stored)
 
 
 def _half(deadline: float) -> float:

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.plans import PartRun, StoreJob
-from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase
+from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase, value_bytes
 from lmcache_connector.worker.offers import Offers, Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.worker.lmcache_remote import RemoteStoragePlugin
 
 # A chunk is offered to Redis again only while at most so many bytes wait for its node. When the
 # queue fills up, offered chunks are dropped first.
@@ -41,7 +42,6 @@ class RedisWrites:
 
     def __init__(
         self,
-        plugin: RemoteStoragePlugin,
         tier: RedisTier,
         cpu: LocalCPUBackend,
         database: PlannedTokenDatabase,
@@ -50,7 +50,6 @@ class RedisWrites:
         *,
         report: bool,
     ) -> None:
-        self._plugin = plugin
         self._tier = tier
         self._cpu = cpu
         self._database = database
@@ -59,23 +58,31 @@ class RedisWrites:
         self._clock = clock
         self._lock = threading.Lock()
         self._offers = Offers(pace)
+        self._storing = threading.local()
 
-    def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
-        """What LMCache stores inside the ``with`` is written to Redis, if the job says so.
-        ``chunk``: its index in the prompt; later chunks are dropped first."""
-        context: AbstractContextManager[None] = self._plugin.store_context(
-            chunk, self._ended, job.redis_keys
-        )
-        return context
+    @contextmanager
+    def storing(self, job: StoreJob, chunk: int) -> Iterator[None]:
+        """LMCache stores chunks of the job inside the ``with``, from index ``chunk`` of the prompt
+        on: see `stored`."""
+        self._storing.job = job, chunk
+        try:
+            yield
+        finally:
+            self._storing.job = None, 0
+
+    def stored(self, keys: Sequence[bytes], objects: Sequence[MemoryObj]) -> None:
+        """Write the chunks to Redis, if this thread's job says so. Of a full queue, later chunks of
+        a prompt are dropped first."""
+        job, first = getattr(self._storing, "job", (None, 0))
+        for order, (key, memory) in enumerate(zip(keys, objects, strict=True), start=first):
+            if job is None or job.redis_keys is None or key in job.redis_keys:
+                self._write(key, memory, order)
 
     def share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
         """Write the run's chunks that the CPU tier had before the job, if the job says so."""
-        if not job.redis_keys:
-            return
         for key, chunk in zip(run.keys, run.chunks, strict=True):
-            if key in held:
-                with self.context(job, chunk):
-                    self._put(key)
+            if key in held and key in (job.redis_keys or ()):
+                self._put(key, chunk)
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Offer these chunks, which requests use and the CPU tier holds."""
@@ -101,9 +108,7 @@ class RedisWrites:
                 without_room += due
                 continue
             num_offered += 1
-            with self._plugin.store_context(_LAST, self._ended):
-                is_there = self._put(due[0])
-            if not is_there:
+            if not self._put(due[0], _LAST):
                 with self._lock:
                     self._offers.forget(due[0])
         with self._lock:
@@ -119,17 +124,23 @@ class RedisWrites:
         """Close the tier; queued writes get ``seconds``."""
         self._tier.close(seconds)
 
-    def _put(self, key: bytes) -> bool:
+    def _put(self, key: bytes, order: int) -> bool:
         """Queue a chunk of the CPU tier. False if the tier lacks it."""
-        engine_key = self._database.engine_key(key)
-        memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
+        # With a reference, unless just evicted.
+        memory = self._cpu.get_blocking(self._database.engine_key(key))
         if memory is None:
             return False
-        self._plugin.batched_submit_put_task([engine_key], [memory])
+        self._write(key, memory, order)
         memory.ref_count_down()
         return True
 
-    def _ended(self, key: bytes, stored: bool) -> None:
+    def _write(self, key: bytes, memory: MemoryObj, order: int) -> None:
+        memory.ref_count_up()
+        value = value_bytes(memory, self._tier.geometries.of(key))
+        self._tier.put(key, value, partial(self._ended, key, memory), order)
+
+    def _ended(self, key: bytes, memory: MemoryObj, stored: bool) -> None:
+        memory.ref_count_down()
         with self._lock:
             self._offers.ended(key, stored, self._clock())
         if stored and self._report:

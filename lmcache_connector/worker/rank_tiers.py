@@ -21,7 +21,6 @@ from lmcache_connector.plans import (
     ForwardTime,
     JobResult,
     LayerDifference,
-    LoadJob,
     Outcome,
     PrefetchJob,
     PrefillWork,
@@ -30,10 +29,10 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import JobTransfer, QueuedLoad
+from lmcache_connector.worker.lmcache_plugs import JobTransfer
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
+from lmcache_connector.worker.redis_probe import RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
 from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
@@ -79,9 +78,7 @@ class RankTiers:
         if redis is not None and self.copier.shares_cores:
             self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
-        self.probe: RedisProbe | NoProbe = NoProbe()
-        if redis is not None and probe_keys:
-            self.probe = RedisProbe(redis, probe_keys, clock)
+        self.probe = RedisProbe(redis, probe_keys, clock)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
         except SelfTestError:
@@ -127,17 +124,11 @@ class RankTiers:
         self.engine.close(seconds, unmap=unmap)
         self.copier.close()
 
-    def load_in_step(self, job: LoadJob) -> LoadInStep:
-        """Load on the calling thread, or queue the copies on the device ahead of the next forward
-        pass. Raises ``RuntimeError`` if a chunk is missing, and the copy's errors."""
-        started = self._clock()
-        return LoadInStep(job, self.engine.load_in_step(job), started, self._clock())
-
     def _run(self, queued: QueuedJob) -> JobResult:
         """Runs on a lane's thread."""
-        job, context, cancelled = queued.job, queued.context, queued.cancelled
+        job, cancelled = queued.job, queued.cancelled
         started, differences = self._clock(), tuple[LayerDifference, ...]()
-        if not context.may_begin():
+        if not queued.may_begin():
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             audit = self.engine.compare(
@@ -145,7 +136,7 @@ class RankTiers:
                 queued.fence,
                 cancelled,
                 queued.deadline,
-                context.gate,
+                queued.gate,
                 partial(self.jobs.has_read, queued),
             )
             moved, differences = JobTransfer.of([audit]), audit.differences
@@ -153,9 +144,9 @@ class RankTiers:
             # A deadline of its own: the wait behind loads would make a tier look stalled.
             moved = self.engine.fetch(job, cancelled, started + job.deadline_seconds)
         elif isinstance(job, StoreJob):
-            moved = self.engine.store(job, queued.fence, cancelled, context.gate, context.parts)
+            moved = self.engine.store(job, queued.fence, cancelled, queued.gate, queued.parts)
         else:
-            moved = self.engine.load(job, queued.fence, cancelled, queued.deadline, context.parts)
+            moved = self.engine.load(job, queued.fence, cancelled, queued.deadline, queued.parts)
         if moved.num_chunks == moved.num_keys:
             outcome = Outcome.DONE
         elif cancelled.is_set():
@@ -172,28 +163,6 @@ class RankTiers:
             fetched=moved.fetched,
             differences=differences,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadInStep:
-    """A load that a forward pass reads; copied, or queued, from ``started`` to ``ended``."""
-
-    job: LoadJob
-    load: QueuedLoad
-    started: float
-    ended: float
-
-    def take_result(self) -> QueuedJob | None:
-        """The result, after releasing the memory; ``None`` while the device still copies."""
-        copies = self.load.copies
-        if not all(copy.is_done for copy in copies):
-            return None
-        self.load.release()
-        seconds = sum(copy.seconds for copy in copies)
-        seconds = seconds or self.ended - self.started  # copied by the host
-        num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in copies)
-        result = JobResult(self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds)
-        return QueuedJob(self.job, None, self.started, self.started, self.started, result=result)
 
 
 @dataclass(frozen=True, slots=True)

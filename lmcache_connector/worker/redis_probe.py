@@ -21,7 +21,7 @@ import torch
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Fetched, Tier
-from lmcache_connector.threads import Background
+from lmcache_connector.threads import Background, Task
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -52,7 +52,7 @@ def probe_keys(config: ConnectorConfig, root: Mapping[str, object]) -> list[byte
 
 
 class RedisProbe:
-    """Measures on request, and once at start.
+    """Measures on request, and once at start; never without a ``tier`` or ``keys``.
 
     ``keys``: chunks of one part to read, the same in every instance of the model; as many are used
     as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_updates``: whether :meth:`take` has
@@ -60,22 +60,28 @@ class RedisProbe:
     """
 
     def __init__(
-        self, tier: RedisTier, keys: Sequence[bytes], clock: Callable[[], float] = time.monotonic
+        self,
+        tier: RedisTier | None,
+        keys: Sequence[bytes],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tier = tier
-        chunk_bytes = tier.geometries.of(keys[0]).chunk_bytes
-        self._dtype = tier.geometries.of(keys[0]).dtype
-        self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
-        self._chunk_bytes = chunk_bytes
+        self._keys: list[bytes] = []
         self._clock = clock
         self.has_updates = False
         self._closed = threading.Event()
         self._background = Background("lmc-probe")
-        self._task = self._background.submit(self._measure, self._note_end)  # at start
+        self._task: Task[tuple[Fetched, ...]] = Task()
+        self._task.settle(None)
+        if tier is not None and keys:
+            self._tier = tier
+            geometry = tier.geometries.of(keys[0])
+            self._chunk_bytes, self._dtype = geometry.chunk_bytes, geometry.dtype
+            self._keys = list(keys[: max(1, _MAX_BYTES // self._chunk_bytes)])
+            self.request()
 
     def request(self) -> None:
         """Measure soon, unless a measurement is under way."""
-        if not self.is_busy:
+        if self._keys and not self.is_busy:
             self._task = self._background.submit(self._measure, self._note_end)
 
     @property
@@ -164,23 +170,6 @@ class RedisProbe:
                 if self._closed.is_set() or self._clock() >= until:
                     return False
         return any(stored)
-
-
-class NoProbe:
-    """Takes the place of a probe where Redis is not measured."""
-
-    has_updates = False
-    is_busy = False
-
-    def request(self) -> None: ...
-
-    def take(self) -> tuple[()]:
-        return ()
-
-    def first(self, seconds: float) -> tuple[()]:
-        return ()
-
-    def close(self, seconds: float) -> None: ...
 
 
 def _noise(dtype: str, num_bytes: int) -> memoryview:

@@ -79,22 +79,6 @@ class StepGate:
         return not cancelled.is_set() and (was_open or not self._is_shut)
 
 
-@dataclass(frozen=True, slots=True)
-class JobContext:
-    """A job's parameters beside its plan.
-
-    ``gate``: decides whether copies out of the paged cache are kept. ``parts``: the job's caches,
-    if not the engine's. ``may_begin``: called on the lane; if false, the job ends cancelled.
-    """
-
-    gate: StepGate = field(default_factory=StepGate)
-    parts: Sequence[PagedPart] = ()
-    may_begin: Callable[[], bool] = lambda: True
-
-
-NO_CONTEXT = JobContext()
-
-
 @dataclass(slots=True)
 class QueuedJob:
     """A submitted job. ``cancelled`` may be set at any time; the lane polls it.
@@ -102,6 +86,9 @@ class QueuedJob:
     ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
     than ``not_before``, unless another job or thread waits for it. ``fenced_at``: when a load's
     fence was found reached. ``result`` is set when the job has ended.
+
+    ``gate``: decides whether copies out of the paged cache are kept. ``parts``: the job's caches,
+    if not the engine's. ``may_begin``: called on the lane; if false, the job ends cancelled.
     """
 
     job: Job
@@ -109,7 +96,9 @@ class QueuedJob:
     submitted_at: float
     not_before: float
     fenced_at: float | None = None
-    context: JobContext = NO_CONTEXT
+    gate: StepGate = field(default_factory=StepGate)
+    parts: Sequence[PagedPart] = ()
+    may_begin: Callable[[], bool] = lambda: True
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
     result: JobResult | None = None

@@ -135,7 +135,7 @@ def slow_cpu_model(clock: Clock) -> CostModel:
     model = make_model(clock=clock)
     calibrate(model, CPU, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
-        model.observe_load(CPU, 32 * 10**6, 3.2)
+        model.tiers[CPU].arrived(clock(), 32 * 10**6, 3.2)
     return model
 
 
@@ -155,7 +155,7 @@ def test_a_trial_follows_the_profitable_part() -> None:
     calibrate(model, CPU, bytes_per_second=5e9, latency_seconds=0.0)
     calibrate(model, REDIS, bytes_per_second=1e9, latency_seconds=0.0)
     for _ in range(3):
-        model.observe_load(REDIS, 32 * 10**6, 3.2)
+        model.tiers[REDIS].arrived(clock(), 32 * 10**6, 3.2)
     mixed = offer(*[CPU] * 10, *[REDIS] * 22)
     assert model.decide(mixed).num_chunks == 10
     clock.now = QUIET_SECONDS
@@ -373,7 +373,7 @@ def test_windows_in_a_stalled_tier_are_not_loaded() -> None:
     model = make_model()
     calibrate(model, CPU, 1e9, 0.0)
     calibrate(model, REDIS, 1e9, 0.0)
-    model.observe_load_failed(REDIS, 5.0)
+    model.tiers[REDIS].cut_off(0.0, 0, 5.0)
     bytes_at = {7: {CPU: 10**6}, 10: {REDIS: 10**6}, 32: {REDIS: 10**6}}
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
 

@@ -55,7 +55,7 @@ def policy(clock: Clock) -> LoadPolicy:
 
 
 def forward(num_tokens: int, seconds: float, rank: int = 0) -> RankReport:
-    work = PrefillWork(num_tokens, 0, 0)
+    work = PrefillWork(num_tokens, 0)
     return RankReport(rank, (), (), forwards=(ForwardTime(work, seconds),))
 
 
@@ -88,14 +88,14 @@ def load(
 
 
 def test_a_copy_is_part_of_a_load_from_redis(policy: LoadPolicy) -> None:
-    copy = policy.model.bytes_per_second(Tier.CPU)
-    load = policy.model.bytes_per_second(Tier.REDIS)
+    copy = policy.model.tiers[Tier.CPU].bytes_per_second
+    load = policy.model.tiers[Tier.REDIS].bytes_per_second
     assert 1 / load == pytest.approx(0.08 / (1 << 23) + 1 / copy)
 
 
 def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
     policy.observe_reports([probed(1 << 23, 0.01), probed(1 << 20, 0.5, rank=1)])
-    assert policy.model.bytes_per_second(Tier.REDIS) < 3e6
+    assert policy.model.tiers[Tier.REDIS].bytes_per_second < 3e6
     assert decide(policy, KEYS) == 0
     before = policy.model.compute_seconds(0, PROMPT)
     for _ in range(20):
@@ -152,7 +152,7 @@ def test_a_step_is_lost_for_an_answer_where_an_oracle_would(
     asks_again = policy.is_worth_a_step(
         0, PROMPT, len(KEYS) * CHUNK_BYTES, share_held, LOOKUP_SHARE * RECOMPUTE
     )
-    recompute = policy.model.compute_seconds(0, PROMPT, 4)
+    recompute = policy.model.compute_seconds(0, PROMPT)
     assert recompute is not None
     load = policy.model.steps.wait_seconds(len(KEYS) * CHUNK_BYTES / (1 << 23) * 0.08, step_seconds)
     hit = min(recompute, load)
@@ -352,10 +352,10 @@ def sharing(clock: Clock) -> LoadPolicy:
 
 
 def test_slow_peers_make_redis_no_slower(sharing: LoadPolicy) -> None:
-    redis_speed = sharing.model.bytes_per_second(Tier.REDIS)
+    redis_speed = sharing.model.tiers[Tier.REDIS].bytes_per_second
     for job_id in range(8, 12):
         load(sharing, job_id, 32 * CHUNK_BYTES, 3.0, Tier.PEER)
-    assert sharing.model.bytes_per_second(Tier.REDIS) == redis_speed
+    assert sharing.model.tiers[Tier.REDIS].bytes_per_second == redis_speed
     assert decide(sharing, KEYS, tier=Tier.PEER) == 0
     assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
 
@@ -366,7 +366,7 @@ def test_a_load_of_two_tiers_measures_each(sharing: LoadPolicy) -> None:
         sharing.load_planned(load_job(job_id, KEYS), [Tier.PEER] * 16 + [Tier.REDIS] * 16)
         fetches = (Fetched(Tier.PEER, half, 0.04), Fetched(Tier.REDIS, half, 0.4))
         sharing.load_ended(job_id, [JobResult(job_id, Outcome.DONE, 32, 2 * half, 0.44, fetches)])
-    peers, redis = (half / sharing.model.bytes_per_second(t) for t in (Tier.PEER, Tier.REDIS))
+    peers, redis = (half / sharing.model.tiers[t].bytes_per_second for t in (Tier.PEER, Tier.REDIS))
     assert peers == pytest.approx(0.04, rel=0.2)
     assert redis == pytest.approx(0.4, rel=0.2)
 
@@ -397,7 +397,7 @@ def test_a_trial_of_a_model_with_a_window_in_every_layer(clock: Clock) -> None:
     """Its prompts have no chunks that every hit loads: a hit loads the last few alone."""
     model = CostModel(clock, max_deadline_seconds=10.0)
     policy = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, num_prefix_parts=0)
-    model.observe_load(Tier.CPU, CHUNK_BYTES, 10 * RECOMPUTE)
+    model.tiers[Tier.CPU].arrived(clock(), CHUNK_BYTES, 10 * RECOMPUTE)
     policy.observe_reports([forward(PROMPT, RECOMPUTE)] * 5)
     loaded = {tier: CHUNK_BYTES * (tier is Tier.CPU) for tier in Tier}
 

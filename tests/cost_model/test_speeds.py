@@ -109,30 +109,29 @@ def test_a_probe_lowers_the_failure_rate(probe: list[tuple[int, float]]) -> None
 # -- prefill ---------------------------------------------------------------------------------------
 
 
-A, B, D = 1e-4, 3e-9, 2e-6
+A, B = 1e-4, 3e-9
 
 
-def true_seconds(num_tokens: int, context: int, running: int = 0) -> float:
-    return num_tokens * (A + B * (context + num_tokens / 2) + D * running)
+def true_seconds(num_tokens: int, context: int) -> float:
+    return num_tokens * (A + B * (context + num_tokens / 2))
 
 
-def observed(*prefills: tuple[int, int, int]) -> PrefillSpeed:
+def observed(*prefills: tuple[int, int]) -> PrefillSpeed:
     speed = PrefillSpeed()
-    for num_tokens, context, running in prefills:
-        seconds = true_seconds(num_tokens, context, running)
-        speed.observe(0.0, num_tokens, context, seconds, running)
+    for num_tokens, context in prefills:
+        speed.observe(0.0, num_tokens, context, true_seconds(num_tokens, context))
     return speed
 
 
-def test_length_context_and_load_are_separated() -> None:
-    speed = observed(*[(2048, c, r) for c in range(0, 32768, 4096) for r in (0, 8, 32)])
-    for start, end, running in ((0, 8192, 0), (0, 32768, 4), (30000, 32768, 16)):
-        expected = true_seconds(end - start, start, running)
-        assert speed.seconds(start, end, running) == pytest.approx(expected, rel=0.03)
+def test_length_and_context_are_separated() -> None:
+    speed = observed(*[(2048, context) for context in range(0, 32768, 4096)])
+    for start, end in ((0, 8192), (0, 32768), (30000, 32768)):
+        expected = true_seconds(end - start, start)
+        assert speed.seconds(start, end) == pytest.approx(expected, rel=0.03)
 
 
 def test_chunked_prefill_adds_up_to_the_whole() -> None:
-    speed = observed((2048, 0, 0), (2048, 2048, 0), (2048, 4096, 0), (2048, 16384, 0))
+    speed = observed((2048, 0), (2048, 2048), (2048, 4096), (2048, 16384))
     parts = sum(speed.seconds(start, start + 1000) for start in range(0, 8000, 1000))
     assert parts == pytest.approx(speed.seconds(0, 8000))
 
@@ -146,7 +145,7 @@ def test_a_slow_first_prefill_soon_counts_little() -> None:
 
 
 def test_a_lasting_slowdown_counts_and_one_outlier_does_not() -> None:
-    speed = observed(*[(4096, 0, 0)] * 8)
+    speed = observed(*[(4096, 0)] * 8)
     normal = speed.seconds(0, 4096)
     speed.observe(0.0, 4096, 0, 100 * normal)
     assert speed.seconds(0, 4096) < 1.3 * normal
@@ -157,17 +156,13 @@ def test_a_lasting_slowdown_counts_and_one_outlier_does_not() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e4), st.integers(0, 1000)
-        ),
-        max_size=30,
+        st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e4)), max_size=30
     )
 )
-def test_no_history_makes_compute_negative(history: list[tuple[int, int, float, int]]) -> None:
+def test_no_history_makes_compute_negative(history: list[tuple[int, int, float]]) -> None:
     speed = PrefillSpeed()
-    for now, (num_tokens, context, seconds, running) in enumerate(history):
-        speed.observe(float(now), num_tokens, context, seconds, running)
-        assert speed.seconds(100, 5000, running) >= 0
+    for now, (num_tokens, context, seconds) in enumerate(history):
+        speed.observe(float(now), num_tokens, context, seconds)
         assert speed.seconds(100, 5000) >= speed.seconds(200, 5000) >= 0
 
 

@@ -14,7 +14,9 @@ from lmcache_connector.lookup.background_lookup import (
     PendingLookup,
     Places,
 )
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from tests.support.clock import Clock
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
@@ -30,6 +32,10 @@ class GatedLookup(AnyLookup):
         self.closed = False
         self.error: Exception | None = None
         self.last_seconds = {Tier.REDIS: 0.5}
+        self.circuits: dict[str, CircuitState] = {}
+
+    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
+        return tuple(self.circuits.items())
 
     @property
     def has_servers(self) -> bool:
@@ -112,3 +118,34 @@ def test_a_tier_that_raises_is_a_miss(
     tier.gate.set()
     assert answer(remote.submit(KEYS)) == MISS
     assert "boom" in caplog.text
+
+
+def test_what_lookups_took_is_told_once(remote: BackgroundLookup, tier: GatedLookup) -> None:
+    tally = Tally()
+    tier.gate.set()
+    assert answer(remote.submit(KEYS)) != MISS
+    remote.report(tally)
+    remote.report(tally)
+    taken = tally.take()
+    assert taken is not None
+    assert taken.observed("lookup_seconds", "redis") == [0.5]
+
+
+def test_a_circuit_is_told_when_it_changes_and_closed_when_its_server_has_gone(
+    remote: BackgroundLookup, tier: GatedLookup
+) -> None:
+    tally, told = Tally(), []
+    for circuits in (
+        {"h:1": CircuitState.OPEN, "h:2": CircuitState.OPEN},
+        *[{"h:2": CircuitState.OPEN}] * 2,
+    ):
+        tier.circuits = circuits
+        remote.report(tally)
+        taken = tally.take()
+        told.append(taken.gauges if taken is not None else {})
+    prefix = "circuit_state\nscheduler\n"
+    assert told == [
+        {f"{prefix}h:1": 2, f"{prefix}h:2": 2},
+        {f"{prefix}h:1": 0, f"{prefix}h:2": 2},
+        {},
+    ]

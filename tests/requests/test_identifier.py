@@ -48,7 +48,6 @@ class Identified:
             AdapterReader(Path, self.loaded, self.clock),
             8,
             lambda reason: self.counts.update([reason.value]),
-            self.clock,
         )
         self.on_ranks: list[dict[int, str | None]] = [{} for _ in range(ranks)]
 
@@ -145,18 +144,14 @@ def test_an_image_without_data_bypasses() -> None:
     assert identified.counts == {"multimodal": 1}
 
 
-def test_a_slow_digest_bypasses(tmp_path: Path) -> None:
+def test_a_request_that_runs_unidentified_bypasses(tmp_path: Path) -> None:
     identified = Identified()
     wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
     assert identified.identifier.identify(wanted) is UNREAD
-    identified.clock.now = 9.9
     assert identified.identifier.identify(wanted, StepWait(5.0)) is UNREAD, "no rank has answered"
-    identified.clock.now = 10.0
+    identified.identifier.give_up("r")
     assert identified.identifier.identify(wanted) is Bypass.ADAPTER
-
-
-def test_a_request_that_runs_unidentified_bypasses() -> None:
-    identified = Identified()
+    identified.identifier.forget(wanted)
     wanted = request(mm_features=[picture(MultiModalKwargsItem.dummy(8))])
     identified.identifier.identify(wanted)
     identified.identifier.give_up("r")

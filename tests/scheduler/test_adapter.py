@@ -139,7 +139,7 @@ def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
     costs.mode = "auto"
     for context in (0, 4096):
         costs.observe_prefill(4096, context, 4.096)
-    costs.observe_load(Tier.REDIS, 1 << 20, 1000.0 if is_slow else 1e-3)
+    costs.tiers[Tier.REDIS].arrived(0.0, 1 << 20, 1000.0 if is_slow else 1e-3)
     lookup = adapter.hits.lookup
     monkeypatch.setattr(lookup, "submit", lambda keys: SteppedAnswer(frozenset(keys), 0))
     request = engine.requests[engine.add(prompt(1, 8 * CHUNK + 1), max_tokens=1)]

@@ -47,6 +47,9 @@ def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     assert audits(engine) == {"match": 2}
     job = audit_jobs(engine)[-1]
     assert job.may_fetch
+    (before_it,) = job.runs[0].parents  # in memory, it is used with the audited chunk
+    assert before_it in engine.ranks[0].tier
+    assert before_it != job.keys[0]
     assert engine.ranks[0].num_stored_chunks == before, "the audited chunk is not stored"
 
 
@@ -139,7 +142,7 @@ def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:
     faults.stuck = True
     engine.add(tokens, 1)
     engine.step()
-    assert len(engine.adapter.auditor._open) == 1
+    assert len(engine.adapter.jobs) == 1
     assert engine.reset(new_weights=False)
     faults.stuck = False
     engine.run_until_idle()

@@ -30,9 +30,8 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
-from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.scheduler.test_tails import long_answered, wide
 from tests.support.doubles import lives
 from tests.support.doubles.shadow_engine import Shape
@@ -119,7 +118,7 @@ class Planning:
         model = CostModel(lambda: 0.0, max_deadline_seconds=10.0)
         self.policy = LoadPolicy(model, CHUNK, (CHUNK_BYTES,), lambda: 0.0)
         self.policy.observe_measured([(Fetched(Tier.CPU, CHUNK_BYTES, 0.001),)])
-        forward = ForwardTime(PrefillWork(4096, 0, 0), 4.096)
+        forward = ForwardTime(PrefillWork(4096, 0), 4.096)
         self.policy.observe_reports([RankReport(0, (), (), (forward,))])
         self.tally = Tally()
         self.planner = LoadPlanner(SETTINGS, index, self.policy, self.tally, count(1).__next__)
@@ -177,61 +176,28 @@ def test_answers_are_stored_if_that_is_wanted(
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def test_the_scheduler_side_tells_what_changed() -> None:
-    tally, seconds = Tally(), [(Tier.REDIS, 0.25), (Tier.PEER, 0.01)]
-    metrics = SchedulerMetrics(
-        tally,
-        lambda: 0.0,
-        lambda: [seconds.pop(0) for _ in list(seconds)],
-        lambda: (("h:1", CircuitState.TRIAL),),
-    )
-    tally.count("lookups", "redis", amount=2)
-    tally.count("hit_tokens", "cpu", amount=512)
-    tally.count("decisions", "load_faster", amount=3)
-    taken = metrics.take(is_idle=True)
-    assert taken is not None
-    assert taken.total("lookups", "redis") == 2
-    assert taken.total("hit_tokens", "cpu") == 512
-    assert taken.counters["decisions\nload_faster"] == 3
-    assert taken.observed("lookup_seconds", "redis") == [0.25]
-    assert taken.observed("lookup_seconds", "peer") == [0.01]
-    assert taken.gauges["circuit_state\nscheduler\nh:1"] == 1
-    assert metrics.take(is_idle=True) is None
-    tally.count("decisions", "load_faster")
-    again = metrics.take(is_idle=True)
-    assert again is not None
-    assert again.counters == {"decisions\nload_faster": 1}
-    assert again.gauges == {}, "the circuits are as they were"
-    assert tally.totals.total("decisions") == 4
-
-
-def test_the_circuit_of_a_server_that_has_gone_is_told_no_more() -> None:
-    tally, servers = Tally(), [("h:1", CircuitState.OPEN), ("h:2", CircuitState.OPEN)]
-    metrics = SchedulerMetrics(tally, lambda: 0.0, tuple, lambda: tuple(servers))
-    told = []
-    for _ in range(3):
-        tally.count("store_jobs")
-        taken = metrics.take(is_idle=True)
-        assert taken is not None
-        told.append({key.split("\n")[-1]: value for key, value in taken.gauges.items()})
-        servers[:] = [("h:2", CircuitState.OPEN)]
-    assert told == [{"h:1": 2, "h:2": 2}, {"h:1": 0, "h:2": 2}, {}]
-
-
-def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
-    tally, now = Tally(), 100.0
-    metrics = SchedulerMetrics(tally, lambda: now)
-    assert metrics.take(is_idle=False) is None
-    tally.count("store_jobs")
-    assert metrics.take(is_idle=False) is None, "a step ago"
+def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then(model: Path) -> None:
+    engine = wide(model, Shape())
+    adapter, now = engine.adapter, 100.0
+    adapter.clock = lambda: now
+    engine.add(long_answered(lives.CHUNK + 4), max_tokens=lives.CHUNK)
+    engine.step()
+    adapter.take_metrics()
+    adapter.tally.count("probes")
+    assert adapter.take_metrics() is None, "a step ago"
     now += 1.0
-    assert taken_jobs(metrics, is_idle=False) == 1
-    tally.count("store_jobs", amount=2)
-    assert metrics.take(is_idle=False) is None
-    assert taken_jobs(metrics, is_idle=True) == 2  # there may be no next step
+    assert taken_probes(adapter) == 1
+    adapter.tally.count("probes", amount=2)
+    assert adapter.take_metrics() is None
+    engine.run_until_idle()
+    adapter.take_metrics()
+    adapter.tally.count("probes", amount=4)
+    assert taken_probes(adapter) == 4  # there may be no next step
+    assert adapter.take_metrics() is None
+    assert adapter.tally.totals.total("probes") == 7
 
 
-def taken_jobs(metrics: SchedulerMetrics, is_idle: bool) -> float:
-    taken = metrics.take(is_idle=is_idle)
+def taken_probes(adapter: Scheduler) -> float:
+    taken = adapter.take_metrics()
     assert taken is not None
-    return taken.total("store_jobs")
+    return taken.total("probes")

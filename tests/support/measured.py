@@ -11,4 +11,5 @@ def calibrate(
 ) -> None:
     """As the self-test or a probe would, without noise."""
     sizes = (1 << 30, 1 << 20)
-    model.observe_measured(tier, [(n, latency_seconds + n / bytes_per_second) for n in sizes])
+    loads = [(n, latency_seconds + n / bytes_per_second) for n in sizes]
+    model.tiers[tier].measured(model._clock(), loads)

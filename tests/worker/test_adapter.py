@@ -301,7 +301,7 @@ def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
             told.append(until)
 
     instance = make_instance(port, tier_type=ToldTier)
-    for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
+    for plan in (StepPlan(prefill=PrefillWork(1000, 0)), StepPlan()):  # one that only decodes
         told.clear()
         instance.run(plan)
         forever, soon = told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,14 +83,17 @@ class Offering:
         self.now = 0.0
         self.offered: list[bytes] = []
         self.room = {ord("s"): 0, ord("q"): 1 << 20}
+        memory = SimpleNamespace(
+            ref_count_up=lambda: None, ref_count_down=lambda: None, byte_array=b""
+        )
         here: Any = SimpleNamespace(
-            store_context=lambda *_: nullcontext(),
-            batched_submit_put_task=lambda keys, _: self.offer(*keys),
+            put=lambda key, *_: self.offer(key),
+            geometries=SimpleNamespace(of=lambda key: SimpleNamespace(chunk_bytes=0)),
             has_room=lambda key, _: self.room[key[0]] > 0,
-            get_blocking=lambda key: SimpleNamespace(ref_count_down=lambda: None),
+            get_blocking=lambda key: memory,
             engine_key=lambda key: key,
         )
-        self.offers = RedisWrites(here, here, here, here, PACE, lambda: self.now, report=False)
+        self.offers = RedisWrites(here, here, here, PACE, lambda: self.now, report=False)
 
     def offer(self, key: bytes) -> None:
         self.room[key[0]] -= 1

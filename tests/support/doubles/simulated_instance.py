@@ -154,7 +154,7 @@ class SimulatedInstance:
     def _compute(self, start: int) -> float:
         seconds = self.compute_seconds(start, PROMPT_TOKENS)
         self.now += seconds
-        forward = ForwardTime(PrefillWork(PROMPT_TOKENS - start, start, 0), seconds)
+        forward = ForwardTime(PrefillWork(PROMPT_TOKENS - start, start), seconds)
         self.policy.observe_reports([RankReport(0, (), (), (forward,)), *self._probe_reports()])
         return seconds
 

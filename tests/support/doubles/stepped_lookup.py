@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Places
 from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_worker import ShadowRank
@@ -26,6 +27,9 @@ class SteppedLookup(BackgroundLookup):
 
     def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
         return SteppedAnswer(self.held(keys), self._chance.choice([0, 0, 1, 3]))
+
+    def report(self, tally: Tally) -> None:
+        """Nobody reads how long it took."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lmcache_connector.plans import AuditJob
 from tests.support.engines.calls import tiered_of
 from tests.support.engines.probe import EngineProbe
 
@@ -16,7 +17,8 @@ ROWS = slice(1000, 1064)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not tiered_of(probe.connector)._scheduler.auditor._open:
+        jobs = tiered_of(probe.connector)._scheduler.jobs._jobs.values()
+        if not any(isinstance(planned.job, AuditJob) for planned in jobs):
             break
         probe.core.step()
     return probe.counts().by_label("audits")
