@@ -101,7 +101,7 @@ class KvEventLog:
         # Chunks in Redis with the time of their last write or use, oldest first.
         self._in_redis: OrderedDict[bytes, float] = OrderedDict()
         # Events not yet taken, and chunks removed by a reset.
-        self._untaken: deque[KvEvent | dict[bytes, _Chunk]] = deque()
+        self.untaken: deque[KvEvent | dict[bytes, _Chunk]] = deque()
 
     def __len__(self) -> int:
         """Number of described chunks."""
@@ -150,7 +150,7 @@ class KvEventLog:
         if tier is Tier.REDIS and not after:
             self._in_redis.pop(key, None)
         if before & needed == needed != after & needed:
-            self._untaken.append(_removed(tier, chunk))
+            self.untaken.append(_removed(tier, chunk))
         if chunk.is_over:
             del self._chunks[key]
 
@@ -176,20 +176,16 @@ class KvEventLog:
     def clear(self) -> None:
         """No chunk stored so far can be hit any more."""
         if self._chunks:
-            self._untaken.append(self._chunks)
+            self.untaken.append(self._chunks)
         self._chunks, self._in_redis = {}, OrderedDict()
-
-    @property
-    def has_updates(self) -> bool:
-        return bool(self._untaken)
 
     def take(self) -> list[KvEvent]:
         """Events since the last call, in order. Removals of a reset are spread over calls, and
         later events wait for them."""
         events: list[KvEvent] = []
         num_left = MAX_LEFT_BEHIND
-        while self._untaken:
-            ended = self._untaken[0]
+        while self.untaken:
+            ended = self.untaken[0]
             if not isinstance(ended, dict):
                 events.append(ended)
             elif num_left and ended:
@@ -201,7 +197,7 @@ class KvEventLog:
                 continue
             elif ended:
                 break
-            self._untaken.popleft()
+            self.untaken.popleft()
         return events
 
     def _renew(self, key: bytes) -> None:
@@ -215,7 +211,7 @@ class KvEventLog:
         before, needed = chunk.holders.get(tier, 0), self.needed(key)
         chunk.holders[tier] = after = before | 1 << rank
         if before & needed != needed == after & needed:
-            self._untaken.append(BlocksStored(tier, chunk.blocks))
+            self.untaken.append(BlocksStored(tier, chunk.blocks))
         if tier is Tier.REDIS:
             self._renew(key)
             if len(self._in_redis) > MAX_REDIS_CHUNKS:

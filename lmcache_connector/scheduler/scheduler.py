@@ -473,7 +473,7 @@ class Scheduler:
         freed."""
         if self.held.is_holding:
             self.held.free_delayed()
-        return self.kv_events.take() if self.kv_events.has_updates else ()
+        return self.kv_events.take() if self.kv_events.untaken else ()
 
     def will_free_blocks(self) -> bool:
         """vLLM found too few free blocks: whether it should wait for a step, not preempt."""

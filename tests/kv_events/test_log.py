@@ -161,7 +161,7 @@ def test_events_alternate_and_end_with_the_true_state(
                 (held.discard if act == "evicted" else held.add)(rank)
             if takes:
                 take()
-        while log.has_updates:
+        while log.untaken:
             take()
         names = {
             (tier, f"{key}0".encode()) for (tier, key), ranks in holders.items() if len(ranks) == 2
