@@ -372,7 +372,8 @@ class JobResult(_Fetches):
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     in ``seconds`` of running, after ``waited_seconds`` behind other jobs.
 
-    Both totals include ``fetched``. ``differences``: the findings of an audit.
+    Both totals include ``fetched``. ``copy_seconds``: of copies into the paged cache, some of them
+    made while chunks were fetched. ``differences``: the findings of an audit.
     """
 
     job_id: int
@@ -383,6 +384,7 @@ class JobResult(_Fetches):
     fetched: tuple[Fetched, ...] = ()
     differences: tuple[LayerDifference, ...] = ()
     waited_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,6 +306,11 @@ class LoadPolicy:
         """The slowest rank counts. Without results, no rank has received the job."""
         self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
 
+    @property
+    def num_open(self) -> int:
+        """Stores, and loads beside the steps, that have not ended."""
+        return len(self._stores) + len(self._running)
+
     def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
         """``tiers``: the tier of each of the job's chunks."""
         places = list(zip(job.keys, tiers, strict=True))

@@ -92,6 +92,9 @@ class StoreBacklog:
         self._last: deque[float] = deque(maxlen=_NUM_LAST)
         self._seconds = 0.0
 
+    def __len__(self) -> int:
+        return len(self._planned_at)
+
     def planned(self, job_id: int) -> None:
         self._planned_at[job_id] = self._clock()
 

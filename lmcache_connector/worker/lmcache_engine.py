@@ -113,7 +113,7 @@ class LMCacheEngineAdapter:
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
-        self._blocks = BlockCopyConnector(self._sizes, copier)
+        self._blocks = BlockCopyConnector(self._sizes, copier, clock)
         self.fence = copier.fence  # marks the device work submitted so far
         self._shared = SharedMemory()
         with self._shared.allocating() if settings.shares_memory else nullcontext():

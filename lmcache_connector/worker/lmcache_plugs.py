@@ -90,15 +90,17 @@ class LoadInStep:
         self.release()
         seconds = sum(copy.seconds for copy in self.copies) or self.seconds
         num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in self.copies)
-        return JobResult(self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds)
+        return JobResult(
+            self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds, copy_seconds=seconds
+        )
 
 
 @dataclass(slots=True)
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and its result.
 
-    ``paged``: the cache to copy from or to. Results: ``num_bytes`` copied, ``num_chunks`` leading
-    chunks, and the part of both that was ``fetched``.
+    ``paged``: the cache to copy from or to. Results: ``num_bytes`` copied, ``num_chunks``
+    leading chunks, the part of both that was ``fetched``, and ``copy_seconds`` of a load.
     """
 
     run: PartRun
@@ -108,6 +110,7 @@ class RunTransfer:
     gate: StepGate = field(default_factory=StepGate)
     num_bytes: int = 0
     num_chunks: int = 0
+    copy_seconds: float = 0.0
     fetched: tuple[Fetched, ...] = ()
     error: Exception | None = None
 
@@ -121,6 +124,7 @@ class JobTransfer:
     num_chunks: int
     num_bytes: int
     fetched: tuple[Fetched, ...] = ()
+    copy_seconds: float = 0.0
 
     @classmethod
     def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
@@ -129,6 +133,7 @@ class JobTransfer:
             num_chunks=sum(each.num_chunks for each in runs),
             num_bytes=sum(each.num_bytes for each in runs),
             fetched=tuple(_by_tier(fetched for each in runs for fetched in each.fetched)),
+            copy_seconds=sum(each.copy_seconds for each in runs),
         )
 
 
@@ -197,9 +202,10 @@ class PlannedTokenDatabase(TokenDatabase):
 class BlockCopyConnector(GPUConnectorInterface):
     """Copies the chunks of a run between LMCache's memory and the paged cache in one call."""
 
-    def __init__(self, sizes: ValueSizes, copier: Copier) -> None:
+    def __init__(self, sizes: ValueSizes, copier: Copier, clock: Callable[[], float]) -> None:
         self._sizes = sizes
         self._copier = copier
+        self._clock = clock
 
     def batched_from_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
@@ -246,7 +252,9 @@ class BlockCopyConnector(GPUConnectorInterface):
                 run = piece(transfer.run, start, end, transfer.paged.blocks_per_chunk)
                 addresses = [obj.data_ptr for obj in objects]
                 copies = transfer.paged.copies(run, addresses, objects, to_chunks=False)
+                began = self._clock()
                 transfer.num_bytes += self._copier.copy(copies, "h2d", transfer.fence)
+                transfer.copy_seconds += self._clock() - began
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return

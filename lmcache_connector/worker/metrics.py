@@ -80,9 +80,8 @@ class WorkerMetrics:
     def _load_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
             self.tally.count("failed_loads", result.outcome.value)
-        copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
-        self._observe("load", "cpu", result.num_bytes, copy_seconds)
+        self._observe("load", "cpu", result.num_bytes, result.copy_seconds)
         self._count_fetched(result)
 
     def _count_fetched(self, result: JobResult) -> None:

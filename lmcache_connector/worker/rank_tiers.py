@@ -161,6 +161,7 @@ class RankTiers:
             num_bytes=0 if isinstance(job, AuditJob) else moved.num_bytes,
             seconds=self._clock() - started,
             fetched=moved.fetched,
+            copy_seconds=moved.copy_seconds,
             differences=differences,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from lmcache_connector.worker import lmcache_engine
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import serving
 from tests.support.waits import within
-from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key, one_copier
 
 PARTS = PartGeometries((GEOMETRY,))
 
@@ -74,6 +75,14 @@ def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, nu
     monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
     monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
     settle, were_copied = PendingRead.settle, list[bool]()
+    copy, directions = one_copier().copy, list[str]()
+
+    def copying(copies: Any, direction: Any, after: Any = None) -> int:
+        directions.append(direction)
+        time.sleep(0.02)
+        return copy(copies, direction, after)
+
+    monkeypatch.setattr(one_copier(), "copy", copying)
     with two() as (first, second, server):
 
         def settling(self: PendingRead, request: ValueRequest) -> None:
@@ -89,6 +98,7 @@ def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, nu
         assert second.load(1, MINE, source=source) == 4
         assert were_copied == [True] * len(GEOMETRY.shards)
         assert second.num_bytes == 4 * GEOMETRY.chunk_bytes, "each once"
+        assert second.copy_seconds >= 0.02 * directions.count("h2d") >= 0.04
         assert second.engine.num_chunks == 4
 
 

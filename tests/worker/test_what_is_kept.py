@@ -65,6 +65,7 @@ class Rank:
     num_jobs: int = 0
     fetched: tuple[Fetched, ...] = ()
     num_bytes: int = 0  # of the last load
+    copy_seconds: float = 0.0  # of the last load
 
     def __post_init__(self) -> None:
         self.cache = torch.zeros((2, NUM_BLOCKS, 2, 64, 2048), dtype=torch.uint8)
@@ -112,7 +113,7 @@ class Rank:
             cancelled.set()
         moved = self.engine.load(job, None, cancelled, until)
         self.fetched, count = moved.fetched, moved.num_chunks
-        self.num_bytes = moved.num_bytes
+        self.num_bytes, self.copy_seconds = moved.num_bytes, moved.copy_seconds
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
         return count
