@@ -69,10 +69,9 @@ _TWO_ENGINES = (
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
     """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs.
-    ``has_arrived``: at a worker side of the scheduler's process. ``number``: from 1 on."""
+    ``number``: of the step, from 1 on."""
 
     plan: StepPlan | None
-    has_arrived: bool = False
     number: int = 0
 
 
@@ -112,7 +111,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _step: StepPlan | None = None  # the plan of the step under way
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
-    _sent: PlanMetadata | None = None  # to the workers, last
+    _sent: StepPlan | None = None  # to the workers, last
     _num_steps = 0  # planned, or begun by this worker
     _step_output: StepOutput[RankReport] | None = None
     _is_in_step = False
@@ -225,12 +224,11 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                     raise
         if guard.has_updates:
             plan = guard.add_updates(plan, is_idle=not scheduler_output.num_scheduled_tokens)
-        sent = self._sent
-        if sent is not None and not sent.has_arrived and self._workers_are_here:
-            self._note_lost_step(sent.plan)
-        self._num_steps += 1
-        self._sent = sent = PlanMetadata(plan, number=self._num_steps)
-        return sent
+        for connector in self._connectors_here:
+            if connector._num_steps < self._num_steps:
+                self._note_lost_step(connector)
+        self._num_steps, self._sent = self._num_steps + 1, plan
+        return PlanMetadata(plan, self._num_steps)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -358,7 +356,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._step_failed()
             self._is_in_step = True
         self._num_steps = kv_connector_metadata.number
-        kv_connector_metadata.has_arrived = True
         self._step = plan = kv_connector_metadata.plan
         if plan is not None:
             if plan.loads and plan.loads_in_step():
@@ -513,7 +510,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             METRICS, vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _worker_connectors(self) -> list[LMCacheTieredConnector]:
+    @cached_property
+    def _connectors_here(self) -> list[LMCacheTieredConnector]:
         """This engine's connectors of the worker role in the scheduler's process, if any."""
         if not has_kv_transfer_group():
             return []
@@ -523,27 +521,21 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         own = (each for each in connectors if isinstance(each, type(self)))
         return [each for each in own if each._kv_transfer_config.engine_id == engine_id]
 
-    @cached_property
-    def _workers_are_here(self) -> bool:
-        return bool(self._worker_connectors())
-
-    def _note_lost_step(self, plan: StepPlan | None) -> None:
-        """A step that did not arrive has failed: the engine's user, who goes on, has interrupted
-        vLLM before its first call. Workers of other processes notice it by the step's number."""
-        for connector in self._worker_connectors():
-            if connector._is_in_step:  # the step before has failed, too
-                connector._step_failed()
-            connector._step, connector._has_started_loads = plan, False
-            connector._num_steps += 1
+    def _note_lost_step(self, connector: LMCacheTieredConnector) -> None:
+        """The last step did not arrive, so it has failed: the engine's user, who goes on, has
+        interrupted vLLM before its first call. Workers of other processes notice by the number."""
+        if connector._is_in_step:  # the step before has failed, too
             connector._step_failed()
+        connector._step, connector._has_started_loads = self._sent, False
+        connector._num_steps = self._num_steps
+        connector._step_failed()
 
     def _workers_here(self) -> list[WorkerAdapter]:
         """This connector's worker sides in the scheduler's process, if any."""
-        here = self._worker_connectors()
-        for connector in here:
+        for connector in self._connectors_here:
             if connector._is_in_step:
                 connector._step_failed()
-        return [c._worker for c in here if c._worker is not None]
+        return [c._worker for c in self._connectors_here if c._worker is not None]
 
     @property
     def _scheduler_side(self) -> Scheduler:

@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1980, "handover": 65, "transformers": 835},
     {"connector": 571, "stepwise": 1275},
-    {"integrations": 435, "scheduler": 3550, "worker": 4060},
+    {"integrations": 435, "scheduler": 3550, "worker": 4070},
     {"lookup": 730, "vllm_compat": 2540},
     {"config": 775, "copy_kv_blocks": 1170, "peers": 2850},
     {
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 510,
         "requests": 985,
         "retention": 785,
-        "storage/redis": 2980,
+        "storage/redis": 2985,
         "tracing": 85,
         "weight_names": 250,
     },

@@ -318,9 +318,8 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        wait_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[
-            Tier.CPU
-        ].bytes_per_second + self._stores.wait_seconds(job.after_job)
+        copy_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[Tier.CPU].bytes_per_second
+        wait_seconds = copy_seconds + self._stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():

@@ -20,7 +20,11 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
-from lmcache_connector.storage.redis.pending_read import Arrived, not_told, told_of
+from lmcache_connector.storage.redis.pending_read import (
+    OnArrival,
+    arrivals_among,
+    ignore_arrivals,
+)
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
 
@@ -74,7 +78,7 @@ class PeerTier:
         buffers: Sequence[memoryview],
         deadline: float,
         cancelled: Callable[[], bool] = never,
-        arrived: Arrived = not_told,
+        on_arrival: OnArrival = ignore_arrivals,
         source: PeerSource | None = None,
     ) -> ReadResult:
         """As `RedisTier.read`: leading chunks, each from any peer that has it, or all from
@@ -88,7 +92,7 @@ class PeerTier:
             nodes = [self._topology.of_rank(node, self._share.owner(key)) for key in keys]
         else:
             nodes = [self._nodes_at(source, key) for key in keys]
-        return self._read_at(nodes, keys, buffers, limit, arrived)
+        return self._read_at(nodes, keys, buffers, limit, on_arrival)
 
     def read_ranks(
         self,
@@ -146,7 +150,7 @@ class PeerTier:
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         limit: Deadline,
-        arrived: Arrived = not_told,
+        on_arrival: OnArrival = ignore_arrivals,
     ) -> ReadResult:
         """``nodes``: of the leading chunks."""
         started = self._clock()
@@ -158,8 +162,8 @@ class PeerTier:
             return ReadResult(hits, self._clock() - started, cut_off=False)
         left_nodes = [nodes[i] for i in left if i < len(nodes)]
         wanted = [keys[i] for i in left], [buffers[i] for i in left]
-        told = told_of(left, len(keys), arrived)
-        found = self._readers.read(*wanted, lambda until: left_nodes, limit, told)
+        arrivals = arrivals_among(left, len(keys), on_arrival)
+        found = self._readers.read(*wanted, lambda until: left_nodes, limit, arrivals)
         for index, hit in zip(left, found.hits, strict=True):
             hits[index] = hit
         return ReadResult(hits, self._clock() - started, found.cut_off)

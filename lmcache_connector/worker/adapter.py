@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -347,16 +347,16 @@ class WorkerAdapter:
         if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
             self._jobs.refuse((job,))
             return
-        more: dict[str, Any] = {}
+        may_begin = None
         if isinstance(job, StoreJob):
             if (adapter := job.adapter) is not None:
                 names = self._lora_loads.names_of(adapter.number)
                 if not names:
                     self._jobs.refuse((job,))
                     return
-                more["may_begin"] = partial(_was_computed_with, adapter.digest, names)
+                may_begin = partial(_was_computed_with, adapter.digest, names)
             self._transfers.store_begins(job.job_id)
-        self._jobs.submit(job, fence, gate=self._gate, **more)
+        self._jobs.submit(job, fence, gate=self._gate, may_begin=may_begin)
 
     def _executed(self, job: Job) -> None:
         """Runs on a lane's thread."""

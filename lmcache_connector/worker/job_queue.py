@@ -28,21 +28,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
 from lmcache_connector.threads import start_thread
 from lmcache_connector.worker.waiting_jobs import (
     Job,
     QueuedJob,
+    StepGate,
     WaitingLoads,
     WaitingStores,
 )
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
+    from lmcache_connector.worker.paged_part import PagedPart
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +101,21 @@ class JobQueue:
 
     # -- the engine's step thread --------------------------------------------------------------
 
-    def submit(self, job: Job, fence: Fence | None, **more: Any) -> None:
-        """Queue a job. ``fence`` marks the compute that the copy must wait for. ``more``: further
-        fields of :class:`QueuedJob`."""
+    def submit(
+        self,
+        job: Job,
+        fence: Fence | None,
+        *,
+        gate: StepGate | None = None,
+        parts: Sequence[PagedPart] = (),
+        may_begin: Callable[[], bool] | None = None,
+    ) -> None:
+        """Queue a job. ``fence`` marks the compute that the copy must wait for. Other arguments:
+        see :class:`QueuedJob`."""
         now = self._clock()
         waits = fence is not None and isinstance(job, LoadJob)
-        queued = QueuedJob(job, fence, now, now, None if waits else now, **more)
+        fenced_at, gate = None if waits else now, gate or StepGate()
+        queued = QueuedJob(job, fence, now, now, fenced_at, gate, parts, may_begin)
         with self._lock:
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay

@@ -58,6 +58,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     Comparison,
     JobTransfer,
     LedgerPolicy,
+    LoadContext,
     LoadInStep,
     PlannedTokenDatabase,
     PlannedTokens,
@@ -396,12 +397,9 @@ class LMCacheEngineAdapter:
         if self._plugin is None or not is_asked:
             self._engine.retrieve(self._tokens(transfer), transfer=transfer)
         else:
-            copy = partial(self._blocks.batched_to_gpu, starts=[], ends=[], transfer=transfer)
-            is_cancelled = transfer.cancelled.is_set
-            with self._plugin.load_context(
-                deadline, is_cancelled, source, asks_all=asks_all
-            ) as context:
-                context.arrived = copy
+            copy = partial(self._blocks.copy_in, transfer)
+            context = LoadContext(deadline, transfer.cancelled.is_set, source, asks_all, copy)
+            with self._plugin.load_context(context):
                 keys = map(self._database.engine_key, transfer.run.keys)
                 objects = self._plugin.batched_get_blocking(list(keys))
             there = [memory for memory in objects if memory is not None]

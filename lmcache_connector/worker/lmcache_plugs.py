@@ -27,6 +27,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
+from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import (
     Fetched,
     JobResult,
@@ -34,6 +35,7 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     PartRun,
+    PeerSource,
     Tier,
 )
 from lmcache_connector.retention.ledger import Ledger
@@ -159,6 +161,24 @@ class Comparison(RunTransfer):
     differences: tuple[LayerDifference, ...] = ()
 
 
+@dataclass(slots=True)
+class LoadContext:
+    """The limits of one load, and its results.
+
+    ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
+    from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the load reads only
+    chunks that other ranks of this engine store for this rank. ``on_arrival`` gets the leading
+    chunks so far, while others are still read. ``fetched``: one entry per tier.
+    """
+
+    deadline: float
+    cancelled: Callable[[], bool] = never
+    source: PeerSource | None = None
+    asks_all: bool = True
+    on_arrival: Callable[[list[MemoryObj]], None] = lambda objects: None
+    fetched: list[Fetched] = field(default_factory=list)
+
+
 class TransferCancelled(Exception):
     """vLLM took a store's blocks back while it ran: the copies are void."""
 
@@ -233,9 +253,11 @@ class BlockCopyConnector(GPUConnectorInterface):
     def batched_to_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
+        self.copy_in(kwargs["transfer"], memory_objs)
+
+    def copy_in(self, transfer: RunTransfer, memory_objs: Sequence[MemoryObj]) -> None:
         """Copy those of the run's leading chunks that were not copied yet. Never raises, because
         LMCache would leak its references: see ``transfer.error``."""
-        transfer: RunTransfer = kwargs["transfer"]
         start, end = transfer.num_chunks, len(memory_objs)
         if transfer.error is not None or start == end:
             return

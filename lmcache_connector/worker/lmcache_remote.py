@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,15 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_connector.net.deadline import never
-from lmcache_connector.plans import Fetched, PeerSource, Tier
-from lmcache_connector.storage.redis.pending_read import Arrived, told_of
+from lmcache_connector.plans import Fetched, Tier
+from lmcache_connector.storage.redis.pending_read import OnArrival, arrivals_among
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.lmcache_plugs import ValueSizes, chunk_key_of, value_bytes
+from lmcache_connector.worker.lmcache_plugs import (
+    LoadContext,
+    ValueSizes,
+    chunk_key_of,
+    value_bytes,
+)
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -33,24 +36,6 @@ if TYPE_CHECKING:
 TIER = "lmcache_connector.redis_tier"
 PEERS = "lmcache_connector.peer_tier"
 """Entries of LMCache's ``extra_config``: a `RedisTier` and a `PeerTier`, one may be missing."""
-
-
-@dataclass
-class LoadContext:
-    """The limits of one load, and its results.
-
-    ``deadline`` is a reading of the tier's clock, in seconds. ``source``: the only instance to read
-    from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the load reads only
-    chunks that other ranks of this engine store for this rank. ``arrived`` gets the leading chunks
-    so far, while others are still read. ``fetched``: one entry per tier.
-    """
-
-    deadline: float
-    cancelled: Callable[[], bool] = never
-    source: PeerSource | None = None
-    asks_all: bool = True
-    arrived: Callable[[list[MemoryObj]], None] = lambda objects: None
-    fetched: list[Fetched] = field(default_factory=list)
 
 
 class _Contexts(threading.local):
@@ -88,18 +73,11 @@ class RemoteStoragePlugin(StoragePluginInterface):
         return type(self).__name__
 
     @contextmanager
-    def load_context(
-        self,
-        deadline: float,
-        cancelled: Callable[[], bool] = never,
-        source: PeerSource | None = None,
-        *,
-        asks_all: bool = True,
-    ) -> Iterator[LoadContext]:
+    def load_context(self, context: LoadContext) -> Iterator[None]:
         """Bound and measure this thread's loads inside the ``with``."""
-        context = self._contexts.load = LoadContext(deadline, cancelled, source, asks_all)
+        self._contexts.load = context
         try:
-            yield context
+            yield
         finally:
             self._contexts.load = None
 
@@ -130,11 +108,11 @@ class RemoteStoragePlugin(StoragePluginInterface):
         wanted = [i for i, found in enumerate(objects) if found is None]
         missing = self._allocate(keys, wanted)  # some of them, if memory is short
 
-        def arrived(count: int) -> None:
-            context.arrived([objects[i] or missing[i] for i in range(count)])
+        def on_arrival(count: int) -> None:
+            context.on_arrival([objects[i] or missing[i] for i in range(count)])
 
-        told = told_of(wanted, len(keys), arrived)
-        hits = self._read([keys[i] for i in missing], list(missing.values()), context, told)
+        arrivals = arrivals_among(wanted, len(keys), on_arrival)
+        hits = self._read([keys[i] for i in missing], list(missing.values()), context, arrivals)
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
@@ -153,7 +131,8 @@ class RemoteStoragePlugin(StoragePluginInterface):
     ) -> tuple[int, LoadContext]:
         """Fetch chunks that memory lacks. Returns how many leading chunks memory has now, and the
         load's results. ``deadline``: a reading of the tier's clock."""
-        with self.load_context(deadline, cancelled) as context:
+        context = LoadContext(deadline, cancelled)
+        with self.load_context(context):
             objects = self.batched_get_blocking(list(keys))
         for memory in objects:
             if memory is not None:
@@ -194,7 +173,7 @@ class RemoteStoragePlugin(StoragePluginInterface):
         keys: list[CacheEngineKey],
         objects: list[MemoryObj],
         context: LoadContext,
-        arrived: Arrived,
+        on_arrival: OnArrival,
     ) -> list[bool]:
         """Read each chunk into its object from the first source that has it. Returns whether each
         was read. Every source but the last gets half of the remaining time."""
@@ -221,8 +200,8 @@ class RemoteStoragePlugin(StoragePluginInterface):
                 break
             until = context.deadline if number == len(reads) else _half(context.deadline)
             wanted = [names[i] for i in left], [values[i] for i in left]
-            told = told_of(left, len(keys), arrived)
-            result = read(*wanted, until, context.cancelled, told)
+            arrivals = arrivals_among(left, len(keys), on_arrival)
+            result = read(*wanted, until, context.cancelled, arrivals)
             came = [index for index, hit in zip(left, result.hits, strict=True) if hit]
             for index in came:
                 hits[index] = True

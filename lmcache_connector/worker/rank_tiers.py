@@ -128,7 +128,7 @@ class RankTiers:
         """Runs on a lane's thread."""
         job, cancelled = queued.job, queued.cancelled
         started, differences = self._clock(), tuple[LayerDifference, ...]()
-        if not queued.may_begin():
+        if queued.may_begin is not None and not queued.may_begin():
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             audit = self.engine.compare(

@@ -98,7 +98,7 @@ class QueuedJob:
     fenced_at: float | None = None
     gate: StepGate = field(default_factory=StepGate)
     parts: Sequence[PagedPart] = ()
-    may_begin: Callable[[], bool] = lambda: True
+    may_begin: Callable[[], bool] | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
     result: JobResult | None = None

@@ -23,21 +23,22 @@ from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.topology import Node
 
 _POLL_SECONDS = 0.05
-_TOLD_BYTES = 16 << 20
+_ARRIVAL_BYTES = 16 << 20
 
-Arrived = Callable[[int], None]
-"""Gets the number of leading chunks that have come, while others are still to come. Nobody else
-writes to their buffers any more."""
+OnArrival = Callable[[int], None]
+"""Called by the thread that reads, with the number of leading chunks that have arrived, while
+others are still received. Nobody else writes to their buffers any more."""
 
 
-def not_told(count: int) -> None:
+def ignore_arrivals(count: int) -> None:
     pass
 
 
-def told_of(left: Sequence[int], num_chunks: int, arrived: Arrived) -> Arrived:
-    """``arrived`` for a read of the chunks at the indices ``left``; all others are there."""
-    ends = (*left, num_chunks)
-    return lambda count: arrived(ends[count])
+def arrivals_among(indices: Sequence[int], num_chunks: int, on_arrival: OnArrival) -> OnArrival:
+    """Translate arrivals of the chunks at ``indices`` into leading chunks of ``num_chunks``, the
+    others of which are there already."""
+    ends = (*indices, num_chunks)
+    return lambda count: on_arrival(ends[count])
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +99,9 @@ class PendingRead:
         # Chunks from this index on are useless: an earlier one is missing.
         self._end = len(keys)
         self._asked: set[int] = set()  # chunks of which a value was requested
-        self._num_come = 0  # leading chunks
-        self._step = max(1, _TOLD_BYTES * len(keys) // max(1, self.total_bytes))
-        self._tell_at = self._step
+        self._num_arrived = 0  # leading chunks
+        self._report_step = max(1, _ARRIVAL_BYTES * len(keys) // max(1, self.total_bytes))
+        self._report_at = self._report_step
         self._active = 0
         self._closed = False
         chunks: dict[Node, list[int]] = {}
@@ -150,9 +151,9 @@ class PendingRead:
         """The value is received and verified."""
         with self._changed:
             self._left[request.chunk] -= 1
-            while self._num_come < self._end and not self._left[self._num_come]:
-                self._num_come += 1
-            if self._num_come >= self._tell_at:
+            while self._num_arrived < self._end and not self._left[self._num_arrived]:
+                self._num_arrived += 1
+            if self._num_arrived >= self._report_at:
                 self._changed.notify_all()
 
     def fail(self, request: ValueRequest, miss: Miss) -> None:
@@ -180,10 +181,10 @@ class PendingRead:
 
     # Called by the caller.
 
-    def wait(self, arrived: Arrived = not_told) -> None:
+    def wait(self, on_arrival: OnArrival = ignore_arrivals) -> None:
         """Return when all is settled or the deadline has passed, and no reader is inside."""
         while count := self._wait_for_some():
-            arrived(count)
+            on_arrival(count)
         with self._changed:
             self._closed = True
             # Bounded: readers check the same deadline after every slice.
@@ -191,12 +192,12 @@ class PendingRead:
                 self._changed.wait(_POLL_SECONDS)
 
     def _wait_for_some(self) -> int:
-        """Wait for the next few leading chunks, and return how many have come; 0 at the end."""
+        """Wait for the next few leading chunks, and return how many have arrived; 0 at the end."""
         with self._changed:
             while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
-                if self._num_come >= self._tell_at:
-                    self._tell_at = self._num_come + self._step
-                    return self._num_come
+                if self._num_arrived >= self._report_at:
+                    self._report_at = self._num_arrived + self._report_step
+                    return self._num_arrived
                 self._changed.wait(min(left, _POLL_SECONDS))
             return 0
 

@@ -26,7 +26,7 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, warn_if_unbounded
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
-from lmcache_connector.storage.redis.pending_read import Arrived, not_told
+from lmcache_connector.storage.redis.pending_read import OnArrival, ignore_arrivals
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders, check_sizes
 from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
@@ -96,21 +96,21 @@ class RedisTier:
         buffers: Sequence[memoryview],
         deadline: float,
         cancelled: Callable[[], bool] = never,
-        arrived: Arrived = not_told,
+        on_arrival: OnArrival = ignore_arrivals,
     ) -> ReadResult:
         """Read consecutive chunks of one prompt. Blocks; touches no buffer after it has returned.
 
         ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: writable, ``chunk_bytes`` of each
         key's geometry; the buffer of a miss then holds garbage. ``deadline``: in seconds of the
-        tier's clock; the call returns soon after it, or after ``cancelled()``. It calls ``arrived``
-        meanwhile.
+        tier's clock; the call returns soon after it, or after ``cancelled()``. ``on_arrival`` is
+        called meanwhile.
 
         Chunks behind the first miss are not worth reading, and may be hits or misses. Raises
         ``ValueError`` for keys or buffers of the wrong size.
         """
         limit = Deadline(deadline, self._clock, cancelled)
         return self._readers.read(
-            keys, buffers, lambda until: self._nodes(keys, until), limit, arrived
+            keys, buffers, lambda until: self._nodes(keys, until), limit, on_arrival
         )
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:

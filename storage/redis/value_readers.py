@@ -17,7 +17,11 @@ from lmcache_connector.storage.redis.client.resp import ReplyFault, is_redirecti
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
-from lmcache_connector.storage.redis.pending_read import Arrived, PendingRead, not_told
+from lmcache_connector.storage.redis.pending_read import (
+    OnArrival,
+    PendingRead,
+    ignore_arrivals,
+)
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_stream import BadReplyError, SingleReplies, ValueStream
 
@@ -82,10 +86,10 @@ class ValueReaders:
         buffers: Sequence[memoryview],
         find_nodes: Callable[[Deadline], Sequence[Node | Sequence[Node]]],
         limit: Deadline,
-        arrived: Arrived = not_told,
+        on_arrival: OnArrival = ignore_arrivals,
     ) -> ReadResult:
         """Read consecutive chunks of one prompt; ``find_nodes`` returns the nodes of the leading
-        ones. Blocks; touches no buffer after it has returned. Calls ``arrived`` meanwhile.
+        ones. Blocks; touches no buffer after it has returned. Calls ``on_arrival`` meanwhile.
 
         ``buffers``: writable, of the size that the geometry of each key gives; else ``ValueError``.
         """
@@ -95,7 +99,7 @@ class ValueReaders:
         end = len(nodes)
         read = PendingRead(self._plan, keys[:end], buffers[:end], nodes, limit)
         if nodes and self._add(read):
-            read.wait(arrived)
+            read.wait(on_arrival)
         left = len(keys) - end
         hits = read.hits() + [False] * left
         misses = read.misses() + [Miss(NotAsked.UNAVAILABLE)] * left

@@ -45,7 +45,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
         run_self_test=lambda *_, **more: None,
     )
     _replace("worker.adapter", ask_for_amx=lambda: None)
-    _replace("storage.redis.pending_read", _TOLD_BYTES=1)  # loads copy while they read
+    _replace("storage.redis.pending_read", _ARRIVAL_BYTES=1)  # loads copy while they read
     _replace("worker.rank_finder", store_sample=lambda *_: ())
     _replace("worker.lmcache_engine", start_engine=lmcache_model.start_engine)
     model = _module("vllm_compat.model")

@@ -72,7 +72,7 @@ def test_chunks_that_the_source_lacks_are_misses() -> None:
 @pytest.mark.parametrize("num_own", [0, 1, 2])
 def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, num_own: int) -> None:
     """The last chunk counts as read only once the one before is in the paged cache."""
-    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
     monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
     settle, were_copied = PendingRead.settle, list[bool]()
     copy, directions = one_copier().copy, list[str]()
@@ -103,7 +103,7 @@ def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, nu
 
 
 def test_nothing_behind_a_missing_chunk_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
     monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
     with two() as (first, second, server):
         first.store(1, MINE, 4)

@@ -145,20 +145,20 @@ def test_leading_hits_have_the_bytes_that_were_put(
 
 
 @pytest.mark.parametrize("missing", [0, 3, 6])
-def test_chunks_that_are_told_of_are_whole(
+def test_chunks_that_are_reported_as_arrived_are_whole(
     tier: RedisTier, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
-    monkeypatch.setattr(pending_read, "_TOLD_BYTES", 1)
+    monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
     first, told = next(_UNUSED), list[int]()
     put(tier, [first + i for i in range(6) if i != missing])
     buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in range(6)]
     keys, views = [chunk_key(first + i) for i in range(6)], [memoryview(b) for b in buffers]
 
-    def arrived(count: int) -> None:
+    def on_arrival(count: int) -> None:
         assert buffers[:count] == [kv_data(first + i) for i in range(count)]
         told.append(count)
 
-    hits = tier.read(keys, views, time.monotonic() + 5.0, arrived=arrived).hits
+    hits = tier.read(keys, views, time.monotonic() + 5.0, on_arrival=on_arrival).hits
     assert told == sorted(set(told))
     assert all(0 < count <= missing and all(hits[:count]) for count in told)
 
