@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def stats(api: ApiServer) -> dict[str, Any]:
     return dict(engine)
 
 
+def stored(api: ApiServer, num_bytes: int) -> bool:
+    return api.metric("vllm:lmcache_stored_bytes_total") >= num_bytes
+
+
 def test_the_start_logs_its_settings_in_one_line(api: ApiServer) -> None:
     (banner,) = re.findall(r"LMCacheTieredConnector: (CPU tier .*)", api.log)
     assert banner.startswith(f"CPU tier {CPU_GIB:g} GiB, Redis ")
@@ -78,10 +83,10 @@ def test_the_metrics_are_exact(api: ApiServer, valkey: Server) -> None:
     before = stats(api)
     for seed in range(2, 13):
         api.complete_afresh(random_prompt(seed, PROMPT_TOKENS))
-    # All writes must be in Redis before the first prompt comes again.
-    num_stored = 12 * FULL_CHUNKS
-    num_bytes = 2 * num_stored * chunk_bytes  # both tiers
-    api.settle(lambda: api.metric("vllm:lmcache_stored_bytes_total") >= num_bytes)
+        # At most 12 chunks may wait to be written: on a starved machine the next ones are dropped.
+        num_stored = seed * FULL_CHUNKS
+        in_both_tiers = 2 * num_stored * chunk_bytes
+        api.settle(partial(stored, api, in_both_tiers))
     evicted = stats(api)
     assert evicted["evicted_chunks"] >= FULL_CHUNKS
     assert evicted["cpu_used_bytes"] <= evicted["cpu_capacity_bytes"] == int(CPU_GIB * 2**30)
