@@ -37,7 +37,7 @@ class PrefillSpeed:
     def seconds(self, start: int, end: int) -> float:
         """Predicted seconds to compute tokens ``[start, end)``; 0 if unknown."""
         a, b = self._fit.coefficients
-        return float((a + b * (start + end) / 2) * (end - start))
+        return (a + b * (start + end) / 2) * (end - start)
 
     def observe(self, now: float, num_tokens: int, context_tokens: int, seconds: float) -> None:
         """One step took ``seconds`` for ``num_tokens`` after ``context_tokens``. ``now`` is
@@ -52,5 +52,5 @@ class PrefillSpeed:
         if seconds * _SURPRISE_FACTOR < predicted:
             keep *= _KEEP_AFTER_FAST_SURPRISE
         pairs = num_tokens * (context_tokens + num_tokens / 2)
-        self._fit.observe((num_tokens, pairs), seconds, keep)
+        self._fit.observe(num_tokens, pairs, seconds, keep)
         self._changed_at, self.known = now, True
