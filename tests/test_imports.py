@@ -30,7 +30,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"config": 775, "copy_kv_blocks": 1170, "peers": 2850},
     {
         "audit": 340,
-        "cost_model": 1315,
+        "cost_model": 1305,
         "kv_events": 325,
         "kv_layout": 560,
         "metrics": 510,
