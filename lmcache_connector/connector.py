@@ -267,7 +267,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
-        before_each_reset(kv_cache_manager, self._before_reset, is_alone=True)
+        before_each_reset(kv_cache_manager, self._before_reset)
 
     @returns_on_failure()
     def _before_reset(self) -> None:
