@@ -25,14 +25,14 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1980, "handover": 65, "transformers": 835},
     {"connector": 571, "stepwise": 1275},
-    {"integrations": 435, "scheduler": 3550, "worker": 4070},
-    {"lookup": 730, "vllm_compat": 2540},
+    {"integrations": 435, "scheduler": 3550, "worker": 3870},
+    {"lookup": 730, "vllm_compat": 2525},
     {"config": 775, "copy_kv_blocks": 1170, "peers": 2850},
     {
         "audit": 340,
         "cost_model": 1315,
         "kv_events": 325,
-        "kv_layout": 560,
+        "kv_layout": 465,
         "metrics": 510,
         "requests": 985,
         "retention": 785,
@@ -40,7 +40,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "tracing": 85,
         "weight_names": 250,
     },
-    {"plans": 470, "storage": 540, "storage/redis/client": 665, "vllm_compat/api": 245},
+    {"plans": 470, "storage": 540, "storage/redis/client": 665, "vllm_compat/api": 240},
     {
         "bounded": 45,
         "change_count": 95,
