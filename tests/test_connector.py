@@ -308,7 +308,7 @@ def test_of_two_steps_that_fail_in_a_row_both_are_known(
 @pytest.mark.usefixtures("in_an_engine")
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_a_report_that_vllm_has_lost_is_told_again(
-    connector: LMCacheTieredConnector, num_batches: int
+    connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch, num_batches: int
 ) -> None:
     """The engine's user has interrupted it between the third step and the update from it."""
     planner: Any = object.__new__(LMCacheTieredConnector)
@@ -325,7 +325,7 @@ def test_a_report_that_vllm_has_lost_is_told_again(
         metadata = planner.build_connector_meta(None)
         ended = frozenset({f"load {number}"})
         told = StepOutput(finished_recving=ended, reports=(report(0, Outcome.DONE, number),))
-        connector._worker.finish_step = lambda told=told: told  # type: ignore[union-attr]
+        monkeypatch.setattr(connector._worker, "finish_step", lambda told=told: told, raising=False)
         connector.handle_preemptions(metadata)
         _, received = connector.get_finished(set())
         meta = connector.build_connector_worker_meta()
