@@ -6,7 +6,6 @@ take several steps, so that windows free blocks before the prompt ends.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.calls import check_integrity, forget, tiered_of, wait_for_writes
-from tests.support.engines.instance import InstanceError, StartInstance, VllmInstance
+from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
@@ -190,45 +189,3 @@ def test_vllms_own_hits_may_end_inside_a_block(start: StartInstance, tmp_path: P
             assert_loaded(hit, first, hit.external_hit_tokens)
             assert hit.token_ids == first.token_ids
         one.call(check_integrity)
-
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
-@pytest.mark.soak  # starts engines of vLLM alone
-@pytest.mark.parametrize(
-    ("name", "args", "prompt", "error", "where"),
-    [
-        # The connector refuses this case on CPUs: see `tests.support.engines.interpreted`.
-        (
-            "qwen3-next",
-            {"speculative_config": DRAFTS},
-            [5, 6, 7, 8] * 80,
-            "TypeError: 'function' object is not subscri",
-            "in run_fused_precopy",
-        ),
-        # When this fails, let these families run with steps of any length.
-        (
-            "falcon-h1",
-            {"max_num_batched_tokens": 512},
-            random_prompt(0, 385),
-            "IndexError: index 6 is out of bounds",
-            "varlen_states[last_chunk_indices_p]",
-        ),
-    ],
-    ids=["drafts beside states", "a step that passes a block's end"],
-)
-def test_vllm_itself_still_fails(
-    name: str, args: dict[str, Any], prompt: list[int], error: str, where: str, tmp_path: Path
-) -> None:
-    """vLLM 0.32 copies states of accepted tokens by Triton, which its CPU build lacks; its CPU
-    kernels leave no state of Mamba-2 inside a step."""
-    folder = build_family(name, tmp_path / "states")
-    sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
-    log = tmp_path / "log"
-    with (
-        VllmInstance(folder, None, log, **sizes | FAMILIES[name].engine_args | args) as instance,
-        pytest.raises(InstanceError, match=f"^{re.escape(error)}"),
-    ):
-        instance.serve(prompt, 12)
-    assert where in instance.log

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_core import evict_group
 from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
@@ -191,27 +190,6 @@ def test_the_connector_alone_changes_nothing(
             assert with_it.external_hit_tokens == 0
             assert with_it.cached_tokens == served.cached_tokens
         assert (with_it.token_ids, its_drafts) == (served.token_ids, drafts)
-
-
-def test_vllms_groups_may_have_kept_different_tokens(engine: VllmInstance, chunk_size: int) -> None:
-    """Of one group vLLM has evicted all blocks: its other groups hold more of the prompt then, and
-    vLLM ended there once (vllm#46453)."""
-    prompt = [9, *PROMPTS[0]][: 2 * chunk_size + 100]
-    cold = serve(engine, prompt)
-    for group in range(engine.call(num_groups_of)):
-        assert engine.call(evict_group_of, group)
-        hit = serve(engine, prompt)
-        assert hit[0].cached_tokens == 2 * chunk_size
-        assert_same_kv(hit[0], cold[0], 2 * chunk_size)
-        assert (hit[0].token_ids, hit[1][1]) == (cold[0].token_ids, cold[1][1])
-
-
-def num_groups_of(probe: Any) -> int:
-    return len(probe.scheduler.kv_cache_config.kv_cache_groups)
-
-
-def evict_group_of(probe: Any, group: int) -> int:
-    return evict_group(probe.scheduler, group)
 
 
 def finds(writer: VllmInstance, reader: VllmInstance, prompt: list[int]) -> bool:

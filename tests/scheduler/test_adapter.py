@@ -5,12 +5,10 @@ Every block access of every job is checked by :mod:`tests.support.doubles.shadow
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import PeerSource, Tier, WeightsInMemory
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -73,31 +71,6 @@ def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path
         engine.run_until_idle()
         assert any(plan.stores for plan in engine.plans[num_plans:]) != is_updated
         engine.check_whole()
-
-
-@pytest.mark.parametrize("groups", [("full",), ("w40", "full")])
-@pytest.mark.parametrize("seed", range(5))
-def test_what_the_index_wrongly_thinks_is_gone_is_found_again(
-    model: Path, seed: int, groups: tuple[str, ...]
-) -> None:
-    """A load may miss a chunk that another request stores meanwhile."""
-    shape = Shape(prefix_caching=False, groups=groups, num_blocks=40)
-    engine, chance = ShadowEngine(model, shape, seed, Faults(slow=0.0)), random.Random(seed)
-    (rank,), index = engine.ranks, engine.adapter.index
-    tokens = prompt(1, 4 * CHUNK + 1)
-    engine.add(tokens, max_tokens=1)
-    engine.run_until_idle()
-    for _ in range(10):
-        for key in chance.sample(list(rank.tier), chance.randint(1, len(rank.tier))):
-            index.drop(0, key)
-        for _ in range(2):
-            engine.add(tokens, max_tokens=1)
-            engine.run_until_idle()
-        # Of windows only those are stored, and so found, that a hit may need.
-        needed = [key for key in rank.tier if part_of(key, len(engine.parts)) == 0]
-        assert needed
-        assert all(index.has_each(needed))
-    engine.check_whole()
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, ask, prefill
+from tests.support.engines.asks import Ask, ask
 from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
 from tests.support.engines.ports import free_ports
-from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.transfers.conftest import Way
-from tests.transfers.test_transfers import BLOCK, WANTS, check, missing_blocks
+from tests.transfers.test_transfers import BLOCK, check, missing_blocks
 
 pytestmark = pytest.mark.soak
 ROLES = "kv_producer", "kv_consumer"
@@ -106,41 +105,3 @@ def test_the_prefill_engine_falls_silent(
             computing.join()
             check(*engines.hand_over(random_prompt(2, 500)), 500)
         computing.join()
-
-
-def step_seconds(probe: EngineProbe, request: Ask) -> float:
-    """CPU seconds of the engine's thread for a request that waits for its KV."""
-    step, spent = probe.engine.step, []
-
-    def timed() -> Any:
-        started = time.thread_time()
-        try:
-            return step()
-        finally:
-            spent.append(time.thread_time() - started)
-
-    probe.engine.step = timed
-    try:
-        ask(probe, request)
-    finally:
-        probe.engine.step = step
-    return sum(spent)
-
-
-def test_step_time_grows_no_faster_than_a_prompt(
-    way: Way, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Store finding 10. The bound: in proportion, and half as much again."""
-    settings: dict[str, Any] = {"max_model_len": 16384, "kv_cache_memory_bytes": 1 << 30}
-    with pair(way, tiny_model, tmp_path, **settings) as engines:
-        (first, _), (second, _) = engines.prefill[0], engines.decode[0]
-        spent: dict[int, list[float]] = {1001: [], 16001: []}
-        measure: Callable[..., float] = second.call
-        for number in range(3):
-            for num_tokens in spent:
-                prompt = random_prompt(number + num_tokens, num_tokens)
-                cold = first.call(prefill, Ask(f"p-{num_tokens}-{number}", prompt, 1, WANTS))
-                request = Ask(f"d-{num_tokens}-{number}", prompt, 2, cold.params)
-                spent[num_tokens].append(measure(step_seconds, request))
-                second.call(forget)
-        assert min(spent[16001]) < 1.5 * 16 * min(spent[1001])
