@@ -160,17 +160,6 @@ def test_many_transfers_during_prefill(engines: Engines) -> None:
     rest(engines)
 
 
-def test_the_decode_engine_stores_answers(engines: Engines) -> None:
-    """The next turn comes to the decode engine, whose vLLM cache was reset."""
-    prompt, decode = random_prompt(50, 1001), engines.decode[0][0]
-    _, served = engines.hand_over_by_params(prompt)
-    turn = [*prompt, *served.served.token_ids, *random_prompt(51, 400)]
-    decode.serve(turn)
-    decode.reset_prefix_cache()
-    again = decode.serve(turn)
-    assert again.external_hit_tokens == len(turn) // BLOCK * BLOCK
-
-
 # -- failures ----------------------------------------------------------------------------------
 
 
