@@ -77,13 +77,14 @@ class PlanMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """The reports of some ranks, on their way to the scheduler side."""
+    """The reports of some ranks, on their way to the scheduler side. ``number``: of the step."""
 
     reports: tuple[RankReport, ...]
+    number: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.reports + other.reports)
+        return ReportMetadata(self.reports + other.reports, self.number)
 
 
 @cache
@@ -113,7 +114,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
     _sent: StepPlan | None = None  # to the workers, last
     _num_steps = 0  # planned, or begun by this worker
-    _step_output: StepOutput[RankReport] | None = None
+    _step_output: StepOutput | None = None
+    # By the number of their steps, if the scheduler is in this process: those it has not heard yet.
+    _unheard: dict[int, StepOutput] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
     _handled: BaseException | None = None  # in the caller of the step, from before the step
@@ -234,6 +237,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             self._learn(meta)
+            for connector in self._connectors_here:
+                if connector._unheard is not None:
+                    connector._unheard.pop(meta.number, None)
         if connector_output.finished_recving:
             manager = self._kv_cache_manager
             self._scheduler_guard.ended(connector_output.finished_recving, manager)
@@ -267,7 +273,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
-        before_each_reset(kv_cache_manager, self._before_reset, is_alone=True)
+        before_each_reset(kv_cache_manager, self._before_reset)
 
     @returns_on_failure()
     def _before_reset(self) -> None:
@@ -379,9 +385,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.load_in_step(self._due)
             self._due = None
         if self._step is not None and not self._has_started_loads:
-            self._has_started_loads = True
             if not self._tell("start_loads", self._step):
                 self._step = None
+            self._has_started_loads = True  # an interrupt may have left out some before
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: the KV that a forward pass reads arrives before the pass starts."""
@@ -400,8 +406,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._step is not None and self._has_raised():
             self._step_failed()
         if self._step is not None:
-            plan, self._step = self._step, None
-            self._tell("end_forward", plan)
+            self._tell("end_forward", self._step)
+            self._step = None  # an interrupt may have left out some stores before
 
     def clear_connector_metadata(self) -> None:
         """vLLM's last call of a step."""
@@ -422,17 +428,31 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             return set(), set()  # vLLM discards the answer
         self._is_in_step = self._ends_late
         try:
-            self._step_output = output = (self._worker or self._worker_side).finish_step()
+            output = (self._worker or self._worker_side).finish_step()
         except Exception as error:  # noqa: BLE001 - logged there
             self._worker_failed("finish_step", error)
-            self._step_output = output = self._worker_side.finish_failed_step()
+            output = self._worker_side.finish_failed_step()
+        if self._unheard is not None and (self._unheard or output.reports):
+            output = self._with_lost(output, self._unheard)
+        self._step_output = output
         return set(output.finished_sending), set(output.finished_recving)
+
+    def _with_lost(self, output: StepOutput, unheard: dict[int, StepOutput]) -> StepOutput:
+        """The output, with those that vLLM has lost: the engine's user, who goes on, has
+        interrupted it before it updated its scheduler from them."""
+        last_heard = self._num_steps - self._vllm_config.max_concurrent_batches
+        for number in [each for each in reversed(unheard) if each <= last_heard]:
+            output = output.after(unheard.pop(number))
+            self._worker_side.report_all()  # later steps may have been heard before this one
+        if output.reports:
+            unheard[self._num_steps] = output
+        return output
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         output, self._step_output = self._step_output, None
-        if output is None or output.report is None:
+        if output is None or not output.reports:
             return None
-        return ReportMetadata((output.report,))
+        return ReportMetadata(output.reports, self._num_steps)
 
     def _has_raised(self) -> bool:
         """Whether the step's forward pass has raised. vLLM's first model runner still makes the
@@ -519,7 +539,10 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
         engine_id = self._kv_transfer_config.engine_id
         own = (each for each in connectors if isinstance(each, type(self)))
-        return [each for each in own if each._kv_transfer_config.engine_id == engine_id]
+        here = [each for each in own if each._kv_transfer_config.engine_id == engine_id]
+        for connector in here:
+            connector._unheard = {}
+        return here
 
     def _note_lost_step(self, connector: LMCacheTieredConnector) -> None:
         """The last step did not arrive, so it has failed: the engine's user, who goes on, has

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
 
 from lmcache_connector.kv_parts.part import BlockIds
 
@@ -452,18 +451,23 @@ class RankReport:
     num_changes: int = 0
 
 
-ReportT_co = TypeVar("ReportT_co", covariant=True)
-
-
 @dataclass(frozen=True, slots=True)
-class StepOutput(Generic[ReportT_co]):
-    """What one rank returns after a step: request ids to vLLM, a report to the scheduler side.
+class StepOutput:
+    """What one rank returns after a step: request ids to vLLM, reports to the scheduler side.
 
     ``finished_sending``: nothing reads the kept blocks of these requests any more.
-    ``finished_recving``: the loads of these requests have ended, well or not. ``report`` is
-    ``None`` if there is nothing to tell.
+    ``finished_recving``: the loads of these requests have ended, well or not. ``reports`` is empty
+    if there is nothing to tell.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
-    report: ReportT_co | None = None
+    reports: tuple[RankReport, ...] = ()
+
+    def after(self, lost: StepOutput) -> StepOutput:
+        """This output, with what vLLM has not heard of an earlier step."""
+        return StepOutput(
+            lost.finished_sending | self.finished_sending,
+            lost.finished_recving | self.finished_recving,
+            lost.reports + self.reports,
+        )

@@ -116,8 +116,8 @@ class Recorder:
     def take_metrics(self) -> None:
         """Nothing is counted."""
 
-    def __getattr__(self, name: str) -> Callable[..., StepOutput[RankReport]]:
-        def told(*arguments: object) -> StepOutput[RankReport]:
+    def __getattr__(self, name: str) -> Callable[..., StepOutput]:
+        def told(*arguments: object) -> StepOutput:
             self.calls.append((name, arguments[-1] if arguments else None))
             return StepOutput()
 
@@ -303,6 +303,43 @@ def test_of_two_steps_that_fail_in_a_row_both_are_known(
     planner.build_connector_meta(None)
     failed = [plan for call, plan in recorder.calls if call == "step_failed"]
     assert failed == ["inputs fail", "never arrives"]
+
+
+@pytest.mark.usefixtures("in_an_engine")
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_a_report_that_vllm_has_lost_is_told_again(
+    connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch, num_batches: int
+) -> None:
+    """The engine's user has interrupted it between the third step and the update from it."""
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    planner._scheduler = SimpleNamespace(
+        build_plan=lambda _: None, update_from_reports=lambda reports: ()
+    )
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    planner._kv_cache_manager = None
+    for each in (connector, planner):
+        each._kv_transfer_config = KVTransferConfig(engine_id="one")
+        each._vllm_config = SimpleNamespace(max_concurrent_batches=num_batches)
+    outputs: list[KVConnectorOutput] = []
+    for number in range(1, 7):
+        metadata = planner.build_connector_meta(None)
+        ended = frozenset({f"load {number}"})
+        told = StepOutput(finished_recving=ended, reports=(report(0, Outcome.DONE, number),))
+        monkeypatch.setattr(connector._worker, "finish_step", lambda told=told: told, raising=False)
+        connector.handle_preemptions(metadata)
+        _, received = connector.get_finished(set())
+        meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        outputs.append(KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=meta))
+        if number >= num_batches and number - num_batches + 1 != 3:
+            planner.update_connector_output(outputs[number - num_batches])
+    told_again = 3 + num_batches  # the first step planned after vLLM should have updated
+    for number, output in enumerate(outputs, start=1):
+        loads = [3, number] if number == told_again else [number]
+        assert output.finished_recving == {f"load {load}" for load in loads}
+        assert isinstance(output.kv_connector_worker_meta, ReportMetadata)
+        results = [made.results[0].num_chunks for made in output.kv_connector_worker_meta.reports]
+        assert results == loads
 
 
 def test_a_worker_of_another_process_notices_a_step_that_did_not_arrive(

@@ -161,7 +161,7 @@ class ConnectorConfig(StrictSettings):
     loads_in_step: bool = True
     """Load hits from memory inside the step that uses them, where that is quick. The CPU tier then
     evicts a chunk only once the scheduler knows of it; if a chunk is missing nevertheless, the
-    engine ends. No effect under Ray, whose steps may overtake each other."""
+    engine ends. No effect under Ray, where calls such as weight updates may overtake steps."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

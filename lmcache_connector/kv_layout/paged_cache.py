@@ -11,7 +11,8 @@ attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``i
 number; in a list of chunks ``anchor`` is the chunk's address and ``index`` the row in the chunk.
 
 Strides come from the tensors and sizes from the KV cache spec. :class:`LayoutError` is raised
-unless they are proved to agree.
+unless they are proved to agree. That no two layers share memory is left to the self-test, which
+writes other bytes to each.
 
 Some backends do not lay out one head's part of a block token after token (see :class:`Plane`). A
 table then has one entry per layer and plane, and "token" above means a run of a plane. A chunk has
@@ -21,7 +22,7 @@ the layout of one block as large as the chunk, so that chunks do not depend on t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -139,9 +140,6 @@ class PagedLayout:
         split = block_size // row_tokens
         if num_rows % split:
             raise LayoutError(f"{num_rows} kernel blocks are no multiple of {split} per block")
-        boxes = [_box(name, kv_caches[name]) for name in specs]
-        if (overlap := find_overlap(boxes)) is not None:
-            raise LayoutError(f"layers {overlap[0]!r} and {overlap[1]!r} may overlap in memory")
         return cls(
             names=tuple(specs),
             device=device,
@@ -150,7 +148,7 @@ class PagedLayout:
             table=LayerTable.of(
                 row_tokens, (fact for tensor in tensors for fact in _facts(tensor, planes))
             ),
-            spans=np.array(spans(boxes), np.int64),
+            spans=np.array(_spans(tensors), np.int64),
             owners=tuple(tensors),
             planes=planes,
         )
@@ -202,16 +200,6 @@ def check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> No
         raise LayoutError(f"{name}: {planes} are not the {content_bytes} bytes of a token")
 
 
-def _box(name: str, tensor: torch.Tensor) -> Box:
-    size = tensor.element_size()
-    return Box(
-        name=name,
-        base=tensor.data_ptr(),
-        width=tensor.shape[3] * size,
-        axes=tuple((tensor.stride(axis) * size, tensor.shape[axis]) for axis in range(3)),
-    )
-
-
 def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[int, ...]]:
     """One layer's entries for `LayerTable.of`."""
     size, (_, heads, tokens, content) = tensor.element_size(), tensor.shape
@@ -240,76 +228,19 @@ def split_rows(index: Int64s, parts: int) -> Int64s:
     return (index[:, None] * parts + np.arange(parts, dtype=np.int64)).ravel()
 
 
-# -- proof that strided regions of memory do not overlap -------------------------------------------
-#
-# A box is the set of bytes ``base + sum(i_k * stride_k) + [0, width)`` with ``0 <= i_k < count_k``,
-# such as one layer of a paged KV cache. Layers may be interleaved views of one tensor, so comparing
-# first and last bytes is not enough.
+def _spans(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The memory of these layers, which may be interleaved: disjoint, ascending."""
+    found = list[list[int]]()
+    for first, end in sorted(map(_span, tensors)):
+        if found and first < found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([first, end])
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """``base`` is an address, ``width`` in bytes; ``axes`` are (stride in bytes, count) pairs."""
-
-    name: str
-    base: int
-    width: int
-    axes: tuple[tuple[int, int], ...]
-
-    @property
-    def end(self) -> int:
-        """One past the last byte."""
-        return self.base + self.width + sum(stride * (count - 1) for stride, count in self.axes)
-
-    @property
-    def widest_stride(self) -> int | None:
-        """The largest stride of an axis with several entries; ``None`` for a run of bytes."""
-        return max((stride for stride, count in self.axes if count > 1), default=None)
-
-    def without(self, stride: int) -> Box:
-        """The first slice along the axis with ``stride``."""
-        axes = list(self.axes)
-        axes.remove(next(axis for axis in axes if axis[0] == stride and axis[1] > 1))
-        return replace(self, axes=tuple(axes))
-
-
-def spans(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
-    """The memory of ``boxes``: disjoint ``(first byte, one past the last)``, ascending."""
-    return tuple((cluster[0].base, max(box.end for box in cluster)) for cluster in _clusters(boxes))
-
-
-def find_overlap(boxes: Iterable[Box]) -> tuple[str, str] | None:
-    """Names of two boxes (maybe one twice) that are not proved disjoint; ``None`` if all are.
-
-    The proof is sound but incomplete: boxes must nest like the axes of one array, as all KV cache
-    layouts do. Boxes that fit into one window of their common widest stride and are disjoint inside
-    it are disjoint.
-    """
-    for cluster in _clusters(boxes):
-        strides = {box.widest_stride for box in cluster}
-        if strides == {None} and len(cluster) == 1:
-            continue
-        stride = strides.pop()
-        names = (cluster[0].name, cluster[-1].name)
-        if strides or not stride:
-            return names
-        inner = [box.without(stride) for box in cluster]
-        if max(box.end for box in inner) - cluster[0].base > stride:
-            return names
-        if (found := find_overlap(inner)) is not None:
-            return found
-    return None
-
-
-def _clusters(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Groups of boxes whose spans overlap, in address order."""
-    cluster: list[Box] = []
-    end = 0
-    for box in sorted(boxes, key=lambda box: box.base):
-        if cluster and box.base >= end:
-            yield cluster
-            cluster = []
-        cluster.append(box)
-        end = max(end, box.end) if len(cluster) > 1 else box.end
-    if cluster:
-        yield cluster
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor, and one past the last."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in axes)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

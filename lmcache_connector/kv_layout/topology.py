@@ -26,10 +26,6 @@ from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 
-class TopologyError(ValueError):
-    """A split that vLLM could not run either. One sentence that names the numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankTopology:
     """Heads and layers of one rank, as in :class:`ChunkGeometry`."""
@@ -45,19 +41,12 @@ def all_ranks(
     """All ranks of one instance; entry ``i`` is world rank ``i``.
 
     ``layer_counts[i]``: layers with KV on pipeline rank ``i``, one entry per stage.
-    ``num_kv_heads``: of the whole model, 1 with MLA. Raises :class:`TopologyError` for an uneven or
-    impossible split.
+    ``num_kv_heads``: of the whole model, 1 with MLA. One of it and ``tp_size`` divides the other:
+    vLLM starts with no other numbers.
     """
-    if min(layer_counts) < 1:
-        raise TopologyError(
-            f"every pipeline rank needs a layer with KV, but the layer counts are {layer_counts}"
-        )
-    replicas = _replicas(num_kv_heads, tp_size)
     return tuple(
         RankTopology(
-            _held_shards(num_kv_heads, tp_size, tp_rank, replicas),
-            sum(layer_counts[:pp_rank]),
-            num_layers,
+            _held_shards(num_kv_heads, tp_size, tp_rank), sum(layer_counts[:pp_rank]), num_layers
         )
         for pp_rank, num_layers in enumerate(layer_counts)
         for tp_rank in range(tp_size)
@@ -72,28 +61,11 @@ def ranks_alike(ranks: Sequence[RankTopology | ChunkGeometry]) -> Alike:
     return tuple(map(tuple, groups.values()))
 
 
-def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> tuple[int, ...]:
-    if replicas > 1:
-        return (tp_rank // replicas,)
+def _held_shards(num_shards: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    if tp_size > num_shards:
+        return (tp_rank // (tp_size // num_shards),)
     per_rank = num_shards // tp_size
     return tuple(range(tp_rank * per_rank, (tp_rank + 1) * per_rank))
-
-
-def _replicas(num_shards: int, tp_size: int) -> int:
-    """Number of ranks that hold the same shard."""
-    if num_shards < 1:
-        raise TopologyError(f"a model needs at least one KV head, not {num_shards}")
-    if tp_size % num_shards == 0:
-        return tp_size // num_shards
-    if tp_size > num_shards:
-        raise TopologyError(
-            f"{num_shards} KV heads cannot be replicated evenly over {tp_size} tensor ranks"
-        )
-    if num_shards % tp_size:
-        raise TopologyError(
-            f"{num_shards} KV heads cannot be split evenly over {tp_size} tensor ranks"
-        )
-    return 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from lmcache_connector.audit.compare import DTYPES, OPAQUE
-from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_layout.topology import (
-    GroupLayers,
-    PartLayout,
-    RankTopology,
-    TopologyError,
-    all_ranks,
-)
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, RankTopology, all_ranks
 from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
@@ -132,7 +125,11 @@ def _part(
     groups = tuple(sorted({layer.group for layer in layers}))
     is_state = first.rule is Rule.STATE
     num_heads = _total_heads(vllm_config, first)
-    ranks = _ranks(vllm_config, len(layers), num_heads)
+    ranks = all_ranks(
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        layer_counts=_layer_counts(vllm_config, len(layers)),
+        num_kv_heads=num_heads,
+    )
     if ranks[vllm_config.parallel_config.rank % len(ranks)].num_layers != len(layers):
         raise unsupported(
             "layers without a KV cache of their own in several pipeline stages", "use one stage"
@@ -183,18 +180,6 @@ def _element_format(spec: Any, cache_dtype: str) -> str:
 
 
 # -- ranks ---------------------------------------------------------------------------------------
-
-
-def _ranks(vllm_config: VllmConfig, num_layers: int, num_heads: int) -> tuple[RankTopology, ...]:
-    parallel = vllm_config.parallel_config
-    try:
-        return all_ranks(
-            tp_size=parallel.tensor_parallel_size,
-            layer_counts=_layer_counts(vllm_config, num_layers),
-            num_kv_heads=num_heads,
-        )
-    except TopologyError as error:
-        raise UnsupportedError(str(error)) from error
 
 
 def _layer_counts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:

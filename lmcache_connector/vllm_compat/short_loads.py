@@ -49,19 +49,16 @@ def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
         manager.free(request)
 
 
-def before_each_reset(
-    manager: KVCacheManager, call: Callable[[], None], *, is_alone: bool = False
-) -> None:
+def before_each_reset(manager: KVCacheManager, call: Callable[[], None]) -> None:
     """Call ``call`` before each reset of ``manager``.
 
     vLLM refuses a reset while blocks are in use, and calls its connector only afterwards: blocks
-    that a connector holds must be released before. Raises ``UnsupportedError`` if two connectors
-    want to be the one that ``is_alone``.
+    that a connector holds must be released before. Raises ``UnsupportedError`` for a second
+    connector.
     """
-    if is_alone:
-        if _ALONE in vars(manager):
-            raise UnsupportedError(_TWO_CONNECTORS)
-        setattr(manager, _ALONE, True)
+    if _ALONE in vars(manager):
+        raise UnsupportedError(_TWO_CONNECTORS)
+    setattr(manager, _ALONE, True)
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:

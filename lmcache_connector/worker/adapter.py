@@ -59,7 +59,7 @@ _STOP_SECONDS = 5.0
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait so long for the next one.
 _HOLD_SECONDS = 0.01
-_NO_UPDATES: StepOutput[RankReport] = StepOutput()
+_NO_UPDATES: StepOutput = StepOutput()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class WorkerAdapter:
         if self._settings.finishes_stores:
             self._finish_stores()
 
-    def finish_step(self) -> StepOutput[RankReport]:
+    def finish_step(self) -> StepOutput:
         """Collect ended jobs; an idle step first waits a moment for one."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
@@ -250,7 +250,7 @@ class WorkerAdapter:
         self._take_ended()
         return self._output(self._report(self._ended))
 
-    def finish_failed_step(self) -> StepOutput[RankReport]:
+    def finish_failed_step(self) -> StepOutput:
         """After :meth:`finish_step` has raised: report the ended jobs only."""
         self._take_ended()
         return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
@@ -271,13 +271,16 @@ class WorkerAdapter:
             self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
-        self._engine.report_all()
-        # News and answers in preparation may be lost.
-        self._is_start_told, self._weights.has_updates = False, True
+        self.report_all()  # news and answers in preparation may be lost
         if plan is not None and plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan is not None and plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
+
+    def report_all(self) -> None:
+        """Tell the scheduler side anew all that it keeps of this rank."""
+        self._engine.report_all()
+        self._is_start_told, self._weights.has_updates = False, True
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
         """The model or its drafter has raised before ``call``. If the user goes on, vLLM takes the
@@ -378,12 +381,13 @@ class WorkerAdapter:
             or self._transfers.has_updates
         )
 
-    def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
+    def _output(self, report: RankReport | None) -> StepOutput:
+        sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         ended, self._ended = self._ended, []
         jobs = [queued.job for queued in ended]
         loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
-        sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
-        return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
+        reports = () if report is None else (report,)
+        return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
     def _take_ended(self) -> None:
         for load in self._in_step.copy():

@@ -41,7 +41,7 @@ from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
+from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.redis_probe import probe_keys
 from lmcache_connector.worker.self_test import SelfTestResult
@@ -103,9 +103,6 @@ def build_worker(
         lease_seconds=config.lease_seconds,
         loads=loads,
     )
-    doubt = cuda_code_warning()
-    if doubt is not None:
-        logger.warning("%s", doubt)
     if model.rank == 0:
         _log_warnings(config, vllm_config, model)
     lora_config = vllm_config.lora_config

@@ -228,7 +228,6 @@ class JobQueue:
             with self._lock:
                 if self._fetches(waiting):
                     self._fetching.difference_update(queued.job.keys)
-                    self._fetching_loads.fetch_ended(queued.job.keys)
                 self._end(queued, result)
 
     def _next(self, waiting: _Waiting) -> QueuedJob | None:
@@ -304,8 +303,6 @@ class JobQueue:
         del self._open[queued.job.job_id]
         self._ended.append(queued)
         self._job_ended.notify_all()
-        for waiting in self._loads:
-            waiting.job_ended(queued.job.job_id)
         # A lane that must stop waits until its last job is gone.
         if any(self._loads) or self._stopping:
             self._load_may_run.notify_all()

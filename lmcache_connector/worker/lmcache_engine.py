@@ -1,16 +1,15 @@
 """Stores and loads the chunks of one rank through LMCache's engine.
 
-``LMCacheEngine.store`` and, for loads from memory, ``.retrieve`` run unchanged, with three
-plugged-in components:
+``LMCacheEngine.store`` and, for loads from memory, ``.retrieve`` run unchanged, with two plugged-in
+components:
 
 - a token database that names chunks by the keys of the scheduler's plan (full 256 bits),
-- a GPU connector that copies all chunks of a run with one call of the copier,
-- the Redis tier, as a storage plugin.
+- a GPU connector that copies all chunks of a run with one call of the copier.
 
 A memory object of LMCache's CPU tier holds one rank's share of one part of one chunk, in the
 canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Each run of a job (its
-chunks of one part) is one store or retrieve. Other loads ask the storage plugin themselves, and
-copy its chunks while more are coming.
+chunks of one part) is one store or retrieve. Loads that may need Redis or a peer go through
+:mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from any thread that
 admits or evicts. Calls from the engine's step never wait for a lane.
@@ -34,7 +33,6 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
-from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.plans import (
     AuditJob,
@@ -66,18 +64,14 @@ from lmcache_connector.worker.lmcache_plugs import (
     TransferCancelled,
     ValueSizes,
 )
-from lmcache_connector.worker.lmcache_start import (
-    REMOTE_BACKEND,
-    EngineSettings,
-    make_metadata,
-    start_engine,
-)
+from lmcache_connector.worker.lmcache_start import EngineSettings, make_metadata, start_engine
 from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.paged_part import PagedPart, in_pieces, only
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.lmcache_remote import RemoteTiers
     from lmcache_connector.worker.waiting_jobs import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
@@ -118,35 +112,32 @@ class LMCacheEngineAdapter:
         self.fence = copier.fence  # marks the device work submitted so far
         self._shared = SharedMemory()
         with self._shared.allocating() if settings.shares_memory else nullcontext():
-            self._engine = start_engine(
-                settings, metadata, self._database, self._blocks, redis_tier, peers
-            )
+            self._engine = start_engine(settings, metadata, self._database, self._blocks)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._shared.keep(self._cpu)
-        self._plugin = backends.get(REMOTE_BACKEND)
-        sources = [source for source in (redis_tier, peers) if source is not None]
-        if sources and self._plugin is None:
-            for source in sources:
-                source.close(0.0)
-            self._engine.close()
-            raise ConfigError("LMCache did not start our storage plugin; its log says why")
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
         self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
         self.leaving = LeavingChunks(self._changed.report)
-        is_told = settings.announces
-        self._ledger = Ledger(limits, clock, self.leaving if is_told else None)
+        self._announces = settings.announces
+        self._ledger = Ledger(limits, clock, self.leaving if settings.announces else None)
         self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
         self._policy.install(self._cpu)
-        if is_told:
-            self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
+        self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
         self._cpu.batched_msg_sender = self._changed
         self.share = Share(settings.rank, settings.owners)
         if peers is not None:
             self.share.is_away = peers.is_away
-        if self._plugin is not None:
-            self._plugin.is_read_from_owner = self.share.is_read_from_owner
+        self._remote: RemoteTiers | None = None
+        if redis_tier is not None or peers is not None:
+            # Late import: it brings blosc2, unused without remote tiers.
+            from lmcache_connector.worker.lmcache_remote import RemoteTiers
+
+            engine_key = self._database.engine_key
+            self._remote = RemoteTiers(
+                redis_tier, peers, self._cpu, self._sizes, engine_key, self.share
+            )
         self.chunks = CpuTierChunks(
             self._cpu, self._database, self._sizes.geometries, self._shared, self.share
         )
@@ -161,7 +152,6 @@ class LMCacheEngineAdapter:
                 report=settings.report_writes,
             )
             self._ledger.on_noted_use = self._writes.want
-            self._plugin.on_stored = self._writes.stored
 
     def store(
         self,
@@ -185,11 +175,11 @@ class LMCacheEngineAdapter:
             self._changed.report(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
             transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
+            if self._writes is not None:
+                transfer.on_copied = partial(self._writes.stored, job, missing)
             transfers.append(transfer)
             if missing.keys and not cancelled.is_set():
-                writes, chunk = self._writes, missing.chunks[0]
                 with (
-                    writes.storing(job, chunk) if writes is not None else nullcontext(),
                     self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
                     suppress(TransferCancelled),
                 ):
@@ -297,11 +287,10 @@ class LMCacheEngineAdapter:
         """Fetch the job's chunks that the CPU tier lacks from Redis or peers. ``deadline`` is a
         reading of ``time.monotonic``."""
         missing = [key for key in job.keys if self._is_missing(key)]
-        if self._plugin is None or not missing:
+        if self._remote is None or not missing:
             return JobTransfer.of(())
-        engine_keys = list(map(self._database.engine_key, missing))
         with self._expecting(job.tenant, self._bytes_missing(missing)):
-            found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+            found, took = self._remote.fetch(missing, deadline, cancelled.is_set)
             with self._cpu.cpu_lock:
                 for run in job.runs:
                     self._ledger.fetched(run.keys, job.tenant, run.parents)
@@ -394,17 +383,14 @@ class LMCacheEngineAdapter:
     ) -> None:
         """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
         is_asked = asks_all or any(map(self.share.is_read_from_owner, transfer.run.keys))
-        if self._plugin is None or not is_asked:
+        if self._remote is None or not is_asked:
             self._engine.retrieve(self._tokens(transfer), transfer=transfer)
         else:
             copy = partial(self._blocks.copy_in, transfer)
             context = LoadContext(deadline, transfer.cancelled.is_set, source, asks_all, copy)
-            with self._plugin.load_context(context):
-                keys = map(self._database.engine_key, transfer.run.keys)
-                objects = self._plugin.batched_get_blocking(list(keys))
-            there = [memory for memory in objects if memory is not None]
-            copy(there)
-            for memory in there:
+            objects = self._remote.load(transfer.run.keys, context)
+            copy(objects)
+            for memory in objects:
                 memory.ref_count_down()
             transfer.fetched = tuple(context.fetched)
         self._drain_statistics()
@@ -457,16 +443,19 @@ class LMCacheEngineAdapter:
                 self._ledger.use(run.keys, job.claim, run.parents)
 
     def _allocate(
-        self, allocate: Callable[..., MemoryObj | None], *args: Any, **more: Any
+        self,
+        allocate: Callable[..., MemoryObj | None],
+        *args: Any,
+        deadline: float = inf,
+        **more: Any,
     ) -> MemoryObj | None:
         """LMCache's allocation, retried: evictions may have to wait until the scheduler side knows
         of them, and a chunk used meanwhile must be replaced by another. A load waits for half of
         its remaining time, and reads in the other half."""
-        deadline = inf if self._plugin is None else self._plugin.deadline
         for _ in range(_MAX_PLANS_AWAITED):
             acked = self.leaving.acked
             memory = allocate(*args, **more)
-            if memory is not None:
+            if memory is not None or not self._announces:
                 return memory
             self._announce_ahead()
             seconds = min(WAIT_SECONDS, max(0.0, deadline - self._clock()) / 2)

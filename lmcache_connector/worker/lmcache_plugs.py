@@ -101,8 +101,9 @@ class LoadInStep:
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and its result.
 
-    ``paged``: the cache to copy from or to. Results: ``num_bytes`` copied, ``num_chunks``
-    leading chunks, the part of both that was ``fetched``, and ``copy_seconds`` of a load.
+    ``paged``: the cache to copy from or to. ``on_copied`` gets the memory of a store's chunks, in
+    order, once they are there. Results: ``num_bytes`` copied, ``num_chunks`` leading chunks, the
+    part of both that was ``fetched``, and ``copy_seconds`` of a load.
     """
 
     run: PartRun
@@ -110,6 +111,7 @@ class RunTransfer:
     fence: Fence | None
     cancelled: threading.Event
     gate: StepGate = field(default_factory=StepGate)
+    on_copied: Callable[[Sequence[MemoryObj]], None] = lambda objects: None
     num_bytes: int = 0
     num_chunks: int = 0
     copy_seconds: float = 0.0
@@ -244,6 +246,7 @@ class BlockCopyConnector(GPUConnectorInterface):
                 transfer.paged.clear_after(tail_tokens, value)
             if not transfer.gate.passes(transfer.cancelled):
                 raise TransferCancelled
+            transfer.on_copied(memory_objs)
         except Exception:
             for memory_obj in memory_objs:  # LMCache forgets them when this call raises
                 memory_obj.ref_count_down()

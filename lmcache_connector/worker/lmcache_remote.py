@@ -1,112 +1,60 @@
-"""Peers and the Redis tier as a storage plugin of LMCache's engine, beside LMCache's CPU tier.
+"""Reads chunks that LMCache's CPU tier lacks from peers and Redis.
 
-LMCache creates the plugin, and asks it for chunks that the CPU tier lacks. Memory objects come from
-the CPU tier's allocator and hold one value each, in canonical order, with as many bytes as the
-geometry of its key says. The plugin releases every object that it does not return.
+Memory objects come from the CPU tier's allocator and hold one value each, in canonical order, with
+as many bytes as the geometry of its key says. Every object that is not returned is released.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.plans import Fetched, Tier
 from lmcache_connector.storage.redis.pending_read import OnArrival, arrivals_among
-from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.lmcache_plugs import (
-    LoadContext,
-    ValueSizes,
-    chunk_key_of,
-    value_bytes,
-)
+from lmcache_connector.worker.lmcache_plugs import LoadContext, ValueSizes, value_bytes
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
-
-TIER = "lmcache_connector.redis_tier"
-PEERS = "lmcache_connector.peer_tier"
-"""Entries of LMCache's ``extra_config``: a `RedisTier` and a `PeerTier`, one may be missing."""
+    from lmcache_connector.storage.redis.tier import RedisTier
 
 
-class _Contexts(threading.local):
-    """The context of the current thread's load."""
+class RemoteTiers:
+    """Peers and Redis, read into memory of ``cpu``, whose ``allocate`` takes a deadline, too.
 
-    load: LoadContext | None = None
-
-
-class RemoteStoragePlugin(StoragePluginInterface):
-    """Loads only inside `load_context`, entered by the thread that drives the engine. Outside there
-    is no deadline, so everything is a miss."""
+    ``share``: this rank's; chunks that it reads from their owner are not kept in ``cpu``.
+    """
 
     def __init__(
         self,
-        dst_device: str = "cpu",
-        config: Any = None,
-        metadata: Any = None,
-        local_cpu_backend: Any = None,
-        loop: Any = None,
+        redis: RedisTier | None,
+        peers: PeerTier | None,
+        cpu: LocalCPUBackend,
+        sizes: ValueSizes,
+        engine_key: Callable[[bytes], CacheEngineKey],
+        share: Share,
     ) -> None:
-        super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
-        redis: RedisTier | None = config.extra_config.get(TIER)
-        peers: PeerTier | None = config.extra_config.get(PEERS)
         self._peers = peers
+        self._cpu = cpu
+        self._sizes = sizes
+        self._engine_key = engine_key
+        self._share = share
         sources = ((Tier.PEER, peers), (Tier.REDIS, redis))
         self._sources = {tier: source for tier, source in sources if source is not None}
-        self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
-        self._contexts = _Contexts()
-        self.is_read_from_owner: Callable[[bytes], bool] = lambda key: False
-        """See `Share.is_read_from_owner`: these chunks are read, but not kept."""
-        self.on_stored: Callable[[Sequence[bytes], Sequence[MemoryObj]], None] = lambda *_: None
-        """Called with chunks that LMCache's engine has stored; must not block."""
 
-    def __str__(self) -> str:
-        return type(self).__name__
-
-    @contextmanager
-    def load_context(self, context: LoadContext) -> Iterator[None]:
-        """Bound and measure this thread's loads inside the ``with``."""
-        self._contexts.load = context
-        try:
-            yield
-        finally:
-            self._contexts.load = None
-
-    @property
-    def deadline(self) -> float:
-        """Deadline of this thread's load; infinite without one."""
-        return self._contexts.load.deadline if self._contexts.load is not None else inf
-
-    # LMCache's engine asks these, and loads only from memory.
-
-    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return False
-
-    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        return 0
-
-    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
-        return False
-
-    # Loads.
-
-    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """One object per leading key that a tier has, then ``None`` from the first miss on."""
-        context = self._contexts.load
-        if context is None:
-            return [None] * len(keys)
-        objects: list[MemoryObj | None] = [self.local_cpu_backend.get_blocking(k) for k in keys]
+    def load(self, keys: Sequence[bytes], context: LoadContext) -> list[MemoryObj]:
+        """One object per leading key that a tier has, the CPU tier included."""
+        engine_keys = list(map(self._engine_key, keys))
+        objects: list[MemoryObj | None] = list(map(self._cpu.get_blocking, engine_keys))
         wanted = [i for i, found in enumerate(objects) if found is None]
-        missing = self._allocate(keys, wanted)  # some of them, if memory is short
+        missing = self._allocate(keys, wanted, context.deadline)  # some, if memory is short
 
         def on_arrival(count: int) -> None:
             context.on_arrival([objects[i] or missing[i] for i in range(count)])
@@ -116,73 +64,37 @@ class RemoteStoragePlugin(StoragePluginInterface):
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 is_trusted = context.source is None or context.source.is_trusted
-                if is_trusted and not self.is_read_from_owner(chunk_key_of(keys[index])):
-                    self.local_cpu_backend.submit_put_task(keys[index], memory)
+                if is_trusted and not self._share.is_read_from_owner(keys[index]):
+                    self._cpu.submit_put_task(engine_keys[index], memory)
                 objects[index] = memory
             else:
                 memory.ref_count_down()
-        return _cut_at_first_miss(objects)
-
-    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
-        return self.batched_get_blocking([key])[0]
+        return _leading(objects)
 
     def fetch(
-        self, keys: Sequence[CacheEngineKey], deadline: float, cancelled: Callable[[], bool]
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool]
     ) -> tuple[int, LoadContext]:
         """Fetch chunks that memory lacks. Returns how many leading chunks memory has now, and the
         load's results. ``deadline``: a reading of the tier's clock."""
         context = LoadContext(deadline, cancelled)
-        with self.load_context(context):
-            objects = self.batched_get_blocking(list(keys))
+        objects = self.load(keys, context)
         for memory in objects:
-            if memory is not None:
-                memory.ref_count_down()
-        return len(objects) - objects.count(None), context
-
-    # Stores.
-
-    def batched_submit_put_task(
-        self,
-        keys: Sequence[CacheEngineKey],
-        objs: list[MemoryObj],
-        transfer_spec: Any = None,
-        on_complete_callback: Any = None,
-    ) -> None:
-        """Peers read chunks themselves. LMCache's engine gives no callback."""
-        self.on_stored(list(map(chunk_key_of, keys)), objs)
-
-    # Redis evicts by itself, and its values belong to all instances: no pinning, no removal.
-
-    def pin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def unpin(self, key: CacheEngineKey) -> bool:
-        return False
-
-    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        return False
-
-    def get_allocator_backend(self) -> Any:
-        return self.local_cpu_backend
-
-    def close(self) -> None:
-        """Do nothing: the tier's owner closes it, within a bound unknown to LMCache."""
+            memory.ref_count_down()
+        return len(objects), context
 
     def _read(
         self,
-        keys: list[CacheEngineKey],
-        objects: list[MemoryObj],
+        names: Sequence[bytes],
+        objects: Sequence[MemoryObj],
         context: LoadContext,
         on_arrival: OnArrival,
     ) -> list[bool]:
         """Read each chunk into its object from the first source that has it. Returns whether each
         was read. Every source but the last gets half of the remaining time."""
-        names = [chunk_key_of(key) for key in keys]
-        values = [self._value(*each) for each in zip(keys, objects, strict=True)]
-        hits, left = [False] * len(keys), list(range(len(keys)))
-        elsewhere = [
-            i for i in left if self._peers is not None and self.is_read_from_owner(names[i])
-        ]
+        geometries = self._sizes.geometries
+        values = [value_bytes(o, geometries.of(n)) for n, o in zip(names, objects, strict=True)]
+        hits, left = [False] * len(names), list(range(len(names)))
+        elsewhere = [i for i in left if self._share.is_read_from_owner(names[i])]
         if self._peers is not None and elsewhere:  # other ranks' chunks count as CPU tier
             wanted = [names[i] for i in elsewhere], [values[i] for i in elsewhere]
             until = _half(context.deadline) if context.asks_all else context.deadline
@@ -200,7 +112,7 @@ class RemoteStoragePlugin(StoragePluginInterface):
                 break
             until = context.deadline if number == len(reads) else _half(context.deadline)
             wanted = [names[i] for i in left], [values[i] for i in left]
-            arrivals = arrivals_among(left, len(keys), on_arrival)
+            arrivals = arrivals_among(left, len(names), on_arrival)
             result = read(*wanted, until, context.cancelled, arrivals)
             came = [index for index, hit in zip(left, result.hits, strict=True) if hit]
             for index in came:
@@ -211,17 +123,14 @@ class RemoteStoragePlugin(StoragePluginInterface):
             context.fetched.append(Fetched(tier, num_bytes, result.seconds, has_failed))
         return hits
 
-    def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:
-        return value_bytes(memory, self._sizes.geometries.of(chunk_key_of(key)))
-
     def _allocate(
-        self, keys: Sequence[CacheEngineKey], indices: Sequence[int]
+        self, keys: Sequence[bytes], indices: Sequence[int], deadline: float
     ) -> dict[int, MemoryObj]:
         """An object per leading index, until memory runs out."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
-            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key_of(keys[index])))
-            memory = self.local_cpu_backend.allocate(shape, torch.uint8, busy_loop=False)
+            shape = self._sizes.shape(self._sizes.geometries.of(keys[index]))
+            memory = self._cpu.allocate(shape, torch.uint8, busy_loop=False, deadline=deadline)
             if memory is None:
                 break
             allocated[index] = memory
@@ -233,12 +142,10 @@ def _half(deadline: float) -> float:
     return deadline - max(0.0, deadline - time.monotonic()) / 2
 
 
-def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:
-    """Release the objects behind the first ``None``: the engine cannot use them."""
-    if None not in objects:
-        return objects
-    end = objects.index(None)
+def _leading(objects: Sequence[MemoryObj | None]) -> list[MemoryObj]:
+    """The objects before the first ``None``. Releases those behind it, which cannot be used."""
+    end = objects.index(None) if None in objects else len(objects)
     for memory in objects[end:]:
         if memory is not None:
             memory.ref_count_down()
-    return objects[:end] + [None] * (len(objects) - end)
+    return [memory for memory in objects[:end] if memory is not None]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngine
@@ -22,13 +22,8 @@ from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.threads import start_thread
-from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
 from lmcache_connector.worker.lmcache_plugs import ValueSizes
 from lmcache_connector.worker.offers import Pace
-
-if TYPE_CHECKING:
-    from lmcache_connector.peers.tier import PeerTier
-    from lmcache_connector.storage.redis.tier import RedisTier
 
 # Per logger, the start of warnings that LMCache logs during normal work, such as one per stored
 # chunk when the tier is full.
@@ -46,9 +41,6 @@ def _is_extraordinary(record: logging.LogRecord) -> bool:
 for _name in _ORDINARY:
     logging.getLogger(_name).addFilter(_is_extraordinary)
 
-REMOTE_BACKEND = "remote"
-"""Name of our plugin, Redis and peers, among LMCache's storage backends."""
-_PLUGIN_MODULE = "lmcache_connector.worker.lmcache_remote"
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -77,27 +69,6 @@ class EngineSettings:
     owners: Owners | None = None
 
 
-def cuda_code_warning() -> str | None:
-    """A warning about LMCache's CUDA code, built for one torch version; ``None`` with that version
-    or without a GPU. LMCache itself only falls back, with a short log line."""
-    if not torch.cuda.is_available():
-        return None
-    built_for = ".".join(map(str, BUILT_FOR_TORCH))
-    try:
-        importlib.import_module("lmcache.cuda_ops")
-    except ImportError as error:
-        return (
-            f"LMCache's CUDA code, built for torch {built_for}, does not load with torch "
-            f"{torch.__version__} ({error}): torch allocates the CPU tier instead"
-        )
-    if torch.__version__.split(".")[:2] == built_for.split("."):
-        return None
-    return (
-        f"LMCache's CUDA code was built for torch {built_for}, and torch {torch.__version__} is "
-        "installed: the self-test runs"
-    )
-
-
 def make_metadata(settings: EngineSettings, sizes: ValueSizes) -> LMCacheMetadata:
     """Describe a value as plain bytes: one layer, one head, ``unit_bytes`` wide."""
     num_units = sizes.num_units(sizes.geometries.largest)
@@ -120,11 +91,9 @@ def start_engine(
     metadata: LMCacheMetadata,
     database: TokenDatabase,
     connector: GPUConnectorInterface,
-    redis_tier: RedisTier | None,
-    peers: PeerTier | None,
 ) -> LMCacheEngine:
     """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
-    config = _engine_config(settings, metadata.chunk_size, redis_tier, peers)
+    config = _engine_config(settings, metadata.chunk_size)
     _let_vllm_start_again()
     with _process_settings_kept():
         engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
@@ -134,12 +103,10 @@ def start_engine(
 
 def check_overrides(overrides: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
-    _engine_config(EngineSettings(0, 1, 1.0, dict(overrides)), 1, None, None)
+    _engine_config(EngineSettings(0, 1, 1.0, dict(overrides)), 1)
 
 
-def _engine_config(
-    settings: EngineSettings, chunk_size: int, redis_tier: RedisTier | None, peers: PeerTier | None
-) -> LMCacheEngineConfig:
+def _engine_config(settings: EngineSettings, chunk_size: int) -> LMCacheEngineConfig:
     values: dict[str, Any] = {
         "chunk_size": chunk_size,
         "local_cpu": True,
@@ -149,20 +116,9 @@ def _engine_config(
         "py_enable_gc": True,  # else LMCache disables garbage collection in the whole process
         "lmcache_instance_id": f"rank-{settings.rank}",
     }
-    extra: dict[str, Any] = {}
-    if redis_tier is not None or peers is not None:
-        values["storage_plugins"] = [REMOTE_BACKEND]
-        extra |= {
-            f"storage_plugin.{REMOTE_BACKEND}.module_path": _PLUGIN_MODULE,
-            f"storage_plugin.{REMOTE_BACKEND}.class_name": "RemoteStoragePlugin",
-            "lmcache_connector.redis_tier": redis_tier,
-            "lmcache_connector.peer_tier": peers,
-        }
-    overrides = dict(settings.overrides)
-    extra |= overrides.pop("extra_config", {})
-    _refuse_unusable(overrides.keys(), values.keys())
+    _refuse_unusable(settings.overrides.keys(), values.keys())
     try:
-        return LMCacheEngineConfig.from_defaults(**values, **overrides, extra_config=extra or None)
+        return LMCacheEngineConfig.from_defaults(**values, **settings.overrides)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"LMCache refuses the lmcache.* settings: {error}") from error
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,25 +57,13 @@ class RedisWrites:
         self._clock = clock
         self._lock = threading.Lock()
         self._offers = Offers(pace)
-        self._storing = threading.local()
 
-    @contextmanager
-    def storing(self, job: StoreJob, chunk: int) -> Iterator[None]:
-        """LMCache stores chunks of the job inside the ``with``, from index ``chunk`` of the prompt
-        on: see `stored`."""
-        self._storing.job = job, chunk
-        try:
-            yield
-        finally:
-            self._storing.job = None, 0
-
-    def stored(self, keys: Sequence[bytes], objects: Sequence[MemoryObj]) -> None:
-        """Write the chunks to Redis, if this thread's job says so. Of a full queue, later chunks of
-        a prompt are dropped first."""
-        job, first = getattr(self._storing, "job", (None, 0))
-        for order, (key, memory) in enumerate(zip(keys, objects, strict=True), start=first):
-            if job is None or job.redis_keys is None or key in job.redis_keys:
-                self._write(key, memory, order)
+    def stored(self, job: StoreJob, run: PartRun, objects: Sequence[MemoryObj]) -> None:
+        """Write the run's leading chunks, which ``objects`` hold now, if the job says so. Of a full
+        queue, later chunks of a prompt are dropped first."""
+        for key, chunk, memory in zip(run.keys, run.chunks, objects, strict=False):
+            if job.redis_keys is None or key in job.redis_keys:
+                self._write(key, memory, chunk)
 
     def share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
         """Write the run's chunks that the CPU tier had before the job, if the job says so."""

@@ -1,25 +1,19 @@
 """Jobs that no lane has begun: their order, and their context.
 
-::
-
-    behind a forward pass -> ready -> begun
-                              |  ^
-                              v  |
-    behind a store, or behind a chunk that a lane is fetching
-
-A load is examined when it is first in line, and when its blocker has ended; otherwise waiting costs
-nothing. When a chunk has arrived, one of the loads that wait for it is made ready. That load
-occupies the chunk while it runs, so the others would have to wait again.
+A load waits for the forward passes that may use its blocks, for the store that it depends on, and
+for chunks that a lane is fetching. Of those that wait for nothing, the one whose turn came first is
+next.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
@@ -39,8 +33,6 @@ _FENCE_LOOK_SECONDS = 0.001
 """Fences are polled, at a few microseconds each."""
 _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
-_SLACK = 64
-"""Stale entries that a heap may have beyond one per waiting job."""
 
 
 class StepGate:
@@ -142,94 +134,66 @@ class WaitingStores(deque[QueuedJob]):
 
     def seconds_to_look(self, now: float) -> float:
         """Seconds until `next` may return a job, if no job ends before."""
-        return self[0].not_before - now if self else float("inf")
+        return self[0].not_before - now if self else inf
 
 
 class WaitingLoads:
     """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of jobs that have not ended.
     ``fetching``: chunks that lanes are fetching."""
 
-    def __init__(self, open_jobs: Collection[int], fetching: Collection[bytes]) -> None:
+    def __init__(self, open_jobs: Collection[int], fetching: Set[bytes]) -> None:
         self._open_jobs = open_jobs
         self._fetching = fetching
         self._waiting: dict[int, QueuedJob] = {}
         self._behind_passes: deque[QueuedJob] = deque()
-        # Heaps by turn; some entries are stale. The last item is the chunk whose arrival made the
-        # load ready.
-        self._ready: list[tuple[float, int, bytes | None]] = []
-        self._behind: dict[int | bytes, list[tuple[float, int]]] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap with stale entries
+        self._by_turn: list[tuple[float, int, QueuedJob]] = []  # the others
+        self._next_deadline = inf  # or earlier
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, queued: QueuedJob) -> None:
         job_id, turn, deadline = queued.job.job_id, queued.turn, queued.deadline
-        self._forget_ended()  # jobs may come and end without a lane that takes any
         # Nothing raises below, so the job is in all containers.
+        self._next_deadline = min(self._next_deadline, deadline)
         self._waiting[job_id] = queued
-        heapq.heappush(self._deadlines, (deadline, job_id))
         if queued.fenced_at is None:
             self._behind_passes.append(queued)
         else:
-            heapq.heappush(self._ready, (turn, job_id, None))
+            insort(self._by_turn, (turn, job_id, queued))
 
     def next(self, now: float) -> QueuedJob | None:
         """Remove and return the job that is to begin."""
         self._check_fences(now)
-        while self._ready:
-            turn, job_id, made_ready_by = heapq.heappop(self._ready)
-            queued = self._waiting.get(job_id)
-            blocker = self._blocker(queued.job) if queued is not None else None
-            if queued is not None and blocker is None:
-                return self._waiting.pop(job_id)
-            if blocker is not None:
-                heapq.heappush(self._behind.setdefault(blocker, []), (turn, job_id))
-            if made_ready_by is not None:
-                self._make_one_ready(made_ready_by)  # another in its stead
+        for _, job_id, queued in self._by_turn:
+            if not self._must_wait(queued.job):
+                return self.remove(job_id)
         return None
 
     def remove(self, job_id: int) -> QueuedJob | None:
         """Remove and return the job; ``None`` if it does not wait here."""
-        return self._waiting.pop(job_id, None)
+        if (queued := self._waiting.get(job_id)) is not None:
+            self._by_turn = [each for each in self._by_turn if each[1] != job_id]
+            del self._waiting[job_id]
+        return queued
 
     def overdue(self, now: float) -> Iterator[QueuedJob]:
         """Remove and return jobs whose deadline has passed."""
-        while self._deadlines:
-            at, job_id = self._deadlines[0]
-            if job_id in self._waiting and at > now:
-                return
-            heapq.heappop(self._deadlines)
-            if (queued := self.remove(job_id)) is not None:
+        if now < self._next_deadline:
+            return
+        for job_id, queued in list(self._waiting.items()):
+            if queued.deadline <= now:
+                self.remove(job_id)
                 yield queued
-
-    def job_ended(self, job_id: int) -> None:
-        """Make loads ready that waited for this job."""
-        for turn, waiting_id in self._behind.pop(job_id, ()):
-            heapq.heappush(self._ready, (turn, waiting_id, None))
-
-    def fetch_ended(self, keys: Iterable[bytes]) -> None:
-        """No lane is fetching these chunks any more."""
-        if self._behind:
-            for key in keys:
-                self._make_one_ready(key)
+        self._next_deadline = min((each.deadline for each in self._waiting.values()), default=inf)
 
     def seconds_to_look(self, now: float) -> float:
         """Seconds until `next` may return a job, if no job ends before."""
-        return _FENCE_LOOK_SECONDS if self._behind_passes else float("inf")
+        return _FENCE_LOOK_SECONDS if self._behind_passes else inf
 
     def seconds_to_deadline(self, now: float) -> float:
         """Seconds until `overdue` may return a job."""
-        return self._deadlines[0][0] - now if self._deadlines else float("inf")
-
-    def _forget_ended(self) -> None:
-        most, waiting = 2 * len(self._waiting) + _SLACK, self._waiting
-        if len(self._ready) > most:
-            self._ready = [each for each in self._ready if each[1] in waiting or each[2]]
-            heapq.heapify(self._ready)
-        if len(self._deadlines) > most:
-            self._deadlines = [each for each in self._deadlines if each[1] in waiting]
-            heapq.heapify(self._deadlines)
+        return self._next_deadline - now
 
     def _check_fences(self, now: float) -> None:
         """Forward passes run in order: if one still runs, no later fence is reached."""
@@ -239,21 +203,10 @@ class WaitingLoads:
             if queued.job.job_id in self._waiting:
                 self.add(queued)  # with its deadline, now that it is known
 
-    def _blocker(self, job: Job) -> int | bytes | None:
-        """The store or the chunk that the job must wait for."""
+    def _must_wait(self, job: Job) -> bool:
+        """Whether a store that the job depends on has not ended, or a chunk of it is fetched."""
         if not isinstance(job, LoadJob):
-            return None
+            return False
         if job.after_job in self._open_jobs:
-            return job.after_job
-        if not job.may_fetch:
-            return None
-        return next(filter(self._fetching.__contains__, job.keys), None)
-
-    def _make_one_ready(self, key: bytes) -> None:
-        """Make ready the first of the loads that wait for the chunk."""
-        heap = self._behind.get(key)
-        if heap and key not in self._fetching:
-            turn, job_id = heapq.heappop(heap)
-            heapq.heappush(self._ready, (turn, job_id, key))
-            if not heap:
-                del self._behind[key]
+            return True
+        return job.may_fetch and not self._fetching.isdisjoint(job.keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import wait_for_writes
+from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import StartInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import kv_transfer
@@ -28,6 +28,24 @@ def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:
     probe.engine.abort_request([request_id])  # it would never end
     probe.drain()
     return probe.serve([*prompt, *prompt])
+
+
+def lose_the_end_of_a_load(probe: EngineProbe, prompt: list[int]) -> None:
+    """The user interrupts vLLM before it updates its scheduler from the step that tells the end."""
+    usual = probe.scheduler.update_from_output
+
+    def lose(scheduler_output: Any, output: Any) -> Any:
+        if output.kv_connector_output and output.kv_connector_output.finished_recving:
+            probe.scheduler.update_from_output = usual
+            raise PlantedError
+        return usual(scheduler_output, output)
+
+    probe.scheduler.update_from_output = lose
+    request_id = probe.add(prompt)
+    with pytest.raises(PlantedError):
+        probe.finish([request_id], 0.0)
+    probe.engine.abort_request([request_id])
+    probe.drain()
 
 
 def raise_in_next(worker: Any, call: str) -> None:
@@ -65,6 +83,11 @@ def test_nothing_of_a_failed_step_is_stored(
         assert after.cached_tokens > 0, "vLLM takes its blocks for computed"
         assert after.external_hit_tokens == 0
         assert "a step of this engine has failed" in one.log
+        one.reset_prefix_cache()
+        assert one.serve(good).external_hit_tokens == 1024
+        one.reset_prefix_cache()
+        one.call(forget)  # loads from memory run inside a step, and end with it
+        one.call(lose_the_end_of_a_load, good)
         one.reset_prefix_cache()
         assert one.serve(good).external_hit_tokens == 1024
     assert len(value_names(valkey)) == before, "the engine's end stores nothing either"

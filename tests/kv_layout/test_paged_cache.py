@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import (
-    Box,
-    LayerSpec,
-    LayoutError,
-    PagedLayout,
-    find_overlap,
-    spans,
-)
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 SPEC = LayerSpec(num_kv_heads=2, block_size=16, content_bytes=24)
@@ -45,7 +36,6 @@ def layer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         (layer(5, 2, 16, 24, dtype=torch.bfloat16), SPEC, "content has 48 bytes"),
         (layer(2, 5, 2, 16, 24), SPEC, "expected a"),
         (layer(5, 2, 24, 16).transpose(2, 3), SPEC, "not contiguous"),
-        (layer(1, 2, 16, 24).expand(5, 2, 16, 24), SPEC, "may overlap"),
         (layer(5, 2, 16, 24), LayerSpec(2, 16, 0), "not positive"),
         ([layer(), layer()], SPEC, "expected a"),
     ],
@@ -82,15 +72,6 @@ def test_layers_that_do_not_fit_together_are_refused(
         PagedLayout.from_kv_caches(tensors, specs)
 
 
-def test_layers_that_share_memory_are_refused() -> None:
-    tensor = layer()
-    with pytest.raises(LayoutError, match="'a' and 'b' may overlap"):
-        PagedLayout.from_kv_caches({"a": tensor, "b": tensor}, {"a": SPEC, "b": SPEC})
-    shifted = {"a": tensor[:4], "b": tensor[1:]}
-    with pytest.raises(LayoutError, match="may overlap"):
-        PagedLayout.from_kv_caches(shifted, {"a": SPEC, "b": SPEC})
-
-
 def test_layers_of_different_width_may_share_blocks() -> None:
     """Packed blocks: each holds a wide layer, then a narrow one, then padding."""
     memory = torch.zeros(5, 2 * 16 * (24 + 8) + 100, dtype=torch.uint8)
@@ -118,30 +99,3 @@ def test_impossible_chunk_buffers_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         ChunkBuffers(GEOMETRY, block_size, addresses, None, layers)
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> list[Box]:
-    """A few small strided regions close to each other; some overlap."""
-    axes = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3)), max_size=3)
-    return [
-        Box(str(number), draw(st.integers(0, 20)), draw(st.integers(1, 4)), tuple(draw(axes)))
-        for number in range(draw(st.integers(1, 3)))
-    ]
-
-
-def bytes_of(box: Box) -> list[int]:
-    starts = [box.base]
-    for stride, count in box.axes:
-        starts = [start + stride * i for start in starts for i in range(count)]
-    return [start + at for start in starts for at in range(box.width)]
-
-
-@settings(max_examples=400)
-@given(boxes())
-def test_boxes_called_disjoint_are_disjoint(case: list[Box]) -> None:
-    touched = [at for box in case for at in bytes_of(box)]
-    if find_overlap(case) is None:
-        assert len(set(touched)) == len(touched)
-    inside = {at for first, end in spans(case) for at in range(first, end)}
-    assert inside >= set(touched)

@@ -166,13 +166,11 @@ class CpuTier:
 class EngineModel:
     """The calls of LMCache's ``LMCacheEngine`` that our worker side makes."""
 
-    def __init__(self, database: Any, connector: Any, cpu: CpuTier, plugin: Any) -> None:
+    def __init__(self, database: Any, connector: Any, cpu: CpuTier) -> None:
         self._database = database
         self._connector = connector
         self.cpu = cpu
-        self._plugin = plugin
-        backends = {"LocalCPUBackend": cpu} | ({"remote": plugin} if plugin is not None else {})
-        self.storage_manager = SimpleNamespace(storage_backends=backends)
+        self.storage_manager = SimpleNamespace(storage_backends={"LocalCPUBackend": cpu})
         self.stats_monitor = SimpleNamespace(get_stats_and_clear=lambda: None)
 
     def store(self, tokens: Any, **kwargs: Any) -> None:
@@ -189,8 +187,6 @@ class EngineModel:
             return
         self._connector.batched_from_gpu(chunks, starts, ends, **kwargs)
         self.cpu.batched_submit_put_task(keys, chunks)
-        if self._plugin is not None:
-            self._plugin.batched_submit_put_task(keys, chunks)
         for chunk in chunks:
             chunk.ref_count_down()
 
@@ -219,22 +215,8 @@ class EngineModel:
             self.cpu.remove(key)
 
 
-def start_engine(
-    settings: Any,
-    metadata: Any,
-    database: Any,
-    connector: Any,
-    redis_tier: Any,
-    peers: Any = None,
-) -> EngineModel:
+def start_engine(settings: Any, metadata: Any, database: Any, connector: Any) -> EngineModel:
     """Stands in the place of `lmcache_start.start_engine`."""
-    from lmcache_connector.worker import lmcache_remote
-
     chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
     cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
-    plugin = None
-    if redis_tier is not None or peers is not None:
-        tiers = {lmcache_remote.TIER: redis_tier, lmcache_remote.PEERS: peers}
-        config = SimpleNamespace(extra_config=tiers)
-        plugin = lmcache_remote.RemoteStoragePlugin("cpu", config, metadata, cpu, None)
-    return EngineModel(database, connector, cpu, plugin)
+    return EngineModel(database, connector, cpu)

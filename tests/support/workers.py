@@ -59,17 +59,17 @@ class SteppedWorker:
     def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
 
-    def run(self, plan: StepPlan) -> RankReport | None:
+    def run(self, plan: StepPlan) -> tuple[RankReport, ...]:
         self.worker.handle_preemptions(plan)
         self.worker.start_forward(plan)
         self.worker.start_loads(plan)
         self.worker.end_forward(plan)
-        report = self.worker.finish_step().report
-        if report is not None:
+        reports = self.worker.finish_step().reports
+        for report in reports:
             self.events += report.events
             self.results |= {result.job_id: result for result in report.results}
             self.redis_bytes += sum(result.fetched_bytes for result in report.results)
-        return report
+        return reports
 
     def wait_for(self, job_id: int) -> JobResult:
         for _ in range(20_000):

@@ -161,8 +161,7 @@ def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
         cpu = instance.worker._engine._cpu
 
         def events() -> tuple[CacheEvent, ...]:
-            report = instance.worker.finish_step().report
-            return report.events if report is not None else ()
+            return sum((r.events for r in instance.worker.finish_step().reports), ())
 
         cpu.batched_msg_sender.add_kv_op(OpType.EVICT, int.from_bytes(KEYS[0], "big"))
         assert events() == (CacheEvent(KEYS[0], admitted=True),)
@@ -275,10 +274,10 @@ def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
 def started(instance: SteppedWorker) -> RankStart:
     """The worker tells once what it found out at start."""
     for _ in range(20_000):
-        report = instance.worker.finish_step().report
-        if report is not None and report.start is not None:
-            assert instance.worker.finish_step().report is None
-            return report.start
+        for report in instance.worker.finish_step().reports:
+            if report.start is not None:
+                assert not instance.worker.finish_step().reports
+                return report.start
         threading.Event().wait(0.001)
     raise AssertionError("the start is not told")
 
@@ -286,9 +285,9 @@ def started(instance: SteppedWorker) -> RankStart:
 def probed(instance: SteppedWorker) -> Fetched:
     instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
-        report = instance.worker.finish_step().report
-        if report is not None and report.measured:
-            return report.measured[0]
+        for report in instance.worker.finish_step().reports:
+            if report.measured:
+                return report.measured[0]
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
 

@@ -110,8 +110,7 @@ def test_without_the_adapter_nothing_is_stored(worker: SteppedWorker) -> None:
 def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
     worker: SteppedWorker, loads: Loads
 ) -> None:
-    report = worker.run(StepPlan(idle=True, adapter_question=3, acked_adapters=(7,)))
-    assert report is not None
+    (report,) = worker.run(StepPlan(idle=True, adapter_question=3, acked_adapters=(7,)))
     assert report.adapters == LoadedAdapterList(3)
     assert loads.acked_list == 7
 

@@ -73,9 +73,9 @@ class Rank:
     def collect(self) -> None:
         output = self.worker.finish_step()
         self.received |= output.finished_recving
-        if output.report is not None:
-            self.results += output.report.results
-            self.index.apply(0, output.report.events, output.report.num_leaving)
+        for report in output.reports:
+            self.results += report.results
+            self.index.apply(0, report.events, report.num_leaving)
 
     def store(self, job_id: int, first: int, count: int) -> Outcome:
         """Chunks from blocks of the same number, with as many steps as it takes."""

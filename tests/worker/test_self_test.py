@@ -110,6 +110,17 @@ def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineA
         run_self_test(engines[0], [make_cache(BLOCK_SIZE)], time.monotonic, in_step=True)
 
 
+def test_layers_that_share_memory_stop_the_start(
+    copier: Copier, engines: list[LMCacheEngineAdapter]
+) -> None:
+    layer = torch.zeros((NUM_BLOCKS, HEADS, BLOCK_SIZE, CONTENT), dtype=torch.uint8)
+    caches = {f"layers.{i}": layer for i in range(LAYERS)}
+    part = PagedPart.from_kv_caches(one_part(GEOMETRY, BLOCK_SIZE)[0], 0, caches)
+    engines.append(make_engine(part, copier))
+    with pytest.raises(SelfTestError, match=r"other bytes than it stored in layer layers\.0"):
+        run_self_test(engines[0], [part], time.monotonic, in_step=True)
+
+
 def test_a_load_inside_a_step_is_tested_too(
     copier: Copier, engines: list[LMCacheEngineAdapter]
 ) -> None:

@@ -47,8 +47,6 @@ LMCACHE_PACKAGE = Package(
     {(0, 5, 6): TESTED, (0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED},
     below=(0, 6),
 )
-BUILT_FOR_TORCH = (2, 13)
-"""LMCache's wheels of these releases contain CUDA code built for this torch."""
 
 
 @dataclass(frozen=True, slots=True)
