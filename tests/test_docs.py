@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -205,20 +204,3 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
     }
     packages = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
     assert {path for path in paths if path.endswith("/")} == packages
-
-
-def test_the_picture_of_the_architecture_shows_existing_methods() -> None:
-    page = (DOCS / "architecture.md").read_text()
-    (picture,) = re.findall(r"^```text\n(vLLM calls.*?)^```", page, re.MULTILINE | re.DOTALL)
-    drawn = set(re.findall(r"\b[A-Z]\w+\.\w+", picture))
-    methods = {
-        f"{node.name}.{method.name}"
-        for top in (PACKAGE, ROOT / "storage")
-        for file in top.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-        if isinstance(method, ast.FunctionDef)
-    }
-    assert len(drawn) > 20
-    assert drawn <= methods
