@@ -102,7 +102,7 @@ class Ledger:
         self._chunks: dict[bytes, _Chunk] = {}
         self._tenants: dict[bytes, _Tenant] = {}
         self._unowned = _Tenant(b"")
-        self._over: set[_Tenant] = set()
+        self._over: dict[_Tenant, None] = {}  # in the order in which they came over their share
         self._expecting: set[_Tenant] = set()  # tenants with expected bytes
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
@@ -458,8 +458,8 @@ class Ledger:
     def _weigh(self, tenant: _Tenant) -> None:
         """Update whether the tenant is above its share; forget one without chunks and stores."""
         if tenant.num_bytes + tenant.expected_bytes > self._limits.tenant_bytes:
-            self._over.add(tenant)
+            self._over[tenant] = None
         else:
-            self._over.discard(tenant)
+            self._over.pop(tenant, None)
         if not (tenant.num_chunks or tenant.expected_bytes):
             del self._tenants[tenant.name]
