@@ -168,48 +168,6 @@ def test_the_dashboard_and_the_alerts_use_metrics_of_a_real_engine(api: ApiServe
     assert used_metrics() - samples <= quiet <= types
 
 
-def value_names(valkey: Server) -> set[bytes]:
-    """Names of chunks' values, without probes and the small claims of writers."""
-    with valkey.client() as client:
-        names = [name for name in client.keys("lmc:*-*") if b"{default:0000" not in name]
-        return {name for name in names if client.strlen(name) > 1024}
-
-
-def last_bytes(valkey: Server, names: set[bytes]) -> dict[bytes, bytes]:
-    with valkey.client() as client:
-        return {name: client.getrange(name, -1, -1) for name in names}
-
-
-def test_a_lost_hit_is_not_counted(api: ApiServer, valkey: Server) -> None:
-    """Hits count loaded tokens, not planned ones. Here all values are damaged after the chunks were
-    evicted from memory."""
-    prompt, before = random_prompt(800, PROMPT_TOKENS), value_names(valkey)
-    cold = json.loads(api.complete(prompt))["choices"][0]["text"]
-    wanted = FULL_CHUNKS * ModelShape().num_kv_heads
-    api.settle(lambda: len(value_names(valkey) - before) >= wanted)
-    names = value_names(valkey) - before
-    for seed in range(801, 812):
-        api.complete(random_prompt(seed, PROMPT_TOKENS))
-    damaged = {name: bytes([last[0] ^ 1]) for name, last in last_bytes(valkey, names).items()}
-    with valkey.client() as client:
-        for name, last in damaged.items():
-            client.setrange(name, client.strlen(name) - 1, last)
-
-    first = stats(api)
-    assert json.loads(api.complete_afresh(prompt))["choices"][0]["text"] == cold
-    api.settle(lambda: stats(api)["recomputed_tokens"] == HIT_TOKENS)
-    found, people = stats(api), CliRunner().invoke(app, ["stats", api.address]).output
-    planned = {
-        tier: found["hit_tokens"][tier] - first["hit_tokens"][tier] for tier in ("cpu", "redis")
-    }
-    assert planned == {"cpu": 0, "redis": HIT_TOKENS}
-    loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
-    assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
-    assert f"; {HIT_TOKENS:,} more were planned, then lost and recomputed" in people
-    # What the load read is written anew; behind the first damaged chunk it may have read nothing.
-    api.settle(lambda: last_bytes(valkey, names) != damaged)
-
-
 def test_weights_reloaded_over_http_have_their_own_hits(
     api: ApiServer, tiny_model: Path, tmp_path: Path
 ) -> None:

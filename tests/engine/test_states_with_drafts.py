@@ -211,27 +211,3 @@ def test_a_peer_reads_states(
         assert_equal(serve(reader, prompt), cold, 2 * chunk_size)
         assert reader.counts().total("hit_tokens", "peer") - before == 2 * chunk_size
         reader.call(check_integrity)
-
-
-@pytest.mark.parametrize("steps", [2, 5])
-def test_what_a_request_stored_that_was_preempted_among_its_drafts(
-    engine: VllmInstance, chunk_size: int, steps: int
-) -> None:
-    prompt = [200 + steps, *PROMPTS[0]][: chunk_size + 20]
-    engine.call(serve_with_a_reset, prompt, steps)
-    engine.reset_prefix_cache()
-    hit = serve(engine, prompt)
-    assert hit[0].external_hit_tokens == chunk_size
-    cold = engine.serve(prompt, ANSWER, skip_reading_prefix_cache=True)
-    assert cold.cached_tokens == 0
-    assert hit[0].token_ids == cold.token_ids
-    engine.call(check_integrity)
-
-
-def serve_with_a_reset(probe: Any, prompt: list[int], steps: int) -> None:
-    name = probe.add(prompt, ANSWER)
-    for _ in range(steps):
-        probe.engine.step()
-    assert probe.scheduler.running
-    assert probe.engine.engine_core.reset_prefix_cache(reset_running_requests=True)
-    probe.finish([name], 0.0)

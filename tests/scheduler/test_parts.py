@@ -304,14 +304,6 @@ def test_an_audit_leaves_the_last_chunk_to_compute_where_the_hit_may_end_before(
 # -- what attacks on them found --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [("c64",), ("c64", "c96")])
-def test_where_nothing_is_needed_there_is_no_load(model: Path, groups: tuple[str, ...]) -> None:
-    """After a run of chunked attention: a load without a key would end the engine."""
-    engine = calm(model, replace(WIDE, groups=groups, prefix_caching=False))
-    for _ in range(2):
-        serve(engine, prompt(1, 6 * CHUNK + 3))
-
-
 def test_a_reset_that_preempts_is_not_refused_for_a_pin(model: Path) -> None:
     """Without the connector vLLM resets at any time with ``reset_running_requests``."""
     engine = ShadowEngine(model, WIDE, 0, Faults(stuck=True))

@@ -19,7 +19,6 @@ from tests.support.engines.asks import (
     Answer,
     Ask,
     add,
-    answer_of,
     ask,
     ask_all,
     prefill,
@@ -161,42 +160,7 @@ def test_many_transfers_during_prefill(engines: Engines) -> None:
     rest(engines)
 
 
-def test_the_decode_engine_stores_answers(engines: Engines) -> None:
-    """The next turn comes to the decode engine, whose vLLM cache was reset."""
-    prompt, decode = random_prompt(50, 1001), engines.decode[0][0]
-    _, served = engines.hand_over_by_params(prompt)
-    turn = [*prompt, *served.served.token_ids, *random_prompt(51, 400)]
-    decode.serve(turn)
-    decode.reset_prefix_cache()
-    again = decode.serve(turn)
-    assert again.external_hit_tokens == len(turn) // BLOCK * BLOCK
-
-
 # -- failures ----------------------------------------------------------------------------------
-
-
-def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
-    """Compute part of the prompt, preempt the request without a reported reset, which would end the
-    transfer, then serve it."""
-    add(probe, request)
-    for _ in range(2):
-        probe.engine.step()
-    (running,) = probe.scheduler.running
-    assert 0 < running.num_computed_tokens < len(request.prompt)
-    scheduler = probe.scheduler
-    scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.clear()
-    assert scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-    (finished,) = probe.finish([request.request_id], time.perf_counter())
-    assert running.num_preemptions == 1
-    return answer_of(finished)
-
-
-def test_a_preempted_prompts_second_kv_is_transferred(engines: Engines) -> None:
-    prompt, name = random_prompt(60, 2001), engines.name()
-    cold = engines.prefill[0][0].call(preempt_while_computing, Ask(name, prompt, 1))
-    check(cold, engines.decode[0][0].call(ask, Ask(name, prompt)), 2001)
-    rest(engines)
 
 
 def abort_after(probe: EngineProbe, request: Ask, steps: int) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 from tests.support.redis.servers import Server
 from tests.support.waits import wait_until
 
@@ -24,14 +21,3 @@ def values_of(server: Server, tag: bytes) -> list[bytes]:
 def wait_for_values(server: Server, least: int) -> None:
     """Writes go to Redis in the background; there are at least as many values as blocks."""
     wait_until(lambda: len(value_names(server)) >= least, "the writes did not arrive")
-
-
-def wait_for_chunks(server: Server, keys: Iterable[bytes], num_heads: int) -> None:
-    """All values of these chunks are there."""
-    wanted = {key.hex().encode() for key in keys}
-
-    def are_there() -> bool:
-        found = Counter(name.split(b":")[2].rstrip(b"}") for name in value_names(server))
-        return all(found[key] >= num_heads for key in wanted)
-
-    wait_until(are_there, "the writes did not arrive")
