@@ -1,9 +1,9 @@
-"""A counter that a worker increments, and the scheduler side reads without a message.
+"""Counts the calls that may change a worker's weights; the scheduler side reads it without a
+message.
 
-A plan is made before the worker's next report. Changes that the plan must not miss, such as new
-weights in memory, are counted here first. If the count differs from the one in the last report, the
-plan must not rely on that report. Calls that change weights go through the scheduler's process in
-step order, so a plan made after such a call sees its count.
+A plan is made before the worker's next report, and must not miss such a call: if the count differs
+from the one in the last report, the plan must not rely on that report. Calls that change weights go
+through the scheduler's process in step order, so a plan made after such a call sees its count.
 
 The counter lies in memory that both processes map, on one Linux host. On another host the same path
 may lead to other memory, so counts start with a random number.
@@ -42,7 +42,7 @@ class ChangeCount:
         return self._number[0]
 
     def add(self) -> None:
-        """Count a change before it happens."""
+        """Count a call before it changes anything, and again after it."""
         self._number[0] += 1
 
     def close(self) -> None:
@@ -71,24 +71,3 @@ class ReadCount:
     @property
     def number(self) -> int:
         return self._number[0]
-
-
-class RankChanges:
-    """The counters of all ranks of an engine, and the count in each rank's last report."""
-
-    def __init__(self, world_size: int) -> None:
-        self._counts = [ReadCount("")] * world_size
-        self._reported = [0] * world_size
-
-    def open(self, rank: int, place: str) -> None:
-        self._counts[rank] = ReadCount(place)
-
-    def report(self, rank: int, number: int) -> None:
-        self._reported[rank] = number
-
-    def are_reported(self) -> bool:
-        """Whether the ranks' last reports include every change so far. False if unknown."""
-        return all(
-            count.is_there and count.number == reported
-            for count, reported in zip(self._counts, self._reported, strict=True)
-        )

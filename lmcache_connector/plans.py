@@ -59,7 +59,7 @@ class LoadedAdapterList:
 class WeightsInMemory:
     """The weights in one rank's memory, its drafter's included.
 
-    ``version`` counts the calls that may have changed the weights. ``digest`` is ``None`` while the
+    ``version``: the rank's :class:`ChangeCount`. ``digest`` is ``None`` while the
     rank reads them, and describes their content only if ``is_visible``. ``first_digest``: digest of
     the weights loaded at start; ``None`` if they changed before they were read. ``answered``: the
     last question answered. ``form``: how vLLM stores the weights, and on which hardware.
@@ -434,8 +434,6 @@ class RankReport:
     without one. ``measured``: by a probe. ``written``: chunks whose values this rank has put into
     or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters were
     loaded or asked for. ``weights``: set if the weights may have changed or were read.
-    ``num_changes``: the rank's :class:`ChangeCount`; every change counted is in this report or
-    an earlier one.
     """
 
     rank: int
@@ -448,7 +446,6 @@ class RankReport:
     weights: WeightsInMemory | None = None
     start: RankStart | None = None
     num_leaving: int = 0
-    num_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

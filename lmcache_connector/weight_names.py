@@ -24,6 +24,7 @@ from stat import S_ISDIR
 from blake3 import blake3
 
 from lmcache_connector.bounded import Latest
+from lmcache_connector.change_count import ReadCount
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.prefix_hash import canonical_bytes
@@ -82,6 +83,7 @@ class WeightNames:
         self.name = ""
         self.question = 0
         self.acked = (-1,) * world_size
+        self._counts = [ReadCount("")] * world_size
         self._files = files
         self._kept = kept
         self._keep = keep
@@ -118,6 +120,18 @@ class WeightNames:
         self._is_external |= is_external
         if is_external:
             self._new_label = self._read()
+
+    def watch(self, rank: int, place: str) -> None:
+        """``place``: of the rank's :class:`ChangeCount`."""
+        self._counts[rank] = ReadCount(place)
+
+    def are_unchanged(self) -> bool:
+        """Whether no call may have changed any rank's weights since its last report. False if
+        unknown."""
+        return all(
+            count.is_there and count.number == version
+            for count, version in zip(self._counts, self.acked, strict=True)
+        )
 
     def take_question(self) -> int:
         question, self.question = self.question, 0

@@ -48,7 +48,8 @@ def _shape(setting: Setting, rule: str, **more: Any) -> GpuShape:
 
     speed = DeviceSpeed(step_seconds=setting.step_ms / 1000)
     if setting.bus_gb_per_s:
-        speed = replace(speed, bus_bytes_per_second=setting.bus_gb_per_s * 1e9)
+        buses = setting.bus_gb_per_s * 1e9, setting.store_gb_per_s * 1e9
+        speed = replace(speed, bus_bytes_per_second=buses[0], store_bytes_per_second=buses[1])
     return GpuShape(speed=speed, depth=setting.depth, **more, **_RULES[rule])
 
 
@@ -164,6 +165,8 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--crowd", type=int, default=1)
     parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--stores-ahead", type=int, default=0)
+    parser.add_argument("--store-gb-per-s", type=float, help="default: the bus")
     parser.add_argument("--device", default="simulated", choices=DEVICES)
     parser.add_argument("--trace", action="store_true", help="what happens in simulated worlds")
     arguments = parser.parse_args()
@@ -200,7 +203,16 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
         for neighbours in arguments.neighbours:
             steps = arguments.step_ms if neighbours else arguments.step_ms[:1]
             found += [
-                Setting(step, bus, neighbours, arguments.crowd, arguments.depth) for step in steps
+                Setting(
+                    step,
+                    bus,
+                    neighbours,
+                    arguments.crowd,
+                    arguments.depth,
+                    arguments.stores_ahead,
+                    arguments.store_gb_per_s or bus,
+                )
+                for step in steps
             ]
     return found
 

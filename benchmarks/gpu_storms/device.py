@@ -160,7 +160,9 @@ class DeviceCopier:
                 kernel.sleep(after.at - kernel.now)
             for copy in copies:
                 self._move(copy, direction)
-            kernel.sleep(speed.copy_seconds + num_bytes / speed.bus_bytes_per_second)
+            is_load = direction == "h2d"
+            bus = speed.bus_bytes_per_second if is_load else speed.store_bytes_per_second
+            kernel.sleep(speed.copy_seconds + num_bytes / bus)
             kernel.sleep(self._device.late())
             for copy in copies:
                 self._move(copy, direction)

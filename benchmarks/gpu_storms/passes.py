@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_SIZE = 16
-MAX_MODEL_LEN = 32768
+MAX_MODEL_LEN = 65536
 # 128 KiB of KV per token, as in an 8B model; four wide layers need less Python than 32.
 MODEL = ModelShape(
     num_layers=4,
@@ -41,6 +41,7 @@ class DeviceSpeed:
     token_seconds: float = 30e-6
     pair_seconds: float = 1e-9
     bus_bytes_per_second: float = 25e9
+    store_bytes_per_second: float = 25e9
     copy_seconds: float = 100e-6
     late_seconds: float = 200e-6
 

@@ -23,13 +23,16 @@ _MAX_SECONDS = 600.0  # for one request
 class Setting:
     """``neighbours``: requests that decode all the time, in steps of ``step_ms``; with none the
     engine is idle before a measured request. ``crowd``: requests that come at once.
-    ``bus_gb_per_s``: 0 for the device's own."""
+    ``bus_gb_per_s``: 0 for the device's own. ``stores_ahead``: so many new prompts
+    come first, and the last of them again at once, behind their stores; 0: prompts are stored."""
 
     step_ms: float
     bus_gb_per_s: float
     neighbours: int
     crowd: int = 1
     depth: int = 2
+    stores_ahead: int = 0
+    store_gb_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class Storm:
         chance = random.Random(f"{turn} {size}")
         time.sleep(0.2 + 5e-3 * self._setting.step_ms)
         self._to_phase(chance.random())
+        if num_new := self._setting.stores_ahead:
+            new = [_prompt(len(prompt), chance.randrange(1 << 30)) for _ in range(num_new)]
+            for asked in [self._ask(each) for each in new]:
+                _wait(asked.ended)
+            prompt = new[-1]
         before = self._engine.num_loads
         crowd = [self._ask(prompt) for _ in range(self._setting.crowd)]
         for asked in crowd:

@@ -62,7 +62,9 @@ unknown tier."""
 _MIN_GAIN_SHARE = 0.05
 """Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
-"""Share of a decode step: a prefill that adds less is lost in the step's noise."""
+"""Share of a decode step: a prefill that adds less is lost in the step's noise. Without this, ten
+hits of which a GPU computes the last 50 tokens within a decode step of 10 ms lower the predicted
+compute of 8,192 tokens to 0.04 of the true one."""
 _MULTIPLE = 3.0
 """Deadline over prediction. Cutting off a load that would have arrived costs the wait and the
 recompute, so the deadline must lie outside the noise."""

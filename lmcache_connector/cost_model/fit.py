@@ -1,53 +1,32 @@
-"""Least squares with fading sums: each observation costs one small solve, and no history."""
+"""Least squares with fading sums: each observation costs a few products, and no history."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
-
-Matrix: TypeAlias = npt.NDArray[np.float64]
-
 
 class FadingFit:
-    """``seconds = features @ coefficients``, with coefficients of at least zero.
+    """``seconds = a * x + b * y``, with ``coefficients`` (a, b) of at least zero.
 
-    ``scale`` brings features to about 1. Where observations cannot tell two coefficients apart, the
-    one with the smaller ``ridge`` gets the weight.
+    ``scale`` brings x and y to about 1. Where observations cannot tell a from b, the one with the
+    smaller ``ridge`` gets the weight.
     """
 
-    def __init__(self, scale: Sequence[float], ridge: Sequence[float]) -> None:
-        self._scale, self._ridge = np.array(scale), np.array(ridge)
-        self._xx: Matrix = np.zeros((len(scale), len(scale)))
-        self._xy: Matrix = np.zeros(len(scale))
-        self.coefficients = [0.0] * len(scale)
+    def __init__(self, scale: tuple[float, float], ridge: tuple[float, float]) -> None:
+        self._scale, self._ridge = scale, ridge
+        self._sums: tuple[float, ...] = (0.0,) * 5  # of xx, xy, yy, x * seconds, y * seconds
+        self.coefficients = (0.0, 0.0)
 
-    def observe(self, features: Sequence[float], seconds: float, keep: float) -> None:
+    def observe(self, x: float, y: float, seconds: float, keep: float) -> None:
         """``keep``: the weight left to earlier observations."""
-        x = self._scale * features
-        self._xx = self._xx * keep + np.outer(x, x)
-        self._xy = self._xy * keep + x * seconds
-        solution = non_negative_solution(self._xx, self._xy, self._ridge)
-        self.coefficients = (solution * self._scale).tolist()
-
-
-def non_negative_solution(xx: Matrix, xy: Matrix, ridge: Matrix) -> Matrix:
-    """Solve the normal equations ``xx @ beta = xy`` of ``n`` unknowns, each beta at least zero.
-
-    ``xx`` is (n, n) and positive semidefinite, ``xy`` and ``ridge`` are (n,); ``ridge`` times the
-    trace is added to the diagonal. The most negative beta is fixed at zero and the rest solved
-    again until none is negative: at most as many rounds as there are betas.
-    """
-    matrix = xx + np.diag(ridge * (xx.trace() or 1.0))
-    beta = np.zeros(len(xy))
-    active = list(range(len(xy)))
-    while active:
-        solution = np.linalg.solve(matrix[np.ix_(active, active)], xy[active])
-        worst = int(solution.argmin())
-        if solution[worst] >= 0:
-            beta[active] = solution
-            break
-        del active[worst]
-    return beta
+        x, y = x * self._scale[0], y * self._scale[1]
+        new = (x * x, x * y, y * y, x * seconds, y * seconds)
+        self._sums = tuple(keep * old + each for old, each in zip(self._sums, new, strict=True))
+        xx, xy, yy, xs, ys = self._sums
+        trace = xx + yy or 1.0
+        xx, yy = xx + self._ridge[0] * trace, yy + self._ridge[1] * trace
+        determinant = xx * yy - xy * xy
+        a, b = (xs * yy - ys * xy) / determinant, (ys * xx - xs * xy) / determinant
+        if a < 0:
+            a, b = 0.0, ys / yy
+        elif b < 0:
+            a, b = xs / xx, 0.0
+        self.coefficients = (a * self._scale[0], b * self._scale[1])

@@ -91,7 +91,10 @@ _IN_STEP_SHARE = 0.2
 _MAX_IN_STEP_SECONDS = 0.05
 """Longest copy inside a step, even an empty one: a request that arrives meanwhile waits."""
 _LATE_WEIGHT = 0.3
-"""Weight of the last load from memory in how late loads begin, compared with the prediction."""
+"""Weight of the last load from memory in how late loads begin, compared with the prediction.
+
+Without this, where every load begins 20 ms late, each hit of 512 tokens (17 ms of compute, 3 ms of
+copies) took 1.59 times as long as recompute; with it, all after the first four take 1.00."""
 _FORGET_LATE_SECONDS = 60.0
 """Without a load from memory for so long, loads are assumed to begin on time again."""
 

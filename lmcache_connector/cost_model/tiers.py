@@ -140,7 +140,7 @@ class TierSpeed:
         seconds = max(seconds, _MIN_SECONDS)
         keep = self._share_to_keep(seconds, self.seconds(num_bytes))
         weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
-        self._fit.observe((weight, weight * num_bytes), weight * seconds, keep)
+        self._fit.observe(weight, weight * num_bytes, weight * seconds, keep)
         self._changed_at, self.last_load = now, (num_bytes, seconds)
         self.known, self._starts_anew = True, False
 

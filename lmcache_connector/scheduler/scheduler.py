@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmcache_connector.change_count import RankChanges
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
 from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
@@ -94,7 +93,6 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.witness = BlockWitness(self.settings)
-        self._changes = RankChanges(self.settings.world_size)
         self._num_groups = sum(len(part.groups) for part in self.settings.parts)
         self._least_block = min(part.block_size for part in self.settings.parts)
         self._samples_at = float("-inf")
@@ -221,7 +219,7 @@ class Scheduler:
         if not state.transfer.loads:  # a transferred prompt is loaded whole: no audit
             hit = self.auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(
-            state, num_computed_tokens, hit, may_be_in_step=self._changes.are_reported()
+            state, num_computed_tokens, hit, may_be_in_step=self.book.weights.are_unchanged()
         )
 
     def _was_refused_while_idle(self, request_id: str) -> bool:
@@ -496,6 +494,8 @@ class Scheduler:
         short_loads: list[ShortLoad] = []
         for report in reports:
             self.kv_events.apply(report)
+            if report.start is not None:
+                self.book.weights.watch(report.rank, report.start.changes_at)
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
             if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
@@ -506,10 +506,6 @@ class Scheduler:
                 short_loads += self._apply_result(report.rank, result)
         if not self.book.weights.name:
             self._name_weights()
-        for report in reports:
-            if report.start is not None:
-                self._changes.open(report.rank, report.start.changes_at)
-            self._changes.report(report.rank, report.num_changes)
         return short_loads
 
     def take_metrics(self) -> Samples | None:

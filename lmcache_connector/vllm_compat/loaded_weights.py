@@ -95,8 +95,6 @@ class LoadedWeights:
         self._is_asleep = False
         self._put_back: list[Callable[[], None]] = []
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.version = 0
-        """Number of calls that may have changed the weights."""
         self.changes = ChangeCount()
         self.has_updates = True
         if worker is not None:
@@ -115,7 +113,7 @@ class LoadedWeights:
             return None
         self.has_updates = False
         return WeightsInMemory(
-            version=self.version,
+            version=self.changes.number,
             answered=self._question,
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
@@ -127,8 +125,7 @@ class LoadedWeights:
     def close(self) -> None:
         for put_back in self._put_back:
             put_back()
-        self.version += 1  # ends a read in progress
-        self._superseded.set()
+        self._superseded.set()  # ends a read in progress
         self._reads.close()
         self.changes.close()
 
@@ -162,21 +159,17 @@ class LoadedWeights:
         self._put_back.append(lambda: vars(owner).pop(name, None))
 
     def _around(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
-        self._count()
+        self.changes.add()
         self._num_calls += 1
         self._read()
         try:
             return call()
         finally:
-            self._count()
+            self.changes.add()
             self._num_calls -= 1
             if not self._num_calls:
                 self._watch_models(self._worker)
                 self._read()
-
-    def _count(self) -> None:
-        self.version += 1
-        self.changes.add()
 
     def _around_sleep(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
         """The weights' memory may be released: nothing reads it meanwhile."""
@@ -207,12 +200,12 @@ class LoadedWeights:
         is_updating = getattr(self._worker, "_weight_update_active", False)
         if self._is_asleep or self._num_calls or is_updating:
             return
-        version, models, fence = self.version, self._models, _fence(self._models)
+        models, fence = self._models, _fence(self._models)
         is_first = self._num_reads == 1
         superseded = self._superseded = threading.Event()
 
         def is_over() -> bool:
-            return superseded.is_set() or self.version != version or self._is_asleep
+            return superseded.is_set() or self._is_asleep
 
         def read() -> str | None:
             if not is_asked:

@@ -334,7 +334,7 @@ class WorkerAdapter:
 
     def _is_other(self, acked_weights: Sequence[int]) -> bool:
         """Whether the plan assumes other weights than those in memory."""
-        return acked_weights[self._settings.engine.rank] != self._weights.version
+        return acked_weights[self._settings.engine.rank] != self._weights.changes.number
 
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()
@@ -398,7 +398,6 @@ class WorkerAdapter:
         self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
-        num_changes = self._weights.changes.number  # read before the changes themselves
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
         forwards, measured = self._timer.take(), self._probe.take()
@@ -421,7 +420,6 @@ class WorkerAdapter:
             weights=weights,
             start=start,
             num_leaving=self._engine.num_leaving,
-            num_changes=num_changes,
         )
 
     def _start(self) -> RankStart | None:

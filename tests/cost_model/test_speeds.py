@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from itertools import count
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.fit import Matrix, non_negative_solution
+from lmcache_connector.cost_model.fit import FadingFit
 from lmcache_connector.cost_model.prefill import PrefillSpeed
 from lmcache_connector.cost_model.steps import StepTime, StoreBacklog
 from lmcache_connector.cost_model.tiers import TierSpeed
@@ -166,21 +165,26 @@ def test_no_history_makes_compute_negative(history: list[tuple[int, int, float]]
         assert speed.seconds(100, 5000) >= speed.seconds(200, 5000) >= 0
 
 
-@given(st.lists(st.tuples(*[st.floats(0, 10)] * 4), min_size=3, max_size=20))
-def test_the_non_negative_solution_is_no_worse_than_zero(
-    rows: list[tuple[float, float, float, float]],
+HUNDREDTHS = st.integers(0, 1000).map(lambda number: number / 100)
+
+
+@given(
+    rows=st.lists(st.tuples(*[HUNDREDTHS] * 3), min_size=2, max_size=20),
+    other=st.tuples(HUNDREDTHS, HUNDREDTHS),
+)
+def test_no_other_coefficients_fit_better(
+    rows: list[tuple[float, float, float]], other: tuple[float, float]
 ) -> None:
-    table = np.array(rows)
-    x, y = table[:, :3], table[:, 3]
-    xx, ridge = x.T @ x, np.full(3, 1e-6)
+    fit = FadingFit(scale=(1.0, 1.0), ridge=(1e-6, 1e-6))
+    for x, y, seconds in rows:
+        fit.observe(x, y, seconds, keep=1.0)
 
-    def loss(beta: Matrix) -> float:
-        error = ((x @ beta - y) ** 2).sum()
-        return float(error + (ridge * (xx.trace() or 1.0) * beta**2).sum())
+    def loss(a: float, b: float) -> float:
+        penalty = 1e-6 * sum(x * x + y * y for x, y, _ in rows) * (a * a + b * b)
+        return sum((a * x + b * y - seconds) ** 2 for x, y, seconds in rows) + penalty
 
-    beta = non_negative_solution(xx, x.T @ y, ridge)
-    assert beta.min() >= 0
-    assert loss(beta) <= loss(np.zeros(3)) * (1 + 1e-6) + 1e-6
+    assert min(fit.coefficients) >= 0
+    assert loss(*fit.coefficients) <= loss(*other) * (1 + 1e-6) + 1e-6
 
 
 # -- steps and stores ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.setup import ONE_HEAD
 from tests.simulation.weights import Weights, Worker
-from tests.support.memory import forget_memory
+from tests.support.memory import empty
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32
@@ -165,7 +165,7 @@ class Rank:
         return self._peers.num_mapped if self._peers is not None else 0
 
     def evict(self) -> None:
-        forget_memory(self.connector._worker)
+        empty(self._engine)
 
     def check_memory(self) -> None:
         """After the end: every chunk was given back, and none was written since."""

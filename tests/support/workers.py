@@ -24,7 +24,6 @@ class FixedWeights(LoadedWeights):
     """Weights that nobody changes, for workers without a model."""
 
     def __init__(self) -> None:
-        self.version = 0
         self.changes = ChangeCount()
         self.has_updates = True
         self._question = 0
@@ -36,7 +35,7 @@ class FixedWeights(LoadedWeights):
         if not self.has_updates:
             return None
         self.has_updates = False
-        return WeightsInMemory(answered=self._question)
+        return WeightsInMemory(self.changes.number, self._question)
 
     def close(self) -> None:
         self.changes.close()

@@ -122,14 +122,16 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
     weights = FixedWeights()
     with make_instance(port, weights=weights) as instance:
         store = store_job(1, "r", KEYS[:1], ((0, 1),))
-        instance.run(StepPlan(stores=(store,), acked_weights=(0,)))
+        instance.run(StepPlan(stores=(store,), acked_weights=(weights.changes.number,)))
         assert instance.wait_for(1).outcome is Outcome.DONE
-        weights.version = 2
+        before = weights.changes.number
+        weights.changes.add()
         untouched = instance.blocks(range(4, 6))
-        for job_id, version, outcome in ((2, 0, Outcome.CANCELLED), (4, 2, Outcome.DONE)):
+        for job_id, outcome in ((2, Outcome.CANCELLED), (4, Outcome.DONE)):
             store = store_job(job_id, "r", KEYS[job_id : job_id + 1], ((2, 3),))
             load = load_job(job_id + 1, "r", KEYS[:1], ((4, 5),), deadline_seconds=20.0)
-            instance.run(StepPlan(loads=(load,), stores=(store,), acked_weights=(version,)))
+            acked = (before if outcome is Outcome.CANCELLED else weights.changes.number,)
+            instance.run(StepPlan(loads=(load,), stores=(store,), acked_weights=acked))
             assert instance.wait_for(job_id).outcome is outcome
             assert instance.wait_for(job_id + 1).outcome is outcome
             are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))

@@ -135,9 +135,10 @@ def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: R
 
 def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
     assert rank.store(1, 0, 1) is Outcome.DONE
-    rank.weights.version = 1
+    acked = (rank.weights.changes.number,)
+    rank.weights.changes.add()
     with pytest.raises(RuntimeError, match="weights"):
-        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[:1], 30),), acked_weights=(0,)))
+        rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[:1], 30),), acked_weights=acked))
     assert rank.value(30) == 30
 
 

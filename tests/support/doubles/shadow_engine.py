@@ -146,9 +146,9 @@ class ShadowEngine:
             speed,
             changes_at=changes.place if changes is not None else "",
         )
-        weights = WeightsInMemory(digest=digest, first_digest=digest)
-        number = changes.number if changes is not None else 0
-        report = RankReport(rank, (), (), weights=weights, start=start, num_changes=number)
+        version = self.ranks[rank].weights_version
+        weights = WeightsInMemory(version, digest=digest, first_digest=digest)
+        report = RankReport(rank, (), (), weights=weights, start=start)
         self.adapter.update_from_reports([report])
 
     # -- what a client does ----------------------------------------------------------------------

@@ -138,7 +138,7 @@ class ShadowRank:
         self._states: dict[str, tuple[int, int]] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
-        self._question = 0
+        self._question, self._told_version = 0, self.weights_version
         self._reads_weights = False
         self._stores: deque[StoreJob] = deque()
         self._loads: deque[LoadJob] = deque()
@@ -501,15 +501,19 @@ class ShadowRank:
 
     def _read_weights(self, step: Step) -> WeightsInMemory | None:
         """At once, or with a later step."""
-        if not self._reads_weights or self.chance.random() < self.faults.slow:
+        is_changed = self.weights_version != self._told_version
+        if not is_changed and (not self._reads_weights or self.chance.random() < self.faults.slow):
             return None
-        self._reads_weights = False
-        return WeightsInMemory(answered=self._question, digest=step.weights)
+        self._reads_weights, self._told_version = False, self.weights_version
+        return WeightsInMemory(self._told_version, self._question, step.weights)
+
+    @property
+    def weights_version(self) -> int:
+        return self.changes.number if self.changes is not None else 0
 
     def _report(self, weights: WeightsInMemory | None) -> KVConnectorOutput:
         done, self._done = self._done, []
         events, self._events = self._events, []
-        num_changes = self.changes.number if self.changes is not None else 0
         leaving, num_leaving = self._leaving.report([event.key for event in events])
         if self.changes is not None:  # where each is now
             events = [CacheEvent(e.key, e.key in self.tier, e.key in leaving) for e in events]
@@ -522,7 +526,6 @@ class ShadowRank:
             results,
             weights=weights,
             num_leaving=num_leaving,
-            num_changes=num_changes,
         )
         return KVConnectorOutput(
             finished_sending=sent or None,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe, parts_of
-from tests.support.memory import forget_memory
+from tests.support.memory import empty
 from tests.support.waits import wait_until
 
 
@@ -86,7 +86,7 @@ def forget_unseen(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
     probe.reset_prefix_cache()
     probe.drain()  # the weights are read again, and steps bring news
-    forget_memory(worker_of(probe))
+    empty(worker_of(probe)._engine)
 
 
 def forget(probe: EngineProbe) -> None:
