@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost layer first; each package with its largest number of lines. A package imports from
 # itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1980, "handover": 65, "transformers": 835},
+    {"cli": 1910, "handover": 65, "transformers": 835},
     {"connector": 585, "stepwise": 1275},
     {"integrations": 435, "scheduler": 3550, "worker": 3860},
     {"lookup": 730, "vllm_compat": 2525},
-    {"config": 775, "copy_kv_blocks": 1170, "peers": 2850},
+    {"config": 765, "copy_kv_blocks": 1170, "peers": 2810},
     {
         "audit": 340,
         "cost_model": 1305,
@@ -40,7 +40,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "tracing": 85,
         "weight_names": 265,
     },
-    {"plans": 472, "storage": 540, "storage/redis/client": 665, "vllm_compat/api": 240},
+    {"plans": 472, "storage": 515, "storage/redis/client": 665, "vllm_compat/api": 240},
     {
         "bounded": 45,
         "change_count": 75,

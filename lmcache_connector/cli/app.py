@@ -8,36 +8,15 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from lmcache_connector import __version__
 from lmcache_connector.cli.report import CliError, Report
 
-_GONE = {
-    "top": "use `lmcache-connector stats --watch`",
-    "inspect": "use `lmcache-connector ls KEY`",
-    "warm": "use examples/warm.py of a checkout, which needs nothing installed",
-    "bench": "use `python -m benchmarks` in a checkout; `stats` shows how fast an engine loads",
-}
 _ENGINE = "localhost:8000"
-_RENAMED = {"--url": "--engine", "--config": "--kv-config"}
-
-
-class _Commands(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Name the replacement of a removed command or option."""
-        if args[0] in _GONE:
-            ctx.fail(f"{args[0]!r} is gone: {_GONE[args[0]]}.")
-        for option in (arg.partition("=")[0] for arg in args):
-            if option in _RENAMED and args[0] != "serve":  # vLLM has options with these names
-                ctx.fail(f"{option!r} was renamed: use {_RENAMED[option]}.")
-        return super().resolve_command(ctx, args)
-
 
 app = typer.Typer(
     name="lmcache-connector",
     help="Inspect and manage the KV cache of lmcache-connector.",
-    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -87,16 +66,12 @@ def check(
             help="The value of --kv-transfer-config: JSON, a file with it, or - for stdin.",
         ),
     ],
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Also show root and audits of this running engine."),
-    ] = None,
     json_: Json = False,
 ) -> None:
     """Try a configuration, and every tier it names."""
     from lmcache_connector.cli import check as command
 
-    _run(json_, lambda report: command.run(report, config, engine or ()))
+    _run(json_, lambda report: command.run(report, config))
 
 
 @app.command(
@@ -144,7 +119,10 @@ def stats(
     ] = 0,
     json_: Json = False,
 ) -> None:
-    """Show what running engines have done. With --watch: what they do now."""
+    """Show what running engines have done. With --watch: what they do now.
+
+    Without --watch, the exit code is 1 if an audit found wrong KV.
+    """
     from lmcache_connector.cli import stats as command
 
     urls = engines or [_ENGINE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,11 +18,9 @@ from lmcache_connector.cli.report import (
     harmless,
     size,
 )
-from lmcache_connector.cli.stats import fetch, summarize
 from lmcache_connector.cli.target import (
     USUAL_BLOCK,
     connector_config,
-    engine_url,
     kv_port,
     p2p_config,
     read_transfer_config,
@@ -74,12 +72,9 @@ class Finding:
         return text.append(harmless(f"\n         -> {self.hint}") if self.hint else "")
 
 
-def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
-    """``engines``: addresses of running engines, whose audits are checked too."""
+def run(report: Report, text_or_path: str) -> int:
     from lmcache_connector.cli import check_peers, check_redis
 
-    for address in engines:
-        engine_url(address)  # fail on a typing error before the configuration is checked
     document = read_transfer_config(text_or_path)
     findings = [_transfer(document)]
     try:
@@ -92,7 +87,6 @@ def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
     except CliError as error:
         name = "redis" if error.code == UNREACHABLE else "settings"
         findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
-    findings += map(_audits, engines)
     codes = {finding.exit_code for finding in findings}
     code = BAD_INPUT if BAD_INPUT in codes else max(codes)
     lines: list[str | Text] = [finding.as_text() for finding in findings]
@@ -203,29 +197,3 @@ def check_memory(
         hint = f"leave memory for vLLM{', and count every rank on this host' if whose else ''}"
         return Finding(name, "warning", text, hint)
     return Finding(name, "ok", text)
-
-
-# -- running engines -------------------------------------------------------------------------------
-
-
-def _audits(engine: str) -> Finding:
-    """What a running engine's audits have found."""
-    name = f"audits of {engine}"
-    try:
-        summary = summarize(fetch(engine))
-    except CliError as error:
-        return Finding(name, "error", str(error), error.hint, code=error.code)
-    audits = summary["audits"]
-    root = f"root {', '.join(summary['roots'])}; " if summary["roots"] else ""
-    counted = f"{root}{sum(audits.values()):.0f} audits, {audits.get('match', 0):.0f} match"
-    if wrong := audits.get("mismatch"):
-        detail = f"{counted}, {wrong:.0f} mismatch: stored KV is not what this engine computes"
-        hint = (
-            "its log names the requests; see docs/troubleshooting.md, 'An audit found a mismatch'"
-        )
-        return Finding(name, "error", detail, hint)
-    if summary["roots_apart"]:
-        detail = f"{counted}; after a failed audit this engine shares some of its KV with no other"
-        hint = "its log names the requests; it shares again after a restart or other weights"
-        return Finding(name, "warning", detail, hint)
-    return Finding(name, "ok", counted)

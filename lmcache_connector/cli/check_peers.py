@@ -49,8 +49,7 @@ def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
         yield _check_peer(config, address, told)
     for host in config.peer_hosts:
         yield _check_host(host)
-    if config.router is not None and config.http_address is not None:
-        yield _check_http_address(config.http_address)
+    if config.router is not None:
         yield _check_router(config, role, str(told))
 
 
@@ -155,15 +154,6 @@ def _is_network(text: str) -> bool:
     except ValueError:
         return False
     return "/" in text
-
-
-def _check_http_address(http_address: str) -> Finding:
-    try:
-        Address.parse(http_address)
-    except ValueError as error:
-        hint = '"http_address": "HOST:PORT" of this instance\'s own API'
-        return Finding("http_address", "error", f"the proxy would refuse it: {error}", hint)
-    return Finding("http_address", "ok", f"the proxy sends requests to {http_address}")
 
 
 def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:

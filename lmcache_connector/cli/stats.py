@@ -13,7 +13,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lmcache_connector.cli.report import UNREACHABLE, CliError, Report, duration, size, table
+from lmcache_connector.cli.report import (
+    FOUND_WRONG,
+    UNREACHABLE,
+    CliError,
+    Report,
+    duration,
+    size,
+    table,
+)
 from lmcache_connector.cli.target import metrics_text
 from lmcache_connector.metrics.table import PREFIX
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
@@ -193,7 +201,7 @@ _TITLES = {
 
 
 def run(report: Report, engines: Sequence[str]) -> int:
-    """Show the engines that answer, even if others do not."""
+    """Show the engines that answer, even if others do not. Returns the exit code."""
     looks = [_fetch_or_error(engine) for engine in engines]
     found = [summarize(look) for look in looks if isinstance(look, Snapshot)]
     problems = [look for look in looks if isinstance(look, CliError)]
@@ -204,7 +212,9 @@ def run(report: Report, engines: Sequence[str]) -> int:
     report.emit({"ok": not problems, "engines": found, "problems": away}, *lines)
     for problem in problems if not report.as_json else ():
         report.complain(CliError(str(problem)))
-    return max((problem.code for problem in problems), default=0)
+    codes = [problem.code for problem in problems]
+    codes += [FOUND_WRONG for engine in found if engine["audits"].get("mismatch")]
+    return max(codes, default=0)
 
 
 def _described(engine: dict[str, Any]) -> Iterator[str | Table]:

@@ -20,6 +20,7 @@ from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
     Sealer,
+    ValueFault,
     ValueHeader,
     decode_header,
 )
@@ -226,10 +227,9 @@ def _judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, pl
         return value.value
     try:
         header = decode_header(value[:HEADER_BYTES])
-        if header.key != name.key or header.shard != name.shard:
-            return "foreign_key"
-        if (header.layer_start, header.layer_end) != (name.layer_start, name.layer_end):
-            return "foreign_layers"
+        place = (header.key, header.layer_start, header.layer_end, header.shard)
+        if place != (name.key, name.layer_start, name.layer_end, name.shard):
+            return ValueFault.FOREIGN.value
         if header.keyed and not sealer.keyed:
             return "needs_hash_key"
         check_whole_value(value, header, sealer if header.keyed else plain)

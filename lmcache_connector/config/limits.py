@@ -33,6 +33,7 @@ GONE = {
     "prefetch_mib": "now called 'prefetch', true or false: the size follows from cpu_gib",
     "shutdown_seconds": f"{LEAVE_OUT}: a shutdown waits 5 s for writes",
     "self_test": f"{LEAVE_OUT}: every start runs the self-test",
+    "peer_secret": f"{LEAVE_OUT}: a rank lists its chunks on its Unix socket, to its own user",
 }
 """Refused settings, with what replaces them: see docs/upgrading.md."""
 

@@ -120,8 +120,6 @@ class ConnectorConfig(StrictSettings):
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
-    peer_secret: Secret | None = None
-    """Password for listing the chunks of the peer server; allowed on loopback only."""
     peer_insecure: bool = False
     """Serve beyond loopback without a ``hash_key``: anyone who can name a chunk may read it."""
     host_sharing: bool = True
@@ -149,7 +147,7 @@ class ConnectorConfig(StrictSettings):
     ``http://HOST:PORT``, or ``tcp://HOST:PORT``, the discovery address of vLLM's router."""
     router_secret: Secret | None = None
     """Signs registrations at the proxy."""
-    http_address: Annotated[str, Field(min_length=3, max_length=260)] | None = None
+    http_address: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` of this instance's own API, for the proxy."""
     heartbeat_seconds: Timeout = 2.0
     """Time between two registrations."""
@@ -199,11 +197,6 @@ class ConnectorConfig(StrictSettings):
     def hash_key_bytes(self) -> bytes | None:
         """``None`` without a secret."""
         return self.hash_key.get_secret_value().encode() if self.hash_key else None
-
-    @property
-    def peer_secret_bytes(self) -> bytes | None:
-        """``None`` without a secret."""
-        return self.peer_secret.get_secret_value().encode() if self.peer_secret else None
 
     @property
     def router_secret_bytes(self) -> bytes:
@@ -289,15 +282,13 @@ class ConnectorConfig(StrictSettings):
             yield "'router' and 'http_address' go together: set both or neither"
         if self.router is not None and self.peer_listen is None:
             yield "'router': registering at it needs a 'peer_listen'"
-        if not self.is_reached_from_here_alone:
-            if self.hash_key is None and not self.peer_insecure:
-                yield (
-                    "'peer_listen': beyond loopback it needs a 'hash_key'; or set "
-                    "'peer_insecure', and anyone who reaches it may read every chunk that "
-                    "they can name"
-                )
-            if self.peer_secret is not None:
-                yield "'peer_secret': beyond loopback it would be sent in clear text"
+        is_open = self.hash_key is None and not self.is_reached_from_here_alone
+        if is_open and not self.peer_insecure:
+            yield (
+                "'peer_listen': beyond loopback it needs a 'hash_key'; or set "
+                "'peer_insecure', and anyone who reaches it may read every chunk that "
+                "they can name"
+            )
         if self.host_folder is not None and not self.host_sharing:
             yield "'host_folder': it has no effect without 'host_sharing': leave it out"
         try:

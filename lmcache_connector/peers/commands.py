@@ -2,7 +2,7 @@
 
 ====================================  ==========================================================
 ``GET NAME``, ``GETRANGE``            a value (docs/formats.md); ``nil`` if its chunk is not cached
-``EXISTS NAME...``, ``STRLEN NAME``   rank 0 answers ``EXISTS`` for the values of all ranks
+``EXISTS NAME...``, ``STRLEN NAME``   as in Redis
 ``HOLDS NAMESPACE KEYS``              a ``1`` or ``0`` for each of up to 512 concatenated keys:
                                       whether this rank caches the chunk, or another rank owns it
 ``PEER``                              one line about this instance, see :class:`Greeting`
@@ -14,8 +14,8 @@
 ``LEASE NAME...``                     one string: per value its offset in that memory and its
                                       header, see ``PLACE``. The chunks stay until the next
                                       ``LEASE`` but one or ``RELEASE``
-``SCAN``, ``DBSIZE``                  names of whole heads; only after ``AUTH``
-``PING``, ``AUTH``, ``SELECT 0``      as in Redis
+``SCAN``, ``DBSIZE``                  Unix socket only: names of whole heads
+``PING``, ``SELECT 0``                as in Redis
 ``PTTL``, ``INFO``                    no expiry; an empty string
 ====================================  ==========================================================
 
@@ -24,10 +24,10 @@ Any other command gets an error reply. The only side effect is on leases and KV 
 
 from __future__ import annotations
 
-import hmac
+import fnmatch
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
@@ -41,8 +41,8 @@ from lmcache_connector.storage.chunk_codec import (
     encode_header,
     stripe_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
-from lmcache_connector.storage.redis.client.resp import CRLF, ProtocolError, bulk_line
+from lmcache_connector.storage.geometry import PartGeometries, Stripe
+from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line
 from lmcache_connector.storage.redis.value_names import chunk_tag, parse_value_name, stripe_suffix
 
 if TYPE_CHECKING:
@@ -55,15 +55,12 @@ KEY_PREFIX_BYTES = 8
 can derive the rest; nobody else learns a chunk's name."""
 PLACE, NOWHERE = struct.Struct(f"<Q{HEADER_BYTES}s"), (1 << 64) - 1
 """Where a value lies in mapped memory, or ``NOWHERE``, and its header."""
-_MAX_PATTERN_BYTES = 256
+_MAX_NAME_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
 _MAX_HEADERS = 256  # cached per chunk: readers may ask for any run of its layers
 # Per command. Two chunks may be larger: a batch of values may begin with the end of a chunk.
 _MAX_LEASED_BYTES, _LEAST_LEASED_CHUNKS = 64 << 20, 2
-# Matching takes O(length ** stars) and blocks the server's only thread.
-_MAX_STARS = 2
-_STAR = re.compile(rb"(?<!\\)\*")
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -152,14 +149,13 @@ class Client:
     """State of one connection. ``is_local``: same user, same host. ``names``: of an unfinished
     ``SCAN``."""
 
-    is_trusted: bool = False
     is_local: bool = False
-    num_refused: int = 0
     names: list[bytes] = field(default_factory=list)
 
 
 OK = Reply((b"+OK\r\n",))
 NIL = Reply((b"$-1\r\n",))
+_LOCAL_ONLY = Reply((b"-NOPERM names are listed on the Unix socket only\r\n",))
 _INCOMPLETE = {IncompleteTransfer.UNKNOWN: b"$-1\r\n", IncompleteTransfer.COMING: b":0\r\n"}
 
 
@@ -187,34 +183,29 @@ def _bulk(value: bytes) -> bytes:
 class Commands:
     """Answers the commands of all clients. One thread calls everything except `seal`.
 
-    ``geometries``: of all ranks; ``chunks`` belong to ``rank``. A value is sealed when it is first
-    sent, since its bytes do not change once stored. ``max_payload_bytes``: of the values that
-    ``SCAN`` lists and readers request. ``secret``: for ``AUTH``; without one ``AUTH`` is refused.
+    ``geometries``: of this rank's chunks. A value is sealed when it is first sent, since its bytes
+    do not change once stored. ``max_payload_bytes``: of the values that
+    ``SCAN`` lists and readers request.
     """
 
     def __init__(
         self,
         chunks: Chunks,
-        geometries: Sequence[PartGeometries],
-        rank: int,
+        geometries: PartGeometries,
         *,
         namespace: str,
         sealer: Sealer,
         greeting: Greeting,
         max_payload_bytes: int,
         transfers: Transfers,
-        secret: bytes | None = None,
     ) -> None:
         self._chunks = chunks
         self._transfers = transfers
-        self._own = geometries[rank]
-        # Rank 0 answers for all ranks: they cache the same chunks, up to stores in progress.
-        self._known = geometries if rank == 0 else (self._own,)
+        self._geometries = geometries
         self._namespace = namespace
         self._sealer = sealer
         self._greeting = greeting
         self._max_payload_bytes = max_payload_bytes
-        self._secret = secret
         self._verbs: Mapping[bytes, Callable[[Client, list[bytes]], Reply]] = {
             b"GET": self._get,
             b"GETRANGE": self._getrange,
@@ -223,7 +214,6 @@ class Commands:
             b"HOLDS": self._holds,
             b"PEER": lambda client, words: Reply((_bulk(self._greeting.pack()),)),
             b"PING": lambda client, words: Reply((b"+PONG\r\n",)),
-            b"AUTH": self._auth,
             b"SELECT": lambda client, words: OK if words == [b"0"] else _error("one database"),
             b"PTTL": lambda client, words: _number(-1),
             b"INFO": lambda client, words: Reply((_bulk(b""),)),
@@ -241,14 +231,13 @@ class Commands:
         for key in keys:
             if (lease := self._chunks.lease(key)) is not None:
                 try:
-                    for stripe in self._own.of(key).stripes(self._max_payload_bytes):
+                    for stripe in self._geometries.of(key).stripes(self._max_payload_bytes):
                         self._header(lease, key, stripe)
                 finally:
                     lease.release()
 
     def answer(self, client: Client, words: list[bytes]) -> Reply:
-        """``words``: command name and arguments. Raises :class:`ProtocolError` after too many
-        wrong secrets."""
+        """``words``: command name and arguments."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
             return _error("unknown command: this server only serves chunks")
@@ -308,10 +297,10 @@ class Commands:
     ) -> tuple[Lease, Stripe, bytes] | None:
         """The pinned chunk (taken from ``leases`` or, if it ``may_add``, added), and the stripe and
         header that ``name`` selects."""
-        found = self._find(name, (self._own,))
-        if found is None or found[2].num_bytes > MAX_PAYLOAD_BYTES:
+        found = self._find(name)
+        if found is None or found[1].num_bytes > MAX_PAYLOAD_BYTES:
             return None
-        key, _, stripe = found
+        key, stripe = found
         lease = leases.get(key) or (self._chunks.lease(key) if may_add else None)
         if lease is None:
             return None
@@ -322,7 +311,7 @@ class Commands:
         if (known := lease.headers.get(stripe)) is not None:
             return known
         payload = lease.view[stripe.offset : stripe.offset + stripe.num_bytes]
-        expected = stripe_header(self._own.of(key), stripe, key, keyed=self._sealer.keyed)
+        expected = stripe_header(self._geometries.of(key), stripe, key, keyed=self._sealer.keyed)
         header = encode_header(expected, payload, self._sealer)
         if len(lease.headers) < _MAX_HEADERS:
             lease.headers[stripe] = header
@@ -349,7 +338,7 @@ class Commands:
         return Reply((_bulk(bytes(answer)),), held=tuple(leases.values()), kept=1)
 
     def _exists(self, client: Client, words: list[bytes]) -> Reply:
-        found = (self._find(name, self._known) for name in words)
+        found = map(self._find, words)
         return _number(sum(each is not None and self._chunks.holds(each[0]) for each in found))
 
     def _holds(self, client: Client, words: list[bytes]) -> Reply:
@@ -363,59 +352,37 @@ class Commands:
         return Reply((b"+", bytes(b"01"[each] for each in held), CRLF))
 
     def _strlen(self, client: Client, words: list[bytes]) -> Reply:
-        found = self._find(words[0], (self._own,)) if words else None
+        found = self._find(words[0]) if words else None
         if found is None or not self._chunks.holds(found[0]):
             return _number(0)
-        return _number(HEADER_BYTES + found[2].num_bytes)
+        return _number(HEADER_BYTES + found[1].num_bytes)
 
-    def _find(
-        self, name: bytes, ranks: Sequence[PartGeometries]
-    ) -> tuple[bytes, ChunkGeometry, Stripe] | None:
-        """Parse ``name``: one head and any run of layers that one of ``ranks`` has."""
-        value = parse_value_name(name) if len(name) <= _MAX_PATTERN_BYTES else None
+    def _find(self, name: bytes) -> tuple[bytes, Stripe] | None:
+        """Parse ``name``: one head and any run of layers of this rank."""
+        value = parse_value_name(name) if len(name) <= _MAX_NAME_BYTES else None
         if value is None or value.namespace != self._namespace:
             return None
-        for rank in ranks:
-            try:
-                geometry = rank.of(value.key)
-                return (
-                    value.key,
-                    geometry,
-                    geometry.stripe(value.layer_start, value.layer_end, value.shard),
-                )
-            except ValueError:
-                continue
-        return None
+        try:
+            geometry = self._geometries.of(value.key)
+            return value.key, geometry.stripe(value.layer_start, value.layer_end, value.shard)
+        except ValueError:
+            return None
 
-    # -- access and listing ------------------------------------------------------------------------
-
-    def _auth(self, client: Client, words: list[bytes]) -> Reply:
-        if self._secret is None:
-            return _error("no peer_secret is set")
-        if words and len(words) <= 2 and hmac.compare_digest(words[-1], self._secret):
-            client.is_trusted = True
-            return OK
-        client.num_refused += 1
-        if client.num_refused >= 3:
-            raise ProtocolError("too many wrong secrets")
-        return Reply((b"-WRONGPASS invalid secret\r\n",))
+    # -- listing ---------------------------------------------------------------------------------
 
     def _scan(self, client: Client, words: list[bytes]) -> Reply:
-        if not client.is_trusted:
-            return Reply((b"-NOPERM names are told after AUTH\r\n",))
+        if not client.is_local:
+            return _LOCAL_ONLY
         options = dict(zip((w.upper() for w in words[1::2]), words[2::2], strict=False))
         cursor, count = words[0] if words else b"", options.get(b"COUNT", b"10")
         pattern = options.get(b"MATCH", b"*")
         if not (_is_number(cursor) and _is_number(count)):
             return _error("a cursor and COUNT must be numbers")
-        if len(pattern) > _MAX_PATTERN_BYTES or len(_STAR.findall(pattern)) > _MAX_STARS:
-            return _error("the pattern is too long")
         if cursor == b"0":
             client.names = list(chain.from_iterable(map(self._names, self._chunks.all_keys())))
         first = int(cursor)
         end = first + max(1, min(int(count), _SCAN_MOST))
-        matches = re.compile(_as_regex(pattern), re.DOTALL).fullmatch
-        found = [name for name in client.names[first:end] if matches(name)]
+        found = fnmatch.filter(client.names[first:end], pattern)
         if end >= len(client.names):
             client.names, end = [], 0
         after = _bulk(b"%d" % end)
@@ -423,18 +390,11 @@ class Commands:
         return Reply((b"*2\r\n" + after + listed,))
 
     def _dbsize(self, client: Client, words: list[bytes]) -> Reply:
-        if not client.is_trusted:
-            return Reply((b"-NOPERM numbers are told after AUTH\r\n",))
+        if not client.is_local:
+            return _LOCAL_ONLY
         return _number(sum(1 for key in self._chunks.all_keys() for _ in self._names(key)))
 
     def _names(self, key: bytes) -> Iterator[bytes]:
         tag = chunk_tag(self._namespace, key)
-        for stripe in self._own.of(key).stripes(self._max_payload_bytes):
+        for stripe in self._geometries.of(key).stripes(self._max_payload_bytes):
             yield tag + stripe_suffix(stripe)
-
-
-def _as_regex(pattern: bytes) -> bytes:
-    """Translate a glob with ``*``, ``?`` and escapes; brackets are literal."""
-    tokens = re.findall(rb"\\.|.", pattern, re.DOTALL)
-    special = {b"*": b".*", b"?": b"."}
-    return b"".join(special.get(t) or re.escape(t[1:] if len(t) == 2 else t) for t in tokens)

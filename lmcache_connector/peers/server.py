@@ -217,9 +217,7 @@ class PeerServer:
             logger.debug("A peer was not accepted: %s", error)
             sock.close()
             return
-        # Only this user can enter the folder of the socket, so the client may list names.
-        client = Client(is_trusted=is_local, is_local=is_local)
-        self._connections[sock] = _Connection(sock, self._clock(), client=client)
+        self._connections[sock] = _Connection(sock, self._clock(), client=Client(is_local))
         if len(self._connections) > self._limits.num_clients:
             # A client that never sent a command is dropped first.
             others = list(self._connections.values())[:-1]

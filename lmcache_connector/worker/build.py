@@ -208,13 +208,11 @@ def _peer_server_maker(
     def start(chunks: Chunks, transfers: Transfers) -> PeerServer:
         commands = Commands(
             chunks,
-            model.geometries,
-            model.rank,
+            model.geometries[model.rank],
             namespace=config.namespace,
             sealer=Sealer(config.hash_key_bytes),
             greeting=Greeting(model.world_size, engine_id),
             max_payload_bytes=RedisTierConfig.max_value_bytes - HEADER_BYTES,
-            secret=config.peer_secret_bytes,
             transfers=transfers,
         )
         listeners, host_socket = [], None

@@ -68,3 +68,10 @@ def test_a_rank_holds_each_head_once(pair: tuple[list[RankTopology], list[RankTo
     for instance in pair:
         for rank in instance:
             assert rank.shards == tuple(sorted(set(rank.shards)))
+
+
+def test_neighbouring_ranks_share_a_head() -> None:
+    """As vLLM's ``QKVParallelLinear`` places heads that are fewer than the ranks."""
+    ranks = all_ranks(tp_size=8, layer_counts=(4,), num_kv_heads=4)
+    assert [rank.shards for rank in ranks] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+    assert ranks_alike(ranks) == ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -19,7 +19,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from tests.peers.test_server import dial, get, name, url
 from tests.peers.test_tier import at, reading, topology_of
-from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, bit_by_bit, serving
+from tests.support.peers.chunks import CountedLease, HeldChunks, bit_by_bit, serving
 from tests.support.peers.dials import once_dialled
 from tests.support.peers.hosts import read
 from tests.support.redis.chunks import (
@@ -79,18 +79,6 @@ def test_a_range_of_many_digits_holds_no_chunk(digits: int) -> None:
                 client.execute_command("GETRANGE", name(0), *place)
         assert client.getrange(name(0), 0, 3) == b"LMCV"
         assert chunks.await_leased(lambda count: count == 0)
-
-
-def test_a_pattern_with_several_stars_is_refused() -> None:
-    with (
-        serving(HeldChunks(range(2))) as server,
-        redis.Redis.from_url(url(server, SECRET.decode()), protocol=2) as client,
-    ):
-        for pattern in ("*a*b*", "*" * 100, "*0*0*0*0x"):
-            with pytest.raises(redis.ResponseError, match="pattern"):
-                client.scan(match=pattern)
-        assert len(list(client.scan_iter("lmc:{*:*"))) == 8
-        assert list(client.scan_iter(r"lmc:{a\*b\*c\*d:*")) == []
 
 
 class GatedChunks(HeldChunks):

@@ -20,8 +20,6 @@ from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 
-SECRET = b"known-to-those-who-list"
-
 
 @dataclass(frozen=True)
 class CountedLease:
@@ -109,7 +107,6 @@ def serving(
     limits: Limits | None = None,
     namespace: str = "default",
     hash_key: bytes | None = None,
-    secret: bytes | None = SECRET,
     engine_id: str = "engine",
     port: int = 0,
     transfers: Transfers | None = None,
@@ -120,13 +117,11 @@ def serving(
     transfers = transfers or Transfers(chunks, 0, 60.0)
     commands = Commands(
         chunks,
-        ranks,
-        rank,
+        ranks[rank],
         namespace=namespace,
         sealer=Sealer(hash_key),
         greeting=Greeting(len(ranks), engine_id),
         max_payload_bytes=4096 - 128,
-        secret=secret,
         transfers=transfers,
     )
     listeners = [] if "host_socket" in more else [listener or listen("127.0.0.1", port)]
