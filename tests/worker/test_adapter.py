@@ -176,7 +176,7 @@ def test_the_end_of_a_kv_transfer_comes_with_a_report(port: int) -> None:
         update = TransferUpdate("transfer", ends_after=frozenset(), held_request="request")
         instance.worker.end_forward(StepPlan(transfers=(update,)))
         output = instance.worker.finish_step()
-    assert (output.finished_sending, len(output.reports)) == ({"request"}, 1)
+    assert (output.finished_sending, len(output.reports)) == (frozenset({"request"}), 1)
 
 
 def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
