@@ -209,12 +209,11 @@ def run(report: Report, engines: Sequence[str]) -> int:
         raise problems[0]
     away = [problem.as_json() for problem in problems]
     lines = [item for engine in found for item in _described(engine)]
-    report.emit({"ok": not problems, "engines": found, "problems": away}, *lines)
+    is_wrong = any(engine["audits"].get("mismatch") for engine in found)
+    report.emit({"ok": not (problems or is_wrong), "engines": found, "problems": away}, *lines)
     for problem in problems if not report.as_json else ():
         report.complain(CliError(str(problem)))
-    codes = [problem.code for problem in problems]
-    codes += [FOUND_WRONG for engine in found if engine["audits"].get("mismatch")]
-    return max(codes, default=0)
+    return FOUND_WRONG if is_wrong else max((problem.code for problem in problems), default=0)
 
 
 def _described(engine: dict[str, Any]) -> Iterator[str | Table]:

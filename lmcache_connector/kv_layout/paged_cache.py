@@ -11,8 +11,8 @@ attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``i
 number; in a list of chunks ``anchor`` is the chunk's address and ``index`` the row in the chunk.
 
 Strides come from the tensors and sizes from the KV cache spec. :class:`LayoutError` is raised
-unless they are proved to agree. That no two layers share memory is left to the self-test, which
-writes other bytes to each.
+unless they are proved to agree. That no two layers of a block share memory is left to the
+self-test, which writes other bytes to each.
 
 Some backends do not lay out one head's part of a block token after token (see :class:`Plane`). A
 table then has one entry per layer and plane, and "token" above means a run of a plane. A chunk has

@@ -378,6 +378,8 @@ class Commands:
         pattern = options.get(b"MATCH", b"*")
         if not (_is_number(cursor) and _is_number(count)):
             return _error("a cursor and COUNT must be numbers")
+        if len(pattern) > _MAX_NAME_BYTES:
+            return _error("the pattern is too long")
         if cursor == b"0":
             client.names = list(chain.from_iterable(map(self._names, self._chunks.all_keys())))
         first = int(cursor)

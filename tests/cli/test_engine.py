@@ -104,6 +104,9 @@ def test_wrong_kv_that_an_audit_found_is_an_exit_code(cli: Cli, engine: Engine) 
     outcome = cli("stats", engine.url)
     assert outcome.code == 1
     assert "STORED KV WAS WRONG" in outcome.out
+    beside_one_away = cli("stats", engine.url, f"127.0.0.1:{free_port()}", "--json")
+    assert (beside_one_away.code, beside_one_away.document["ok"]) == (1, False)
+    assert cli("stats", engine.url, "--json").document["ok"] is False
 
 
 def test_watch_shows_the_changes_between_two_looks(cli: Cli, engine: Engine) -> None:

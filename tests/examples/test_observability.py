@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.storage.chunk_codec import ValueFault
 from tests.support import ROOT
 from tests.support.dashboard import queries, used_metrics
 from tests.test_docs import anchors
@@ -96,6 +97,14 @@ def test_an_alert_has_a_severity_and_a_runbook(rule: dict[str, Any]) -> None:
     counters = {f"{m.full_name}_total": m for m in ALL if m.kind is Kind.COUNTER}
     for name in re.findall(r"vllm:\w+", rule["expr"]):
         assert name not in counters or counters[name].known, name
+
+
+def test_each_fault_of_a_value_fires_an_alert() -> None:
+    (rule,) = (each for each in alerts() if each["alert"] == "KVCacheUnsoundValues")
+    (results,) = re.findall(r'result=~"(.*?)"', rule["expr"])
+    known = {labels[0] for labels in METRICS["redis_chunks"].known}
+    faults = {fault.value for fault in ValueFault}
+    assert {result for result in known if re.fullmatch(results, result)} == faults
 
 
 def test_the_documented_alerts_are_those_of_the_file() -> None:

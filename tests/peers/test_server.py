@@ -144,6 +144,8 @@ def test_names_are_listed_to_its_user_on_its_host_alone(
             one = chunk_key(3).hex()
             assert len(set(client.scan_iter(f"lmc:{{default:{one}*"))) == 4
             assert list(client.scan_iter("lmc:{other:*")) == []
+            with pytest.raises(redis.ResponseError, match="too long"):
+                client.scan(match="*0" * 129)  # 256 KiB took seconds to compile
 
 
 # -- bounds of a client's cost -------------------------------------------------------------------
