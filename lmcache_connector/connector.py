@@ -442,8 +442,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         interrupted it before it updated its scheduler from them."""
         last_heard = self._num_steps - self._vllm_config.max_concurrent_batches
         for number in [each for each in reversed(unheard) if each <= last_heard]:
-            output = output.after(unheard.pop(number))
-            self._worker_side.report_all()  # later steps may have been heard before this one
+            output = output.after(lost := unheard.pop(number))
+            # Later steps may have been heard before this one.
+            self._worker_side.report_all([e.key for made in lost.reports for e in made.events])
         if output.reports:
             unheard[self._num_steps] = output
         return output

@@ -308,7 +308,10 @@ def test_of_two_steps_that_fail_in_a_row_both_are_known(
 @pytest.mark.usefixtures("in_an_engine")
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_a_report_that_vllm_has_lost_is_told_again(
-    connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch, num_batches: int
+    connector: LMCacheTieredConnector,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    num_batches: int,
 ) -> None:
     """The engine's user has interrupted it between the third step and the update from it."""
     planner: Any = object.__new__(LMCacheTieredConnector)
@@ -333,6 +336,7 @@ def test_a_report_that_vllm_has_lost_is_told_again(
         outputs.append(KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=meta))
         if number >= num_batches and number - num_batches + 1 != 3:
             planner.update_connector_output(outputs[number - num_batches])
+    assert recorder.of([b"k" * 32]) == ["report_all"]
     told_again = 3 + num_batches  # the first step planned after vLLM should have updated
     for number, output in enumerate(outputs, start=1):
         loads = [3, number] if number == told_again else [number]

@@ -277,9 +277,10 @@ class WorkerAdapter:
         if plan is not None and plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
 
-    def report_all(self) -> None:
-        """Tell the scheduler side anew all that it keeps of this rank."""
-        self._engine.report_all()
+    def report_all(self, keys: Sequence[bytes] = ()) -> None:
+        """Tell the scheduler side anew all that it keeps of this rank, and of the chunks ``keys``
+        whether they are there."""
+        self._engine.report_all(keys)
         self._lora_loads.report_all()
         self._is_start_told, self._weights.has_updates = False, True
 

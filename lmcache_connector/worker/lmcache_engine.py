@@ -342,9 +342,9 @@ class LMCacheEngineAdapter:
         self._changed.take()
         self.leaving.clear()
 
-    def report_all(self) -> None:
-        """Report all chunks again: the last events may be lost."""
-        self._changed.report([*self.chunks.all_keys(), *self.leaving.removed])
+    def report_all(self, keys: Sequence[bytes] = ()) -> None:
+        """Report all chunks again, and ``keys``: the last events may be lost, or told late."""
+        self._changed.report([*self.chunks.all_keys(), *self.leaving.removed, *keys])
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks written to Redis since the last call, if reporting is on."""

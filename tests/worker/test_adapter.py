@@ -163,8 +163,9 @@ def test_what_may_have_come_out_of_order_is_told_anew(port: int) -> None:
         (first,) = instance.run(StepPlan(adapter_question=1))
         assert first.adapters is not None
         instance.wait_for_quiet()
-        instance.worker.report_all()
+        instance.worker.report_all(KEYS[:1])
         (report,) = instance.run(StepPlan())
+    assert CacheEvent(KEYS[0], admitted=False) in report.events
     assert report.adapters == replace(first.adapters, number=2)
     assert None not in (report.start, report.weights)
 
