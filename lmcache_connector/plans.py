@@ -8,7 +8,7 @@ across all kinds of jobs. Durations are in seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from lmcache_connector.kv_parts.part import BlockIds
@@ -462,9 +462,14 @@ class StepOutput:
     reports: tuple[RankReport, ...] = ()
 
     def after(self, lost: StepOutput) -> StepOutput:
-        """This output, with what vLLM has not heard of an earlier step."""
+        """This output, with what vLLM has not heard of an earlier step. It may have heard of later
+        ones, so chunks count as leaving until they are reported again."""
         return StepOutput(
             lost.finished_sending | self.finished_sending,
             lost.finished_recving | self.finished_recving,
-            lost.reports + self.reports,
+            tuple(map(_told_late, lost.reports)) + self.reports,
         )
+
+
+def _told_late(report: RankReport) -> RankReport:
+    return replace(report, events=tuple(replace(e, is_leaving=True) for e in report.events))

@@ -125,7 +125,8 @@ class LoadedWeights:
     def close(self) -> None:
         for put_back in self._put_back:
             put_back()
-        self._superseded.set()  # ends a read in progress
+        self._superseded.set()
+        self.changes.add()  # ends a read in progress
         self._reads.close()
         self.changes.close()
 
@@ -200,12 +201,13 @@ class LoadedWeights:
         is_updating = getattr(self._worker, "_weight_update_active", False)
         if self._is_asleep or self._num_calls or is_updating:
             return
-        models, fence = self._models, _fence(self._models)
+        number, models, fence = self.changes.number, self._models, _fence(self._models)
         is_first = self._num_reads == 1
         superseded = self._superseded = threading.Event()
 
         def is_over() -> bool:
-            return superseded.is_set() or self._is_asleep
+            is_changed = self.changes.number != number
+            return superseded.is_set() or is_changed or self._is_asleep
 
         def read() -> str | None:
             if not is_asked:

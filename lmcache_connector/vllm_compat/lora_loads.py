@@ -92,6 +92,10 @@ class LoraLoads:
         self._question = question
         self._has_changed = True
 
+    def report_all(self) -> None:
+        """Report again what was reported."""
+        self._has_changed |= self._num_lists > 0
+
     def take(self) -> LoadedAdapterList | None:
         """The loaded adapters, if they changed since the last call."""
         if not self.has_updates:

@@ -280,6 +280,7 @@ class WorkerAdapter:
     def report_all(self) -> None:
         """Tell the scheduler side anew all that it keeps of this rank."""
         self._engine.report_all()
+        self._lora_loads.report_all()
         self._is_start_told, self._weights.has_updates = False, True
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
@@ -383,6 +384,8 @@ class WorkerAdapter:
 
     def _output(self, report: RankReport | None) -> StepOutput:
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
+        if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
+            report = RankReport(self._settings.engine.rank, (), ())
         ended, self._ended = self._ended, []
         jobs = [queued.job for queued in ended]
         loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]

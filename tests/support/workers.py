@@ -18,6 +18,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter
+from tests.support.waits import wait_until
 
 
 class FixedWeights(LoadedWeights):
@@ -76,6 +77,10 @@ class SteppedWorker:
                 return self.results[job_id]
             self.run(StepPlan(idle=True))  # waits a few milliseconds for something to end
         raise AssertionError(f"job {job_id} does not end")
+
+    def wait_for_quiet(self) -> None:
+        """Until there is nothing to report."""
+        wait_until(lambda: not self.run(StepPlan()), "the rank goes on reporting")
 
     def outcome(self, job_id: int) -> Outcome:
         return self.wait_for(job_id).outcome

@@ -52,6 +52,30 @@ def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPa
     assert sum(whole) == 2, "what was loaded at start, and what the last reset asks for"
 
 
+def test_a_call_ends_the_first_read_after_a_question_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer resets a new engine and updates it at once: the files did not give what the call
+    leaves."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(models: Any, packed: Any, is_over: Callable[[], bool]) -> str | None:
+        started.set()
+        go_on.wait(30)
+        return model_digest(models, packed, is_over)
+
+    monkeypatch.setattr(loaded_weights, "model_digest", slow)
+    model = torch.nn.Linear(4, 6)  # written as vLLM's loaders do
+    worker = rank_of(model, update_weights=lambda: model.weight.data.add_(1.0))
+    weights = LoadedWeights(worker)
+    assert started.wait(30)
+    weights.ask(1)
+    worker.update_weights()
+    go_on.set()
+    told = told_of(weights)
+    weights.close()
+    assert told.digest == model_digest({"model": model}, ())
+    assert told.first_digest is None
+
+
 def rank_of(model: torch.nn.Module, **calls: Any) -> Any:
     """A worker that has this model."""
     return SimpleNamespace(model_runner=SimpleNamespace(), get_model=lambda: model, **calls)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankStart,
     StepPlan,
+    TransferUpdate,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -153,6 +155,28 @@ def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
             CacheEvent(KEYS[0], admitted=True),
             CacheEvent(KEYS[1], admitted=False),
         ]
+
+
+def test_what_may_have_come_out_of_order_is_told_anew(port: int) -> None:
+    """After a report that came late, the scheduler side may go by an old list of adapters."""
+    with make_instance(port) as instance:
+        (first,) = instance.run(StepPlan(adapter_question=1))
+        assert first.adapters is not None
+        instance.wait_for_quiet()
+        instance.worker.report_all()
+        (report,) = instance.run(StepPlan())
+    assert report.adapters == replace(first.adapters, number=2)
+    assert None not in (report.start, report.weights)
+
+
+def test_the_end_of_a_kv_transfer_comes_with_a_report(port: int) -> None:
+    """By the report's arrival the connector knows that vLLM has heard of the end."""
+    with make_instance(port) as instance:
+        instance.wait_for_quiet()
+        update = TransferUpdate("transfer", ends_after=frozenset(), held_request="request")
+        instance.worker.end_forward(StepPlan(transfers=(update,)))
+        output = instance.worker.finish_step()
+    assert (output.finished_sending, len(output.reports)) == (frozenset({"request"}), 1)
 
 
 def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
