@@ -155,7 +155,7 @@ class Client:
 
 OK = Reply((b"+OK\r\n",))
 NIL = Reply((b"$-1\r\n",))
-_LOCAL_ONLY = Reply((b"-NOPERM names are listed on the Unix socket only\r\n",))
+_LOCAL_ONLY = Reply((b"-ERR names are listed on the Unix socket only\r\n",))
 _INCOMPLETE = {IncompleteTransfer.UNKNOWN: b"$-1\r\n", IncompleteTransfer.COMING: b":0\r\n"}
 
 

@@ -64,6 +64,7 @@ _HINTS = (
     ("resolution", _UNKNOWN_HOST),
     ("nodename", _UNKNOWN_HOST),
     ("http/", "an HTTP server answers here: correct host and port"),
+    ("unix socket", "on the engine's host, name its socket: unix:///PATH/TO/NAME.sock"),
     (
         "closed",
         "is this a Redis? It hangs up: it may need TLS (rediss://), or be in protected mode",

@@ -76,6 +76,9 @@ def test_a_peer_is_listed_by_its_socket_on_this_host(cli: Cli, short_path: Path)
         refused = cli("purge", "--redis-url", url, "--all", "--yes", "--json")
         assert refused.code != 0
         assert len(chunks.data) == 3
+    with serving(chunks) as server:
+        refused = cli("ls", "--redis-url", f"redis://127.0.0.1:{server.port}", "--json")
+        assert (refused.code, "unix://" in refused.document["hint"]) == (3, True)
 
 
 def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None:
