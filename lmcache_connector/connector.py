@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,7 +115,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _sent: StepPlan | None = None  # to the workers, last
     _num_steps = 0  # planned, or begun by this worker
     _step_output: StepOutput | None = None
-    # By the number of their steps, if the scheduler is in this process: those it has not heard yet.
+    # Outputs by the number of their step, until the scheduler of this process has heard of them.
     _unheard: dict[int, StepOutput] | None = None
     _is_in_step = False
     _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
@@ -387,7 +387,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._step is not None and not self._has_started_loads:
             if not self._tell("start_loads", self._step):
                 self._step = None
-            self._has_started_loads = True  # an interrupt may have left out some before
+            self._has_started_loads = True  # not before: an interrupt may end the call half-way
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: the KV that a forward pass reads arrives before the pass starts."""
@@ -407,7 +407,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._step_failed()
         if self._step is not None:
             self._tell("end_forward", self._step)
-            self._step = None  # an interrupt may have left out some stores before
+            self._step = None  # not before: an interrupt may end the call half-way
 
     def clear_connector_metadata(self) -> None:
         """vLLM's last call of a step."""
@@ -438,11 +438,14 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return set(output.finished_sending), set(output.finished_recving)
 
     def _with_lost(self, output: StepOutput, unheard: dict[int, StepOutput]) -> StepOutput:
-        """The output, with those that vLLM has lost: the engine's user, who goes on, has
-        interrupted it before it updated its scheduler from them."""
+        """Add earlier outputs that vLLM has lost to this one: its user interrupted vLLM before it
+        updated its scheduler from them, and goes on."""
         last_heard = self._num_steps - self._vllm_config.max_concurrent_batches
         for number in [each for each in reversed(unheard) if each <= last_heard]:
-            output = output.after(lost := unheard.pop(number))
+            lost = unheard.pop(number)
+            if isinstance(get_kv_transfer_group(), MultiConnector):  # has counted these already
+                lost = replace(lost, finished_sending=frozenset())
+            output = output.after(lost)
             # Later steps may have been heard before this one.
             self._worker_side.report_all([e.key for made in lost.reports for e in made.events])
         if output.reports:

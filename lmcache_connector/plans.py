@@ -59,10 +59,10 @@ class LoadedAdapterList:
 class WeightsInMemory:
     """The weights in one rank's memory, its drafter's included.
 
-    ``version``: the rank's :class:`ChangeCount`. ``digest`` is ``None`` while the
-    rank reads them, and describes their content only if ``is_visible``. ``first_digest``: digest of
-    the weights loaded at start; ``None`` if they changed before they were read. ``answered``: the
-    last question answered. ``form``: how vLLM stores the weights, and on which hardware.
+    ``version``: the rank's :class:`ChangeCount`. ``digest`` is ``None`` while the rank reads them,
+    and describes their content only if ``is_visible``. ``first_digest``: digest of the weights
+    loaded at start; ``None`` if they changed before they were read. ``answered``: the last question
+    answered. ``form``: how vLLM stores the weights, and on which hardware.
     ``loaded_after``: the weights were read from disk after this Unix time.
     """
 

@@ -11,6 +11,7 @@ import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
@@ -306,14 +307,19 @@ def test_of_two_steps_that_fail_in_a_row_both_are_known(
 
 
 @pytest.mark.usefixtures("in_an_engine")
-@pytest.mark.parametrize("num_batches", [1, 2])
+@pytest.mark.parametrize(("num_batches", "has_neighbours"), [(1, False), (2, False), (1, True)])
 def test_a_report_that_vllm_has_lost_is_told_again(
     connector: LMCacheTieredConnector,
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
     num_batches: int,
+    has_neighbours: bool,
 ) -> None:
     """The engine's user has interrupted it between the third step and the update from it."""
+    if has_neighbours:
+        several: Any = object.__new__(MultiConnector)
+        several._connectors = [connector]
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", several)
     planner: Any = object.__new__(LMCacheTieredConnector)
     planner._scheduler = SimpleNamespace(
         build_plan=lambda _: None, update_from_reports=lambda reports: ()
@@ -327,13 +333,13 @@ def test_a_report_that_vllm_has_lost_is_told_again(
     for number in range(1, 7):
         metadata = planner.build_connector_meta(None)
         ended = frozenset({f"load {number}"})
-        told = StepOutput(finished_recving=ended, reports=(report(0, Outcome.DONE, number),))
+        told = StepOutput(ended, ended, reports=(report(0, Outcome.DONE, number),))
         monkeypatch.setattr(connector._worker, "finish_step", lambda told=told: told, raising=False)
         connector.handle_preemptions(metadata)
-        _, received = connector.get_finished(set())
+        sent, received = connector.get_finished(set())
         meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
-        outputs.append(KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=meta))
+        outputs.append(KVConnectorOutput(sent, received, kv_connector_worker_meta=meta))
         if number >= num_batches and number - num_batches + 1 != 3:
             planner.update_connector_output(outputs[number - num_batches])
     assert recorder.of([b"k" * 32]) == ["report_all"]
@@ -341,6 +347,9 @@ def test_a_report_that_vllm_has_lost_is_told_again(
     for number, output in enumerate(outputs, start=1):
         loads = [3, number] if number == told_again else [number]
         assert output.finished_recving == {f"load {load}" for load in loads}
+        # MultiConnector counts the connectors that have told it, and has counted this one.
+        sends = [number] if has_neighbours else loads
+        assert output.finished_sending == {f"load {load}" for load in sends}
         assert isinstance(output.kv_connector_worker_meta, ReportMetadata)
         reports = output.kv_connector_worker_meta.reports
         assert [made.results[0].num_chunks for made in reports] == loads

@@ -23,8 +23,8 @@ OWN = "lmcache_connector"
 # Outermost layer first; each package with its largest number of lines. A package imports from
 # itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1910, "handover": 65, "transformers": 835},
-    {"connector": 585, "stepwise": 1275},
+    {"cli": 1925, "handover": 65, "transformers": 835},
+    {"connector": 590, "stepwise": 1275},
     {"integrations": 435, "scheduler": 3550, "worker": 3860},
     {"lookup": 730, "vllm_compat": 2525},
     {"config": 765, "copy_kv_blocks": 1170, "peers": 2810},

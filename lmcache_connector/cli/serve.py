@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -34,6 +35,10 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
+# Options of this command, and settings of the connector that are not options.
+_OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
+_SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
+_NEAR = 0.8
 # Options that vLLM would interpret itself, also if abbreviated, with what to use here.
 _OURS = {
     r"--kv-t.*": "put it into --kv-config",
@@ -173,6 +178,15 @@ def _check_options(options: Options) -> None:
         for pattern, hint in _OURS.items():
             if re.fullmatch(pattern, name):
                 raise CliError(f"serve does not pass {name} to vLLM", hint)
+        if name in _SETTINGS:
+            hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
+            raise CliError(f"{name} is a setting of the connector", hint)
+        # No option of vLLM's is that close to one of ours.
+        for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
+            raise CliError(f"{option.partition('=')[0]} is not an option", f"did you mean {near}?")
+    for option, value in pairwise(options.vllm_options):
+        if option == "--config" and value.lstrip().startswith("{"):
+            raise CliError("--config is vLLM's own option, for a YAML file", "use --kv-config")
 
 
 def _transfer(options: Options) -> dict[str, Any]:

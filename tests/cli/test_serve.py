@@ -141,6 +141,11 @@ ODD_CHUNKS = json.dumps(
         (["--kv-offloading-size", "1"], "--kv-offloading-size"),
         (["--kv_offloading_backend=lmcache"], "--kv-offloading-backend"),
         (["--kv-off", "1"], "--kv-off"),
+        (["--cpu-gb", "2"], "did you mean --cpu-gib?"),
+        (["--cpu_gib=2"], "did you mean --cpu-gib?"),
+        (["--redis_url", "redis://h"], "did you mean --redis-url?"),
+        (["--hash-key", "x"], "put it into --kv-config"),
+        (["--config", "{}"], "use --kv-config"),
         (["--kv-config", ODD_CHUNKS], "chunk_size 100 is not a multiple of vLLM's block size 16"),
     ],
 )
@@ -162,7 +167,8 @@ def test_an_option_is_no_model(arguments: list[str]) -> None:
 
 
 def test_every_option_of_vllm_goes_to_vllm() -> None:
-    """Options that would replace the connector are refused."""
+    """None is taken for a misspelt option of ours. Options that would replace the connector are
+    refused."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

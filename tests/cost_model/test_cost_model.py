@@ -378,27 +378,31 @@ def test_windows_in_a_stalled_tier_are_not_loaded() -> None:
     assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
 
 
+def make_model_beside_decoding(step_seconds: float) -> tuple[CostModel, Clock]:
+    """A model that has seen eight decode steps."""
+    clock = Clock()
+    model = CostModel(clock, max_deadline_seconds=10.0, max_step_tokens=8192)
+    for number in range(8):
+        model.steps.planned(clock(), follows=number > 0, has_prefill=False)
+        clock.now += step_seconds
+    return model, clock
+
+
 def test_prefills_that_hide_in_a_step_teach_nothing() -> None:
     """A GPU computes a few dozen tokens of a prompt within the time of a decode step."""
-    now, step, token = 0.0, 0.01, 3e-5
-    model = CostModel(lambda: now, max_deadline_seconds=10.0, max_step_tokens=8192)
-    for number in range(8):
-        model.steps.planned(now, follows=number > 0, has_prefill=False)
-        now += step
+    step, token = 0.01, 3e-5
+    model, clock = make_model_beside_decoding(step)
     model.observe_prefill(8192, 0, step + token * 8192)
     for _ in range(10):
-        now += 1.0
+        clock.now += 1.0
         model.observe_prefill(50, 8192, step)
     assert model.compute_seconds(0, 8192) == pytest.approx(step + 8192 * token, rel=0.05)
 
 
 def test_the_fixed_cost_of_a_step_is_no_part_of_the_prefill_speed() -> None:
     """On a GPU it equals a few thousand tokens. A prompt of two steps pays it twice."""
-    now, step, token = 0.0, 0.25, 3e-5
-    model = CostModel(lambda: now, max_deadline_seconds=10.0, max_step_tokens=8192)
-    for number in range(8):
-        model.steps.planned(now, follows=number > 0, has_prefill=False)
-        now += step
+    step, token = 0.25, 3e-5
+    model, _ = make_model_beside_decoding(step)
     for num_tokens in (8192, 64, 4096, 64, 8192):
         model.observe_prefill(num_tokens, 0, step + token * num_tokens)
     assert model.compute_seconds(0, 2048) == pytest.approx(step + 2048 * token, rel=0.05)
