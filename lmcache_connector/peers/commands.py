@@ -184,8 +184,8 @@ class Commands:
     """Answers the commands of all clients. One thread calls everything except `seal`.
 
     ``geometries``: of this rank's chunks. A value is sealed when it is first sent, since its bytes
-    do not change once stored. ``max_payload_bytes``: of the values that
-    ``SCAN`` lists and readers request.
+    do not change once stored. ``max_payload_bytes``: of the values that ``SCAN`` lists and readers
+    request.
     """
 
     def __init__(
