@@ -30,7 +30,8 @@ from lmcache_connector.scheduler.store_planner import adapter_of
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_SECONDS = 5.0
+_DEADLINE_SECONDS = 1.0
+"""A pause of the engine waits so long for an audit that asks a slow Redis."""
 _MAX_OWN_CHUNKS = 1 << 16
 """About 10 MB."""
 

@@ -76,6 +76,8 @@ class RequestBook:
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The request's state, with all full chunks hashed. ``UNREAD``: still unidentified after
         ``wait``, ask again. ``None``: the request bypasses the connector."""
+        if self.start.hasher is None or not self.weights.name:
+            self.weights.ask_again()
         if self.start.hasher is None:
             return UNREAD if self.start.is_awaited() else None
         if not self.weights.name:

@@ -331,6 +331,7 @@ class Scheduler:
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
+            asks_again=weights.take_asks_again() if weights.asks_again else False,
             transfers=tuple(transfers.updates) if transfers.updates else (),
             acked_leaving=self.index.take_acked() if self.index.acked_leaving else (),
         )

@@ -208,6 +208,8 @@ class WorkerAdapter:
             self._is_outdated = self._is_other(plan.acked_weights)
         if plan.weights_question:
             self._weights.ask(plan.weights_question)
+        if plan.asks_again:
+            self._report_state()
         if plan.probe:
             self._probe.request()
         if plan.uses:
@@ -281,8 +283,7 @@ class WorkerAdapter:
         """Tell the scheduler side anew all that it keeps of this rank, and of the chunks ``keys``
         whether they are there."""
         self._engine.report_all(keys)
-        self._lora_loads.report_all()
-        self._is_start_told, self._weights.has_updates = False, True
+        self._report_state()
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
         """The model or its drafter has raised before ``call``. If the user goes on, vLLM takes the
@@ -337,6 +338,11 @@ class WorkerAdapter:
     def _is_other(self, acked_weights: Sequence[int]) -> bool:
         """Whether the plan assumes other weights than those in memory."""
         return acked_weights[self._settings.engine.rank] != self._weights.changes.number
+
+    def _report_state(self) -> None:
+        """Report the start, the weights and the adapters with this step."""
+        self._lora_loads.report_all()
+        self._is_start_told, self._weights.has_updates = False, True
 
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()

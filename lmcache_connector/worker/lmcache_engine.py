@@ -252,13 +252,12 @@ class LMCacheEngineAdapter:
         job: AuditJob,
         fence: Fence | None,
         cancelled: threading.Event,
-        deadline: float,
         gate: StepGate,
         has_read: Callable[[], None],
     ) -> Comparison:
         """Copy the job's chunk out of the paged cache, and compare it with a tier's copy.
 
-        ``differences`` stay empty if no tier delivers by the ``deadline``, or vLLM reused the
+        ``differences`` stay empty if no tier delivers by the job's deadline, or vLLM reused the
         blocks. Calls ``has_read`` once the blocks are no longer needed. Raises the copy's errors.
         """
         (run,) = job.runs
@@ -272,6 +271,7 @@ class LMCacheEngineAdapter:
         is_sound = gate.passes(cancelled)
         has_read()
         if is_sound:
+            deadline = self._clock() + job.deadline_seconds
             self._retrieve(transfer, deadline, asks_all=job.may_fetch)
             self._use(job)
         return transfer

@@ -135,7 +135,6 @@ class RankTiers:
                 job,
                 queued.fence,
                 cancelled,
-                queued.deadline,
                 queued.gate,
                 partial(self.jobs.has_read, queued),
             )

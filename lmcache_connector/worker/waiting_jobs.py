@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, PrefetchJob, StoreJob
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -97,10 +97,10 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a load, audit or prefetch gives up, a reading of the queue's clock."""
+        """When a load or prefetch gives up, a reading of the queue's clock."""
         job = self.job
         seconds = 3600.0
-        if isinstance(job, LoadJob | AuditJob | PrefetchJob):
+        if isinstance(job, LoadJob | PrefetchJob):
             seconds = job.deadline_seconds
         if self.fenced_at is None:
             return self.submitted_at + _MAX_FENCE_SECONDS + seconds

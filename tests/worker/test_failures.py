@@ -224,6 +224,16 @@ def test_what_the_first_report_was_to_tell_is_told_by_the_next(
         rank.instance.worker.shutdown()
 
 
+def test_what_vllm_may_have_lost_is_told_again(rank: Rank) -> None:
+    """The interrupt of a user who steps the engine came before vLLM's update from a step."""
+    instance = rank.instance
+    instance.run(StepPlan(idle=True))
+    assert not any(made.start or made.weights for made in instance.run(StepPlan(idle=True)))
+    (told,) = instance.run(StepPlan(idle=True, asks_again=True))
+    assert told.start is not None
+    assert told.weights is not None
+
+
 def test_a_plan_that_starts_over_cancels_what_is_open(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
