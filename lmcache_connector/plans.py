@@ -349,27 +349,8 @@ class Fetched:
     has_failed: bool = False
 
 
-class _Fetches:
-    """Sums over the ``fetched`` of a job."""
-
-    __slots__ = ()
-    fetched: tuple[Fetched, ...]
-
-    @property
-    def fetched_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.fetched)
-
-    @property
-    def fetch_seconds(self) -> float:
-        return sum(each.seconds for each in self.fetched)
-
-    @property
-    def has_fetch_failed(self) -> bool:
-        return any(each.has_failed for each in self.fetched)
-
-
 @dataclass(frozen=True, slots=True)
-class JobResult(_Fetches):
+class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     in ``seconds`` of running, after ``waited_seconds`` behind other jobs.
 
@@ -386,6 +367,18 @@ class JobResult(_Fetches):
     differences: tuple[LayerDifference, ...] = ()
     waited_seconds: float = 0.0
     copy_seconds: float = 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.fetched)
+
+    @property
+    def fetch_seconds(self) -> float:
+        return sum(each.seconds for each in self.fetched)
+
+    @property
+    def has_fetch_failed(self) -> bool:
+        return any(each.has_failed for each in self.fetched)
 
 
 @dataclass(frozen=True, slots=True)
