@@ -62,9 +62,9 @@ class WeightFiles:
 
 class WeightNames:
     """``name``: of the weights, "" while unknown. ``question``: goes with the next plan; 0: none.
-    ``asks_again``: the next plan asks ranks for reports that may be lost. ``acked``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
-    starts on this host, by a digest of how they were loaded; ``keep`` adds to them without waiting
-    for the disk.
+    ``asks_again``: the next plan asks ranks for reports that may be lost. ``acked``: the reported
+    version of each rank's weights. ``kept``: digests in memory at earlier starts on this host, by a
+    digest of how they were loaded; ``keep`` adds to them without waiting for the disk.
 
     ``read_label()``: the user's name for the weights after an update; raises ``ConfigError`` if it
     is unreadable. Unlike digests, a label tells that engines of different parallel sizes have the
