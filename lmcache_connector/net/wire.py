@@ -193,29 +193,6 @@ class Wire:
         self._line_buffer = bytearray()
         self._line_scratch = memoryview(bytearray(_LINE_BYTES))
 
-    def receive(
-        self,
-        views: Sequence[memoryview],
-        deadline: Deadline,
-        on_pause: Callable[[int], None] = lambda received: None,
-    ) -> None:
-        """Fill ``views``. Raises `WireError`. After each incomplete slice, ``on_pause`` is called
-        with the number of bytes received so far; it may raise to give up.
-        """
-        if self._line_buffer:
-            raise WireError(WireFault.OUT_OF_STEP, "unexpected bytes")
-        pending = _Pending(views)
-        silence = self._silence()
-        # Return with the first bytes: they may be an error, with nothing behind them.
-        move = self._receive_any
-        while pending.views:
-            count = self._slice(move, pending.head(), deadline, silence)
-            pending.advance(count)
-            if count:
-                move = self._fill
-            if pending.views:
-                on_pause(pending.done)
-
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all of ``views``, without joining them. Raises `WireError`."""
         pending = _Pending([memoryview(view) for view in views])
@@ -223,8 +200,8 @@ class Wire:
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
-    def receive_behind(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Fill ``views`` with the bytes behind the last line. Raises `WireError`."""
+    def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill ``views``. Raises `WireError`."""
         pending = _Pending(views)
         silence = self._silence()
         while pending.views:
@@ -232,10 +209,6 @@ class Wire:
                 pending.advance(self._take_buffered(pending.views[0]))
             else:
                 pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
-
-    def unread(self, data: bytes) -> None:
-        """Put back bytes that `receive` has received, for `receive_line` and `receive_behind`."""
-        self._line_buffer[:0] = data
 
     def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
@@ -371,17 +344,15 @@ class _Silence:
 
 
 class _Pending:
-    """The views left to fill or send, and the number of bytes done."""
+    """The views left to fill or send."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = [view for view in views if len(view)]
-        self.done = 0
 
     def head(self) -> Sequence[memoryview]:
         return self.views[:_MAX_VECTORS]
 
     def advance(self, count: int) -> None:
-        self.done += count
         index = 0
         while index < len(self.views) and count >= len(self.views[index]):
             count -= len(self.views[index])
