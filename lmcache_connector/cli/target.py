@@ -81,8 +81,8 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
             f"this is not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
             f"quote the whole of it for the shell: '{_EXAMPLE}'",
         ) from None
-    except RecursionError:
-        raise CliError("this JSON is nested too deeply", _EXAMPLE) from None
+    except (ValueError, RecursionError):  # ValueError: a number of thousands of digits
+        raise CliError("this JSON is nested too deeply, or has a huge number", _EXAMPLE) from None
     if not isinstance(document, dict):
         raise CliError("the configuration must be one JSON object", _EXAMPLE)
     return document
@@ -94,7 +94,8 @@ def _read(name: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         # A text that names no file may be a URL with a password.
-        shown = Path(name).name if name.isprintable() and "@" not in name else "that"
+        is_path = name.isprintable() and "@" not in name
+        shown = (is_path and Path(name).name) or "that"
         raise CliError(
             f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
         ) from None
@@ -105,19 +106,13 @@ def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
     return _parsed(document, parse_config, "docs/settings.md lists all settings")
 
 
-def kv_port(document: Mapping[str, Any]) -> int | None:
-    """``kv_port`` as vLLM reads it; ``None`` if it is not a port."""
+def p2p_config(document: Mapping[str, Any]) -> ConnectorConfig:
+    """The configuration that the engine would read."""
     try:
         port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
     except ValidationError:
-        return None
-    return port if 0 < port < 65536 else None
-
-
-def p2p_config(document: Mapping[str, Any]) -> ConnectorConfig:
-    """The configuration that the engine would read."""
-    loads = document.get("kv_role") != "kv_producer"
-    parse = partial(parse_p2p_config, kv_port=kv_port(document) or DEFAULT_KV_PORT, loads=loads)
+        port = 0  # refused as out of range
+    parse = partial(parse_p2p_config, kv_port=port, kv_role=str(document.get("kv_role")))
     return _parsed(document, parse, "see the settings in docs/disaggregated.md")
 
 
