@@ -42,13 +42,14 @@ def parse(
     raw: Mapping[str, Any],
     what: str,
     hints: Mapping[str, str] = _NO_HINTS,
+    only: Sequence[str] = (),
 ) -> SettingsT:
     """Build ``model`` from ``raw``, called ``what`` in messages. A field's alias is its key.
 
-    ``hints`` explains keys that are not valid. Raises :class:`ConfigError` with one line per
-    problem.
+    ``hints`` explains keys that are not valid. ``only``: the keys that may be given, if not all.
+    Raises :class:`ConfigError` with one line per problem.
     """
-    valid = [field.alias or name for name, field in model.model_fields.items()]
+    valid = only or [field.alias or name for name, field in model.model_fields.items()]
     unknown = [key for key in raw if key not in valid]
     problems = [f"{key!r} is {hints[key]}" for key in unknown if key in hints]
     problems += unknown_keys([key for key in unknown if key not in hints], valid)
