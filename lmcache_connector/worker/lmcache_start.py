@@ -91,8 +91,7 @@ def start_engine(
     database: TokenDatabase,
     connector: GPUConnectorInterface,
 ) -> LMCacheEngine:
-    """Raises :class:`ConfigError` if LMCache cannot allocate the CPU tier with the settings of its
-    own."""
+    """Raises :class:`ConfigError` if LMCache cannot allocate the CPU tier."""
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=metadata.chunk_size,
         local_cpu=True,
@@ -109,10 +108,11 @@ def start_engine(
         try:
             _in_daemon_thread(engine.post_init)
         except (AssertionError, RuntimeError) as error:
-            if not settings.overrides:
-                raise
-            names = ", ".join(f"lmcache.{name}" for name in settings.overrides)
-            raise ConfigError(f"LMCache cannot start with {names}: {error}") from error
+            names = "".join(f" and lmcache.{name}" for name in settings.overrides)
+            raise ConfigError(
+                f"LMCache cannot allocate a CPU tier of {settings.rank_gib:g} GiB per rank, from "
+                f"cpu_gib{names}: {error}"
+            ) from error
     return engine
 
 

@@ -180,13 +180,29 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     rank.engine.close(0.0)
 
 
-def test_a_setting_that_lmcache_cannot_start_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank_gib", "overrides", "said"),
+    [
+        pytest.param(
+            2.0**18, {}, r"CPU tier of .* GiB per rank, from cpu_gib: .*memory", id="no-memory"
+        ),
+        pytest.param(
+            0.01,
+            {"local_cpu_use_hugepages": True},
+            r"from cpu_gib and lmcache\.local_cpu_use_hugepages: mmap failed",
+            id="no-pages",
+        ),
+    ],
+)
+def test_what_lmcache_cannot_allocate_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, rank_gib: float, overrides: dict[str, bool], said: str
+) -> None:
     def no_pages(*_: object, **__: object) -> int:
         raise RuntimeError("mmap failed")
 
     monkeypatch.setattr(memory_management.device_ops, "alloc_hugepage_pinned_ptr", no_pages)
-    settings = EngineSettings(0, 1, 0.01, overrides={"local_cpu_use_hugepages": True})
+    settings = EngineSettings(0, 1, rank_gib, overrides=dict(overrides))
     caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
     part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
-    with pytest.raises(ConfigError, match=r"lmcache\.local_cpu_use_hugepages: mmap failed"):
+    with pytest.raises(ConfigError, match=said):
         LMCacheEngineAdapter(settings, [part], make_copier(torch.device("cpu")), None)
