@@ -24,7 +24,7 @@ from lmcache_connector.cli.target import (
     p2p_config,
     read_transfer_config,
 )
-from lmcache_connector.config.tiered import ConnectorConfig, check_chunk_size
+from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.errors import ConfigError
 
@@ -113,7 +113,7 @@ def plan(options: Options) -> Server:
     config = _PARSERS[document["kv_connector"]](document)
     if isinstance(config, ConnectorConfig) and not _names(options.vllm_options, _BLOCK_SIZE):
         try:
-            check_chunk_size(config.chunk_size, USUAL_BLOCK)
+            fit_chunk_size(config.wanted_chunk_size, USUAL_BLOCK)
         except ConfigError as error:
             raise CliError(str(error)) from None
     transfer, secrets = _hidden(document)

@@ -316,8 +316,8 @@ def check_settings(
     ``kv_connector_extra_config``, also inside a ``MultiConnector``. Raises :class:`ConfigError`."""
     if connector == CONNECTOR:
         config = parse_config(extra_config)
-        if "chunk_size" in extra_config and block_size:
-            check_chunk_size(config.chunk_size, block_size)
+        if block_size:
+            fit_chunk_size(config.wanted_chunk_size, block_size)
     elif connector == "MultiConnector":
         for each in extra_config.get("connectors", ()):
             if isinstance(each, Mapping):  # else vLLM refuses it
@@ -325,13 +325,18 @@ def check_settings(
                 check_settings(each.get("kv_connector"), extra, block_size)
 
 
-def check_chunk_size(chunk_size: int, block_size: int) -> None:
-    """Raises :class:`ConfigError`."""
-    if chunk_size % block_size:
+def fit_chunk_size(wanted: int | None, block_size: int) -> int:
+    """The chunk size in tokens; ``None``: the default, or the next size that holds whole blocks.
+    Raises :class:`ConfigError`."""
+    if wanted is None:
+        default: int = ConnectorConfig.model_fields["chunk_size"].default
+        return -(-default // block_size) * block_size
+    if wanted % block_size:
         raise ConfigError(
-            f"chunk_size {chunk_size} is not a multiple of vLLM's block size {block_size}: leave "
-            f"it out, or set it to a multiple, or --block-size to a divisor of {chunk_size}."
+            f"chunk_size {wanted} is not a multiple of the block size {block_size}: leave it out, "
+            f"or set it to a multiple, or vLLM's --block-size to a divisor of {wanted}."
         )
+    return wanted
 
 
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
