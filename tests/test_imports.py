@@ -34,7 +34,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "kv_events": 325,
         "kv_layout": 458,
         "metrics": 512,
-        "requests": 985,
+        "requests": 958,
         "retention": 785,
         "storage/redis": 2985,
         "tracing": 85,
