@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_p2p_config
 from lmcache_connector.connector import LMCacheTieredConnector
@@ -25,11 +25,6 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
         transfer = self._kv_transfer_config
         extra = transfer.kv_connector_extra_config
         return parse_p2p_config(extra, transfer.kv_port, str(transfer.kv_role))
-
-    @classmethod
-    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
-        """Role and port are unknown here."""
-        parse_p2p_config(extra_config)
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         worker = super()._make_worker(kv_caches)

@@ -29,7 +29,6 @@ from lmcache_connector.plans import Tier
 from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
-CONNECTOR = "LMCacheTieredConnector"
 _OF_LMCACHE = ("lmcache.numa_mode", "lmcache.local_cpu_use_hugepages")
 _FOUND_AGAIN_SECONDS = 2.0
 """Longest time until a new peer, or one that is back, is asked."""
@@ -309,22 +308,6 @@ class ConnectorConfig(StrictSettings):
             yield f"the Redis tier: {error}"
 
 
-def check_settings(
-    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None
-) -> None:
-    """Check the settings of every ``LMCacheTieredConnector`` in vLLM's
-    ``kv_connector_extra_config``, also inside a ``MultiConnector``. Raises :class:`ConfigError`."""
-    if connector == CONNECTOR:
-        config = parse_config(extra_config)
-        if block_size:
-            fit_chunk_size(config.wanted_chunk_size, block_size)
-    elif connector == "MultiConnector":
-        for each in extra_config.get("connectors", ()):
-            if isinstance(each, Mapping):  # else vLLM refuses it
-                extra = each.get("kv_connector_extra_config") or {}
-                check_settings(each.get("kv_connector"), extra, block_size)
-
-
 def fit_chunk_size(wanted: int | None, block_size: int) -> int:
     """The chunk size in tokens; ``None``: the default, or the next size that holds whole blocks.
     Raises :class:`ConfigError`."""
@@ -429,3 +412,25 @@ def parse_p2p_config(
         lines = "\n".join(f"  - {p.removeprefix('  - ')}" for p in problems)
         raise ConfigError(f"kv_connector_extra_config cannot be used:\n{lines}")
     return config
+
+
+_PARSERS: dict[str | None, Callable[[Mapping[str, Any]], ConnectorConfig]] = {
+    "LMCacheTieredConnector": parse_config,
+    "LMCacheP2PConnector": parse_p2p_config,
+}
+
+
+def check_settings(
+    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None = None
+) -> None:
+    """Check the settings of each of our connectors in vLLM's ``kv_connector_extra_config``, also
+    inside a ``MultiConnector``. Raises :class:`ConfigError`."""
+    if (parse_settings := _PARSERS.get(connector)) is not None:
+        config = parse_settings(extra_config)
+        if block_size:
+            fit_chunk_size(config.wanted_chunk_size, block_size)
+    elif connector == "MultiConnector":
+        for each in extra_config.get("connectors", ()):
+            if isinstance(each, Mapping):  # else vLLM refuses it
+                extra = each.get("kv_connector_extra_config") or {}
+                check_settings(each.get("kv_connector"), extra, block_size)

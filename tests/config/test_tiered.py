@@ -150,6 +150,7 @@ def test_ranks_share_the_cpu_tier_of_their_host() -> None:
     ("connector", "extra"),
     [
         ("LMCacheTieredConnector", {"cpu_gb": 1}),
+        ("LMCacheP2PConnector", {"cpu_gb": 1}),
         (
             "MultiConnector",
             {
@@ -171,6 +172,8 @@ def test_settings_inside_multiconnector_are_checked(connector: str, extra: dict[
 
 
 def test_a_chunk_size_is_checked_against_a_known_block_size() -> None:
+    with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
+        check_settings("LMCacheP2PConnector", {"chunk_size": 100}, 16)
     with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
         check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
