@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost layer first; each package with its largest number of lines. A package imports from
 # itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1900, "handover": 57, "transformers": 820},
+    {"cli": 1885, "handover": 57, "transformers": 820},
     {"connector": 590, "stepwise": 1265},
     {"integrations": 320, "scheduler": 3550, "worker": 3860},
     {"lookup": 730, "vllm_compat": 2527},
-    {"config": 815, "copy_kv_blocks": 1112, "peers": 2810},
+    {"config": 820, "copy_kv_blocks": 1112, "peers": 2810},
     {
         "audit": 340,
         "cost_model": 1305,

@@ -19,9 +19,11 @@ from lmcache_connector.cli.report import (
     size,
 )
 from lmcache_connector.cli.target import (
+    P2P,
+    TIERED,
     USUAL_BLOCK,
     connector_config,
-    p2p_config,
+    connector_meant,
     read_transfer_config,
 )
 from lmcache_connector.config.strict import unknown_keys
@@ -30,8 +32,6 @@ from lmcache_connector.config.warnings import available_memory, settings_warning
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.api import versions
 
-TIERED = "LMCacheTieredConnector"
-P2P = "LMCacheP2PConnector"
 # The keys of vLLM's KVTransferConfig, which refuses others; a test compares the two.
 TRANSFER_KEYS = (
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
@@ -77,8 +77,7 @@ def run(report: Report, text_or_path: str) -> int:
     document = read_transfer_config(text_or_path)
     findings = [_transfer(document)]
     try:
-        read = p2p_config if _connector_meant(document) == P2P else connector_config
-        config = read(document)
+        config = connector_config(document)
         for finding in _settings(config, document.get("kv_role")):
             findings.append(finding)  # noqa: PERF402 - those before an error count
         findings.extend(check_peers.findings(config, str(document.get("kv_role"))))
@@ -99,21 +98,15 @@ def run(report: Report, text_or_path: str) -> int:
 # -- what vLLM itself reads ------------------------------------------------------------------------
 
 
-def _connector_meant(document: Mapping[str, Any]) -> str:
-    """The connector that the settings are for, even if its name is misspelt."""
-    return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
-
-
 def _transfer(document: Mapping[str, Any]) -> Finding:
     """Check connector, role and keys as vLLM does."""
-    meant = _connector_meant(document)
     problems, hints = [], []
     if document.get("kv_connector") not in (TIERED, P2P):
         problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
     if document.get("kv_role") not in _ROLES:
         problems.append(f"kv_role must be one of {', '.join(_ROLES)}")
     if problems:
-        hints.append(f'"kv_connector": "{meant}", "kv_role": "kv_both"')
+        hints.append(f'"kv_connector": "{connector_meant(document)}", "kv_role": "kv_both"')
         if "kv_connector_extra_config" not in document:
             hints.append("put the connector's own settings into kv_connector_extra_config")
     outside = [key for key in document if key in ConnectorConfig.model_fields]

@@ -168,6 +168,13 @@ def test_a_port_that_is_none_is_refused(cli: Cli, port: object) -> None:
     assert "'kv_port': must be a port from 1 to 65535" in outcome.out
 
 
+def test_settings_of_either_connector_name_the_redis(cli: Cli) -> None:
+    settings = p2p(host="127.0.0.1", redis_url=f"redis://127.0.0.1:{free_ports(1)}")
+    outcome = cli("ls", "--kv-config", settings)
+    assert outcome.code == 3
+    assert "refused" in outcome.err
+
+
 def test_a_wildcard_address_is_warned_of(cli: Cli) -> None:
     text = p2p(host="0.0.0.0", hash_key=SECRET, peer_hosts=["10.0.0.0/8"])
     outcome = cli("check", text, "--json")
