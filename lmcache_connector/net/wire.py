@@ -26,7 +26,7 @@ SLICE_SECONDS = 0.005
 _SUSPICIOUS_SECONDS = 0.2
 _MAX_VECTORS = 512
 _LOW_WATER_BYTES = 256 << 10
-_LINE_BYTES = 64 * 1024
+LINE_BYTES = 64 * 1024
 _TLS_RECORD_BYTES = 16 * 1024
 # Bytes per slice, so that deadlines are checked with a fast peer too.
 _TLS_SLICE_BYTES = 1 << 20
@@ -191,7 +191,7 @@ class Wire:
         self._idle_seconds = idle_seconds
         self._idle_bytes = idle_bytes
         self._line_buffer = bytearray()
-        self._line_scratch = memoryview(bytearray(_LINE_BYTES))
+        self._line_scratch = memoryview(bytearray(LINE_BYTES))
 
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all of ``views``, without joining them. Raises `WireError`."""
@@ -210,13 +210,15 @@ class Wire:
             else:
                 pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
 
-    def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
+    def receive_line(self, deadline: Deadline, max_bytes: int = LINE_BYTES) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
         Receives at most ``max_bytes`` at once; bytes behind the line are buffered. The whole line
         must arrive within ``idle_seconds``, counted from when the peer has received all bytes sent
         before: it cannot answer sooner.
         """
+        if (line := self.next_line()) is not None:
+            return line
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()
         while (line := self.next_line()) is None:
@@ -229,7 +231,7 @@ class Wire:
         """An already received line, without its CRLF, or ``None``. Raises `WireError`."""
         end = self._line_buffer.find(b"\r\n")
         if end < 0:
-            if len(self._line_buffer) > _LINE_BYTES:
+            if len(self._line_buffer) > LINE_BYTES:
                 raise WireError(WireFault.OUT_OF_STEP, "a line that is too long")
             return None
         line = bytes(self._line_buffer[:end])
@@ -280,7 +282,7 @@ class Wire:
         return count
 
     def _buffer_more(
-        self, deadline: Deadline, silence: _Silence, max_bytes: int = _LINE_BYTES
+        self, deadline: Deadline, silence: _Silence, max_bytes: int = LINE_BYTES
     ) -> None:
         place = self._line_scratch[:max_bytes]
         count = self._slice(self._receive_any, [place], deadline, silence)

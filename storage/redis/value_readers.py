@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.net.wire import LINE_BYTES, Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.25
 # Fraction of a read's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
+# Payloads for which a copy costs less than a system call.
+_SMALL_BYTES = 32 << 10
 # Bad replies that count against the server; others are due to what was stored.
 _SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
 _FORBIDDEN = b"-NOPERM "
@@ -311,8 +313,10 @@ class Reader(threading.Thread):
     def _receive(self, value: Value, wire: Wire, deadline: Deadline) -> memoryview:
         """Receive the value's header, and return the bytes behind it: the payload in its place, or
         a compressed one in a buffer that grows to the largest payload requested so far."""
-        # A good reply is longer than a header, so no byte of the next reply is received.
-        line = wire.receive_line(deadline, HEADER_BYTES)
+        # Of a large reply no payload comes with the line: it is received in its place. Small
+        # replies come together.
+        is_small = len(value.payload) <= _SMALL_BYTES
+        line = wire.receive_line(deadline, LINE_BYTES if is_small else HEADER_BYTES)
         num_bytes, stored = bulk_length(line), value.payload
         if num_bytes is None or not may_be_value(num_bytes, len(stored)):
             raise BadReplyError(classify_mismatch(line), line)
