@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 512,
         "requests": 958,
         "retention": 785,
-        "storage/redis": 2785,
+        "storage/redis": 2965,
         "tracing": 85,
         "weight_names": 265,
     },
@@ -47,7 +47,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "errors": 55,
         "keys": 605,
         "kv_parts": 425,
-        "net": 470,
+        "net": 500,
         "threads": 165,
     },
 )

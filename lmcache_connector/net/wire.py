@@ -26,7 +26,7 @@ SLICE_SECONDS = 0.005
 _SUSPICIOUS_SECONDS = 0.2
 _MAX_VECTORS = 512
 _LOW_WATER_BYTES = 256 << 10
-LINE_BYTES = 64 * 1024
+_LINE_BYTES = 64 * 1024
 _TLS_RECORD_BYTES = 16 * 1024
 # Bytes per slice, so that deadlines are checked with a fast peer too.
 _TLS_SLICE_BYTES = 1 << 20
@@ -191,7 +191,30 @@ class Wire:
         self._idle_seconds = idle_seconds
         self._idle_bytes = idle_bytes
         self._line_buffer = bytearray()
-        self._line_scratch = memoryview(bytearray(LINE_BYTES))
+        self._line_scratch = memoryview(bytearray(_LINE_BYTES))
+
+    def receive(
+        self,
+        views: Sequence[memoryview],
+        deadline: Deadline,
+        on_pause: Callable[[int], None] = lambda received: None,
+    ) -> None:
+        """Fill ``views``. Raises `WireError`. After each incomplete slice, ``on_pause`` is called
+        with the number of bytes received so far; it may raise to give up.
+        """
+        if self._line_buffer:
+            raise WireError(WireFault.OUT_OF_STEP, "unexpected bytes")
+        pending = _Pending(views)
+        silence = self._silence()
+        # Return with the first bytes: they may be an error, with nothing behind them.
+        move = self._receive_any
+        while pending.views:
+            count = self._slice(move, pending.head(), deadline, silence)
+            pending.advance(count)
+            if count:
+                move = self._fill
+            if pending.views:
+                on_pause(pending.done)
 
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all of ``views``, without joining them. Raises `WireError`."""
@@ -200,8 +223,8 @@ class Wire:
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
-    def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Fill ``views``. Raises `WireError`."""
+    def receive_behind(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill ``views`` with the bytes behind the last line. Raises `WireError`."""
         pending = _Pending(views)
         silence = self._silence()
         while pending.views:
@@ -210,15 +233,17 @@ class Wire:
             else:
                 pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
 
-    def receive_line(self, deadline: Deadline, max_bytes: int = LINE_BYTES) -> bytes:
+    def unread(self, data: bytes) -> None:
+        """Put back bytes that `receive` has received, for `receive_line` and `receive_behind`."""
+        self._line_buffer[:0] = data
+
+    def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
         Receives at most ``max_bytes`` at once; bytes behind the line are buffered. The whole line
         must arrive within ``idle_seconds``, counted from when the peer has received all bytes sent
         before: it cannot answer sooner.
         """
-        if (line := self.next_line()) is not None:
-            return line
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()
         while (line := self.next_line()) is None:
@@ -231,7 +256,7 @@ class Wire:
         """An already received line, without its CRLF, or ``None``. Raises `WireError`."""
         end = self._line_buffer.find(b"\r\n")
         if end < 0:
-            if len(self._line_buffer) > LINE_BYTES:
+            if len(self._line_buffer) > _LINE_BYTES:
                 raise WireError(WireFault.OUT_OF_STEP, "a line that is too long")
             return None
         line = bytes(self._line_buffer[:end])
@@ -282,7 +307,7 @@ class Wire:
         return count
 
     def _buffer_more(
-        self, deadline: Deadline, silence: _Silence, max_bytes: int = LINE_BYTES
+        self, deadline: Deadline, silence: _Silence, max_bytes: int = _LINE_BYTES
     ) -> None:
         place = self._line_scratch[:max_bytes]
         count = self._slice(self._receive_any, [place], deadline, silence)
@@ -346,15 +371,17 @@ class _Silence:
 
 
 class _Pending:
-    """The views left to fill or send."""
+    """The views left to fill or send, and the number of bytes done."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = [view for view in views if len(view)]
+        self.done = 0
 
     def head(self) -> Sequence[memoryview]:
         return self.views[:_MAX_VECTORS]
 
     def advance(self, count: int) -> None:
+        self.done += count
         index = 0
         while index < len(self.views) and count >= len(self.views[index]):
             count -= len(self.views[index])

@@ -171,13 +171,13 @@ class _Mapping:
             try:
                 if not descriptors:
                     raise _NotOffered
-                if data != b"+OK\r\n":
-                    raise ValueError("a malformed answer")
                 self._map = _mapped(descriptors[0])
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
             self._wire = Wire(sock, until.clock, _ANSWER_SECONDS)
+            self._wire.unread(data)
+            self._wire.receive_line(until)
         except BaseException:
             sock.close()
             raise
@@ -216,7 +216,7 @@ class _Mapping:
         if not count:
             return iter(())
         self._expect(b"$%d" % len(answer), until)
-        self._wire.receive([memoryview(answer)], until)
+        self._wire.receive_behind([memoryview(answer)], until)
         self._expect(b"", until)
         return PLACE.iter_unpack(answer)
 

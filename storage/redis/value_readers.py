@@ -1,41 +1,20 @@
-"""Reader threads that share all reads from servers of one kind, each with its own connections.
-
-A reader keeps one to two batches of requests in flight, and receives one value after the other:
-the line that gives its length, then header, payload and CRLF with one system call. After a reply
-that is no value, the replies behind it are discarded and the connection is closed. This costs
-little, since chunks behind a missing one are useless.
-"""
+"""Reader threads that share all reads from servers of one kind, each with its own connections."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import LINE_BYTES, Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import (
-    HEADER_BYTES,
-    InvalidValueError,
-    check_value,
-    may_be_value,
-)
-from lmcache_connector.storage.compression import decompress
+from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.client.resp import (
-    CRLF,
-    ReplyFault,
-    bulk_length,
-    classify_mismatch,
-    command,
-    first_line,
-    is_redirection,
-)
-from lmcache_connector.storage.redis.config import Value, ValuePlan
+from lmcache_connector.storage.redis.client.resp import ReplyFault, is_redirection
+from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
 from lmcache_connector.storage.redis.pending_read import (
@@ -44,32 +23,20 @@ from lmcache_connector.storage.redis.pending_read import (
     ignore_arrivals,
 )
 from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.redis.value_stream import BadReplyError, SingleReplies, ValueStream
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.25
 # Fraction of a read's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
-# Payloads for which a copy costs less than a system call.
-_SMALL_BYTES = 32 << 10
 # Bad replies that count against the server; others are due to what was stored.
 _SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
 _FORBIDDEN = b"-NOPERM "
-# Faults of a stored value.
-_VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 # Misses due to the connection rather than to the server's content.
 _CONNECTION_FAULTS = frozenset(
     {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
 )
-
-
-class BadReplyError(Exception):
-    """``reply`` is the start of a reply that is not the requested value."""
-
-    def __init__(self, fault: ReplyFault | WireFault, reply: bytes) -> None:
-        super().__init__(first_line(reply))
-        self.fault = fault
-        self.reply = reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +53,8 @@ class ValueReaders:
     """``num_connections`` threads that read values from ``servers``. Thread-safe.
 
     With several nodes, at least one reader is kept free of any single node: a silent node blocks
-    the readers that wait for it, and other nodes' chunks must still be read. ``on_spoiled(key,
-    node)`` is called for chunks with a value that failed verification. Reads are counted in
-    ``counters``.
+    the readers that wait for it, and other nodes' chunks must still be read. ``on_spoiled``: see
+    `ValueStream`. Reads are counted in ``counters``.
     """
 
     def __init__(
@@ -106,7 +72,7 @@ class ValueReaders:
         self._changed = threading.Condition()
         self.closed = False
         self.threads = tuple(
-            Reader(f"lmc-{servers.kind}-read-{i}", servers, self, plan, on_spoiled)
+            Reader(f"lmc-{servers.kind}-read-{i}", servers, self, on_spoiled)
             for i in range(servers.config.num_connections)
         )
 
@@ -205,18 +171,14 @@ class Reader(threading.Thread):
         name: str,
         servers: Servers,
         readers: ValueReaders,
-        plan: ValuePlan,
         on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
         self._connections = Connections(servers, servers.config.read_timeout_seconds)
         self._readers = readers
-        self._plan = plan
         self._on_spoiled = on_spoiled
-        self._header = memoryview(bytearray(HEADER_BYTES))
-        self._tail = memoryview(bytearray(len(CRLF)))
-        self._scratch = memoryview(b"")
+        self._replies = SingleReplies()
 
     def run(self) -> None:
         timeout = 0.0  # connect before the first read
@@ -242,7 +204,7 @@ class Reader(threading.Thread):
         self._connections.close()
 
     def _serve(self, read: PendingRead, node: Node) -> None:
-        """Read the unclaimed values of ``node``; on an error keep complete ones, fail the rest."""
+        """Read the unclaimed values of ``node``."""
         clock = self._servers.clock
         connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
         try:
@@ -251,83 +213,35 @@ class Reader(threading.Thread):
         except UnavailableError:
             read.fail_node(node)
             return
-        in_flight = deque[Value]()
-        fault: ReplyFault | WireFault
-        with read.reading() as entered:
-            try:
-                if entered:
-                    self._receive_all(read, node, wire, in_flight)
-                return
-            except BadReplyError as error:
-                fault, blame = error.fault, False
-                if is_redirection(error.reply):
-                    self._servers.topology.redirected(node)
-                elif error.reply.startswith(_FORBIDDEN):
-                    self._servers.forbids_reads(node, str(error))
-                else:
-                    blame = fault in _SERVER_FAULTS
-                self._connections.drop(node, str(error), blame=blame)
-                if fault in _VALUE_FAULTS:
-                    self._on_spoiled(in_flight[0].expected.key, node)
-            except WireError as error:
-                fault, blame = error.fault, error.is_peers_fault
-                is_silent = fault is WireFault.STALLED
-                self._connections.drop(node, str(error), blame=blame, at_once=is_silent)
-            for number, value in enumerate(in_flight):
-                read.fail(value, Miss(fault, is_behind=number > 0))
-
-    def _receive_all(
-        self, read: PendingRead, node: Node, wire: Wire, in_flight: deque[Value]
-    ) -> None:
-        """Request, receive and verify values until none is left. After an error, ``in_flight``
-        holds the values requested and not received. Raises `BadReplyError` or `WireError`."""
         # Two batches fill the window; a small read has smaller ones, so that all readers share it.
-        config, num_bytes = self._servers.config, 0
-        batch_bytes = min(config.batch_bytes, read.total_bytes // (2 * config.num_connections))
-        verb, options = (b"GETEX", config.ttl_options) if config.refresh_ttl else (b"GET", ())
-        while True:
-            while len(in_flight) < 2 or num_bytes <= batch_bytes:
-                values = read.claim(node, max(1, batch_bytes))
-                if not values:
-                    break
-                in_flight += values
-                num_bytes += sum(len(value.payload) for value in values)
-                commands = [command(verb, value.name, *options) for value in values]
-                wire.send([b"".join(commands)], read.deadline)
-            if not in_flight:
-                return
-            value = in_flight[0]
-            stored = self._receive(value, wire, read.deadline)
-            in_flight.popleft()
-            num_bytes -= len(value.payload)
-            try:
-                if check_value(self._header, stored, value.expected, self._plan.sealer):
-                    decompress(stored, value.payload, value.expected.dtype)
-            except InvalidValueError as error:
-                self._on_spoiled(value.expected.key, node)
-                read.fail(value, Miss(error.fault))
-            else:
-                read.settle(value)
-            self._connections.succeeded(node)
+        config = self._servers.config
+        fair = read.total_bytes // (2 * config.num_connections)
+        batch_bytes = max(1, min(config.batch_bytes, fair))
+        with read.reading() as entered:
+            if entered:
+                stream = ValueStream(read, node, wire, batch_bytes, self._replies, self._on_spoiled)
+                self._stream(stream, node)
 
-    def _receive(self, value: Value, wire: Wire, deadline: Deadline) -> memoryview:
-        """Receive the value's header, and return the bytes behind it: the payload in its place, or
-        a compressed one in a buffer that grows to the largest payload requested so far."""
-        # Of a large reply no payload comes with the line: it is received in its place. Small
-        # replies come together.
-        is_small = len(value.payload) <= _SMALL_BYTES
-        line = wire.receive_line(deadline, LINE_BYTES if is_small else HEADER_BYTES)
-        num_bytes, stored = bulk_length(line), value.payload
-        if num_bytes is None or not may_be_value(num_bytes, len(stored)):
-            raise BadReplyError(classify_mismatch(line), line)
-        if num_bytes != HEADER_BYTES + len(stored):
-            if len(self._scratch) < len(stored):
-                self._scratch = memoryview(bytearray(len(stored)))
-            stored = self._scratch[: num_bytes - HEADER_BYTES]
-        wire.receive([self._header, stored, self._tail], deadline)
-        if self._tail != CRLF:
-            raise BadReplyError(WireFault.OUT_OF_STEP, bytes(self._tail))
-        return stored
+    def _stream(self, stream: ValueStream, node: Node) -> None:
+        """Read values from ``node``; on an error keep complete ones and fail the rest."""
+        try:
+            while stream.receive_batch():
+                self._connections.succeeded(node)
+        except BadReplyError as error:
+            blame = False
+            if is_redirection(error.reply):
+                self._servers.topology.redirected(node)
+            elif error.reply.startswith(_FORBIDDEN):
+                self._servers.forbids_reads(node, str(error))
+            else:
+                blame = error.fault in _SERVER_FAULTS
+            self._connections.drop(node, str(error), blame=blame)
+            stream.give_up(error.fault)
+        except WireError as error:
+            is_silent = error.fault is WireFault.STALLED
+            blame = error.is_peers_fault
+            self._connections.drop(node, str(error), blame=blame, at_once=is_silent)
+            stream.give_up(error.fault)
 
 
 def check_sizes(

@@ -67,17 +67,31 @@ def test_lines_are_split_at_any_packets(wire: tuple[Wire, socket.socket]) -> Non
     assert near.is_fresh()
 
 
-def test_bytes_behind_a_line_are_received_once(wire: tuple[Wire, socket.socket]) -> None:
+def test_surplus_bytes_end_the_connection(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
-    peer.sendall(b"5\r\nabcde4\r\nwxyz")
-    assert near.receive_line(soon(), 6) == b"5"
-    target = bytearray(9)
-    near.receive([memoryview(target)[:2], memoryview(target)[2:5]], soon())
-    assert near.receive_line(soon()) == b"4"
+    peer.sendall(b"+OK\r\nsurplus")
+    near.receive_line(soon())
+    error = fault_of(lambda: near.receive([memoryview(bytearray(7))], soon()))
+    assert error.fault is WireFault.OUT_OF_STEP
+
+
+def test_unread_bytes_are_read_again(wire: tuple[Wire, socket.socket]) -> None:
+    near, peer = wire
+    peer.sendall(b"5\r\nabcde4\r\n")
+    taken = bytearray(11)
+    near.receive([memoryview(taken)], soon())
+    near.unread(bytes(taken[6:]))
+    near.unread(bytes(taken[3:6]))
+    target = bytearray(7)
+    peer.sendall(b"wxyz" * 2)
+    near.receive_behind([memoryview(target)[:2], memoryview(target)[2:5]], soon())
+    assert near.receive_line(soon(), 3) == b"4"
+    near.receive_behind([memoryview(target)[5:]], soon())
+    assert target == b"abcdewx"
     assert not near.is_fresh()
-    near.receive([memoryview(target)[5:]], soon())
-    assert target == b"abcdewxyz"
-    assert near.is_fresh()
+    rest = bytearray(6)
+    near.receive_behind([memoryview(rest)], soon())
+    assert rest == b"yzwxyz"
 
 
 def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -> None:
@@ -85,6 +99,17 @@ def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -
     sender = threading.Thread(target=peer.sendall, args=(bytes(200_000),), daemon=True)
     sender.start()
     assert fault_of(lambda: near.receive_line(soon())).fault is WireFault.OUT_OF_STEP
+
+
+def test_a_pause_gets_the_bytes_received_and_may_raise(wire: tuple[Wire, socket.socket]) -> None:
+    near, peer = wire
+    peer.sendall(b"12345")
+
+    def give_up(received: int) -> None:
+        raise ZeroDivisionError(received)
+
+    with pytest.raises(ZeroDivisionError, match="5"):
+        near.receive([memoryview(bytearray(9))], soon(), give_up)
 
 
 def test_a_silent_peer_has_stalled(wire: tuple[Wire, socket.socket]) -> None:

@@ -50,15 +50,15 @@ def bulk_length(line: bytes) -> int | None:
     return int(digits)
 
 
-def classify_mismatch(line: bytes) -> ReplyFault | WireFault:
-    """Classify the first line of a reply that cannot be the requested value."""
-    if line == b"$-1":
+def classify_mismatch(head: bytes) -> ReplyFault | WireFault:
+    """Classify a reply that does not begin with the expected bulk line."""
+    if head.startswith(b"$-1\r"):
         return ReplyFault.MISSING
-    if line.startswith(b"-WRONGTYPE"):
+    if head.startswith(b"-WRONGTYPE"):
         return ReplyFault.WRONG_TYPE
-    if line.startswith(b"-"):
+    if head.startswith(b"-"):
         return ReplyFault.ERROR_REPLY
-    if bulk_length(line) is not None:
+    if head.startswith(b"$") and head[1:2].isdigit():
         return ReplyFault.WRONG_LENGTH
     return WireFault.OUT_OF_STEP
 
