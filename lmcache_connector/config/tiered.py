@@ -100,7 +100,7 @@ class ConnectorConfig(StrictSettings):
     stored values."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
-    window_interval: Annotated[int, Field(gt=0)] | None = None
+    window_interval: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Sliding-window models only: distance in tokens between reusable points inside a prompt.
     Smaller values find more partial hits and store more. None: 8 windows."""
     redis_admission: Annotated[
@@ -110,7 +110,7 @@ class ConnectorConfig(StrictSettings):
     used."""
     redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
     """Lossless compression of values in Redis. Every instance reads both forms."""
-    redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    redis_ttl_seconds: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Lifetime of values in Redis. None: the server's eviction policy decides."""
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
