@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
 from lmcache_connector.errors import FailureLog, UnsupportedError, log_through
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
@@ -147,12 +147,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Always false. vLLM calls this while it builds its configuration, long before it loads the
         model, so unusable settings end the start here."""
-        cls._check_settings(extra_config)
+        check_settings(cls.__name__, extra_config)
         return False
-
-    @classmethod
-    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
-        parse_config(extra_config)
 
     def _parse_config(self) -> ConnectorConfig:
         return parse_config(self._kv_transfer_config.kv_connector_extra_config)

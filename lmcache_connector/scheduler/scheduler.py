@@ -44,7 +44,6 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
-from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
@@ -72,8 +71,7 @@ _SAMPLES_SECONDS = 0.1
 class Scheduler:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``kv_events`` records chunks that enter and leave the tiers, ``loaded_adapters`` the adapters on
-    the ranks, ``spans`` the trace of each request.
+    ``kv_events`` records chunks that enter and leave the tiers, ``spans`` traces requests.
     """
 
     settings: SchedulerSettings
@@ -84,7 +82,6 @@ class Scheduler:
     kv_events: KvEventLog
     tally: Tally
     auditor: Auditor
-    loaded_adapters: LoadedAdapters
     transfers: RequestTransfers
     spans: Spans = field(default_factory=Spans)
     clock: Callable[[], float] = time.monotonic
@@ -120,7 +117,7 @@ class Scheduler:
         self.witness.forget_all()
         self.book.forget_all()
         self.auditor.forget_all()
-        self.loaded_adapters.forget()
+        self.book.adapters.forget()
         self.index.forget_planned()
         self.kv_events.forget_jobs()
         self.book.weights.reset(is_external=False)  # a question or an answer may be lost
@@ -306,7 +303,7 @@ class Scheduler:
         self.policy.step_planned(len(scheduled), left, has_prefill=has_prefill)
         if probe := self.policy.probes.is_wanted and self.policy.probes.take():
             self.tally.count("probes")
-        adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
+        adapters, weights, transfers = self.book.adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.acked, weights.acked),
             idle=not scheduled,
@@ -636,7 +633,7 @@ class Scheduler:
 
     def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
         self.witness.recheck_next_step(self.book.states.values())
-        if doubtful := self.loaded_adapters.update(rank, adapters):
+        if doubtful := self.book.adapters.update(rank, adapters):
             self.witness.forget()
             for state in self.book.of_adapters(doubtful):
                 self.witness.break_off(state)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from lmcache.v1 import memory_management
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.errors import ConfigError
@@ -179,14 +180,27 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("rank_gib", "overrides", "said"),
     [
-        pytest.param("cache_policy", r"lmcache\.cache_policy is set by", id="set-by-the-connector"),
-        pytest.param("min_retreive_tokens", "did you mean 'min_retrieve_tokens'", id="misspelt"),
+        pytest.param(
+            2.0**18, {}, r"CPU tier of .* GiB per rank, from cpu_gib: .*memory", id="no-memory"
+        ),
+        pytest.param(
+            0.01,
+            {"local_cpu_use_hugepages": True},
+            r"from cpu_gib and lmcache\.local_cpu_use_hugepages: mmap failed",
+            id="no-pages",
+        ),
     ],
 )
-def test_what_lmcache_cannot_be_told_is_refused(name: str, said: str) -> None:
-    settings = EngineSettings(0, 1, 0.01, overrides={name: "LFU"})
+def test_what_lmcache_cannot_allocate_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, rank_gib: float, overrides: dict[str, bool], said: str
+) -> None:
+    def no_pages(*_: object, **__: object) -> int:
+        raise RuntimeError("mmap failed")
+
+    monkeypatch.setattr(memory_management.device_ops, "alloc_hugepage_pinned_ptr", no_pages)
+    settings = EngineSettings(0, 1, rank_gib, overrides=dict(overrides))
     caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
     part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
     with pytest.raises(ConfigError, match=said):
