@@ -30,8 +30,8 @@ from lmcache_connector.storage.redis.write_queue import MAX_LANES, PendingWrite,
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.25
-# Added to a writer's niceness: writes can wait, vLLM cannot. At full CPU load a writer gets about a
-# tenth.
+# Added to the engine's niceness: writes can wait, vLLM cannot. At full CPU load a writer gets about
+# a tenth.
 _NICENESS = 10
 # Taken from the queue at once: nothing is written during the round trip that asks which chunks are
 # stored already. Less if the node's last bursts were slow.
@@ -225,7 +225,7 @@ def _lower_priority() -> None:
     """Of the calling thread; elsewhere than on Linux, it would affect the whole process."""
     if sys.platform != "linux":
         return
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+    # That of the main thread: writers start others, which inherit a priority already lowered.
+    niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
     with contextlib.suppress(OSError):  # forbidden in some sandboxes
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

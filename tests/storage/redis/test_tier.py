@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
@@ -55,6 +59,22 @@ def test_each_value_is_written_once(valkey: Server) -> None:
         assert put_all(other, range(5)) == [True] * 5
         assert other.stats().counts.writes[WriteEnd.ALREADY_THERE] == 5
         assert other.stats().counts.bytes_written == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_writers_have_the_same_priority_whoever_starts_them(valkey: Server) -> None:
+    """The writer of a cluster's first node starts those of the others."""
+    engine = os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+    def priorities() -> set[int]:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), engine + 5)
+        with open_tier(valkey.url) as tier:
+            assert all(put_all(tier, range(5)))
+            writers = [t for t in threading.enumerate() if t.name.startswith("lmc-redis-write")]
+            return {os.getpriority(os.PRIO_PROCESS, t.native_id or 0) for t in writers}
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(priorities).result() == {engine + 10}
 
 
 @pytest.mark.parametrize("forger", [None, b"another secret of 16"])
