@@ -145,12 +145,11 @@ class RedisLookup:
 
     def _collect(self) -> None:
         """Read late answers."""
-        ready = wait_readable([wire for wire in self._owed if wire.fileno() >= 0], 0.0)
         now = self._clock()
         for wire, owed in list(self._owed.items()):
-            if wire in ready:
-                self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
-            elif wire.fileno() >= 0 and now - owed[0].asked_at > _SILENT_SECONDS:
+            while owed and wire.fileno() >= 0 and wait_readable([wire], 0.0):
+                self.receive(owed[-1])
+            if owed and wire.fileno() >= 0 and now - owed[0].asked_at > _SILENT_SECONDS:
                 self._connections.drop(owed[0].node, "no answer in time", blame=True)
             if wire.fileno() < 0:
                 self._owed.pop(wire, None)
@@ -166,11 +165,13 @@ class RedisLookup:
         """Suffixes of the names of the values of ``key``."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
-    def receive(self, node_lookup: NodeLookup, deadline: Deadline) -> bool:
-        """Read available replies. True if the answer is complete or the connection failed."""
+    def receive(self, node_lookup: NodeLookup) -> bool:
+        """Read replies that have arrived. True if the answer is complete or the connection
+        failed."""
         wire, owed = node_lookup.wire, self._owed.get(node_lookup.wire, [])
         try:
-            wire.receive_some(deadline)
+            # The look-up's deadline, if over by now, would cost the connection.
+            wire.receive_some(Deadline(self._clock() + _SILENT_SECONDS, self._clock))
             while node_lookup.indices and (line := wire.next_line()) is not None:
                 self._take(owed[0], line)  # answers come in order
                 if not owed[0].indices:
@@ -230,5 +231,5 @@ def await_answers(
         slice_seconds = min(SLICE_SECONDS, deadline.remaining())
         ready = wait_readable([node_lookup.wire for node_lookup in left], slice_seconds)
         for node_lookup in [q for q in left if q.wire in ready]:
-            if node_lookup.asker.receive(node_lookup, deadline):
+            if node_lookup.asker.receive(node_lookup):
                 left.remove(node_lookup)

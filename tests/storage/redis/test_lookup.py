@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
+from tests.support.peers.held_replies import held_replies
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
 from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
@@ -14,8 +15,13 @@ from tests.support.waits import wait_until
 
 
 @contextmanager
-def open_lookup(url: str, ranks: Sequence[ChunkGeometry] = (GEOMETRY,)) -> Iterator[RedisLookup]:
-    lookup = RedisLookup(config(url), [PartGeometries((rank,)) for rank in ranks])
+def open_lookup(
+    url: str,
+    ranks: Sequence[ChunkGeometry] = (GEOMETRY,),
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[RedisLookup]:
+    geometries = [PartGeometries((rank,)) for rank in ranks]
+    lookup = RedisLookup(config(url), geometries, clock=clock)
     try:
         yield lookup
     finally:
@@ -87,21 +93,64 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
         link.set()
 
 
+def connections(server: Server) -> set[str]:
+    """Those that look-ups have asked over."""
+    with server.client() as client:
+        return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
+
+
 def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
     link = SlowLink()
     with open_tier(valkey.url) as tier:
         put_all(tier, range(1))
 
-    def connections() -> set[str]:
-        with valkey.client() as client:
-            return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
-
     with SlowProxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
         wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
-        before = connections()
+        before = connections(valkey)
         link.set(stalled=True)
         assert ask(lookup, range(1), seconds=0.1) == 0
         link.set()
         wait_until(lambda: ask(lookup, range(1)) == 1, "the look-up did not recover")
         assert before
-        assert connections() == before
+        assert connections(valkey) == before
+
+
+def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server) -> None:
+    """The system lets others run whenever the thread asks for the time."""
+    lost = pause = 0.0
+
+    def clock() -> float:
+        nonlocal lost
+        lost += pause
+        return time.monotonic() + lost
+
+    with open_tier(valkey.url) as tier:
+        put_all(tier, range(1))
+    with held_replies(valkey.port) as proxy, open_lookup(proxy.url, clock=clock) as lookup:
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+        before = connections(valkey)
+        proxy.is_holding = True
+        assert ask(lookup, range(1), seconds=0.01) == 0
+        proxy.let(len(b":0\r\n"))
+        proxy.is_holding = False
+        pause = 0.01
+        lookup.maintain()
+        wait_until(lambda: ask(lookup, range(1), 60.0) == 1, "no answer")
+        assert connections(valkey) == before
+
+
+def test_a_server_that_owes_the_end_of_an_answer_is_silent(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier:
+        put_all(tier, range(1))
+    with held_replies(valkey.port) as proxy, open_lookup(proxy.url) as lookup:
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+        before = connections(valkey)
+        proxy.is_holding = True
+        assert ask(lookup, range(400), seconds=0.01) == 0
+
+        def is_given_up() -> bool:
+            proxy.let(1)
+            lookup.maintain()
+            return not connections(valkey) & before
+
+        wait_until(is_given_up, "a byte now and then keeps the connection", 5.0)
