@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -57,9 +58,12 @@ class _Lane:
         self.waiting: dict[bytes, PendingWrite] = {}
         self.num_bytes = 0
         self._by_order: dict[int, dict[bytes, PendingWrite]] = {}  # none empty; newest last
+        self._orders: list[int] = []  # of `_by_order`, sorted
 
     def add(self, write: PendingWrite) -> None:
         self.waiting[write.key] = write
+        if write.order not in self._by_order:
+            insort(self._orders, write.order)
         self._by_order.setdefault(write.order, {})[write.key] = write
         self.changed.notify()
 
@@ -69,7 +73,7 @@ class _Lane:
     def pop_deepest(self, num_bytes: int, order: int) -> list[PendingWrite]:
         """Writes deeper than ``order`` that free ``num_bytes``; none if they are too few."""
         deepest = list[PendingWrite]()
-        orders = takewhile(lambda each: each > order, sorted(self._by_order, reverse=True))
+        orders = takewhile(lambda each: each > order, reversed(self._orders))
         for write in (write for o in orders for write in reversed(self._by_order[o].values())):
             if num_bytes <= 0:
                 break
@@ -83,6 +87,7 @@ class _Lane:
         del same[key]
         if not same:
             del self._by_order[write.order]
+            del self._orders[bisect_left(self._orders, write.order)]
         return write
 
 

@@ -135,6 +135,27 @@ def test_the_cost_of_an_offer_is_constant() -> None:
     assert all(b <= a + 20 for a, b in zip(few[1:], many[1:], strict=True))
 
 
+def test_a_full_queue_of_one_long_prompt_sorts_none_of_it_again() -> None:
+    num_compared = 0
+
+    class Order(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) < other
+
+    queue, num_waiting = WriteQueue(100_000), 10_000
+    for i in range(num_waiting):
+        queue.offer(PendingWrite(b"%d" % i, memoryview(bytes(10)), Order(i), []))
+    num_compared = 0
+    for i in range(100):
+        deeper = PendingWrite(b"%d" % (num_waiting + i), memoryview(bytes(10)), Order(10**6), [])
+        assert queue.offer(deeper) == [deeper]
+        shallower = PendingWrite(b"0%d" % i, memoryview(bytes(10)), Order(5), [])
+        assert [each.order for each in queue.offer(shallower)] == [num_waiting - 1 - i]
+    assert num_compared < 100 * 50
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans(), st.integers(0, 2)),
