@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 512,
         "requests": 958,
         "retention": 755,
-        "storage/redis": 2965,
+        "storage/redis": 2970,
         "tracing": 85,
         "weight_names": 280,
     },
