@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 590, "stepwise": 1265},
     {"integrations": 320, "scheduler": 3550, "worker": 3860},
     {"lookup": 730, "vllm_compat": 2527},
-    {"config": 820, "copy_kv_blocks": 1112, "peers": 2810},
+    {"config": 840, "copy_kv_blocks": 1112, "peers": 2810},
     {
         "audit": 340,
         "cost_model": 1305,
