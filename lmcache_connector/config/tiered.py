@@ -107,7 +107,7 @@ class ConnectorConfig(StrictSettings):
     stored values."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
-    window_interval: Annotated[int, Field(gt=0)] | None = None
+    window_interval: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Sliding-window models only: distance in tokens between reusable points inside a prompt.
     Smaller values find more partial hits and store more. None: 8 windows."""
     redis_admission: Annotated[

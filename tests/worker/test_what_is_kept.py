@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,9 +28,10 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_plugs import by_tier
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.waiting_jobs import StepGate
+from tests.support.jobs import at_once
 from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
@@ -89,9 +89,7 @@ class Rank:
         for chunk in range(num_chunks):
             self.cache[:, chunk] = 10 * prompt + chunk
         job = StoreJob(self.num_jobs, "r", (run_of(prompt, num_chunks),), claim=claim)
-        gate = StepGate()
-        gate.open()
-        self.engine.store(job, None, threading.Event(), gate)
+        self.engine.store(job, at_once(job))
 
     def load(
         self,
@@ -109,12 +107,14 @@ class Rank:
         run = run_of(prompt, num_chunks)
         may_fetch |= source is not None
         job = LoadJob(self.num_jobs, "r", (run,), 10.0, may_fetch, 0, claim=claim, source=source)
-        until, cancelled = time.monotonic() + 10.0, threading.Event()
+        queued = at_once(job)
         if is_cancelled:
-            cancelled.set()
-        moved = self.engine.load(job, None, cancelled, until)
-        self.fetched, count = moved.fetched, moved.num_chunks
-        self.num_bytes, self.copy_seconds = moved.num_bytes, moved.copy_seconds
+            queued.cancelled.set()
+        moved = self.engine.load(job, queued)
+        self.fetched = tuple(by_tier(fetched for each in moved for fetched in each.fetched))
+        count = sum(each.num_chunks for each in moved)
+        self.num_bytes = sum(each.num_bytes for each in moved)
+        self.copy_seconds = sum(each.copy_seconds for each in moved)
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
         return count
