@@ -218,10 +218,12 @@ def test_what_is_unknown_or_refused_by_vllm_is_not_checked() -> None:
     check_settings(transfer_of("LMCacheP2PConnector", _ELSEWHERE))  # may be a producer's
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
         check_settings(transfer_of("LMCacheTieredConnector", extra), block_size)
-    for children in (None, 5, [None, 5, "x"], [{"kv_connector": []}]):
+    malformed: tuple[Any, ...] = (None, 5, [None, 5, "x"], [{"kv_connector": []}])
+    for children in malformed:
         check_settings(transfer_of("MultiConnector", {"connectors": children}), 16)
-    for extra in (None, [1], "x"):
-        child = transfer_of("LMCacheTieredConnector", extra)
+    unfit: tuple[Any, ...] = (None, [1], "x")
+    for each in unfit:
+        child = transfer_of("LMCacheTieredConnector", each)
         check_settings(transfer_of("MultiConnector", {"connectors": [child]}), 16)
 
 
