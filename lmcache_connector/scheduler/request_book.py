@@ -97,10 +97,8 @@ class RequestBook:
         return self.identifier.is_current(request, wait)
 
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the step computes a request with an adapter, maybe one that bypasses, and
-        adapters leak. Called for each step."""
-        if not self.settings.adapters_leak:
-            return False
+        """Whether the step computes a request with an adapter, maybe one that bypasses. Called for
+        each step where adapters leak."""
         self._adapted -= scheduler_output.finished_req_ids
         new = (each for each in scheduler_output.scheduled_new_reqs if each.lora_request)
         self._adapted.update(each.req_id for each in new)

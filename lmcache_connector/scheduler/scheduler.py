@@ -289,7 +289,8 @@ class Scheduler:
             self.book.step_planned(scheduler_output)
         if self.book.adapters.looks:
             self.book.adapters.next_step()
-        self._plan_stores(scheduler_output, leaks=self.book.leaks_adapters(scheduler_output))
+        leaks = self.settings.adapters_leak and self.book.leaks_adapters(scheduler_output)
+        self._plan_stores(scheduler_output, leaks=leaks)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked = False
