@@ -13,14 +13,7 @@ import pytest
 from lmcache_connector.storage.redis import admin
 from tests.support import ROOT
 from tests.support.command_line import Cli, transfer
-from tests.support.redis.chunks import (
-    chunk_data,
-    chunk_key,
-    config,
-    get_all,
-    open_tier,
-    put_all,
-)
+from tests.support.redis.chunks import chunk_data, chunk_key, config, get_all, open_tier, put_all
 from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.redis.server_groups import (
     certificates,
