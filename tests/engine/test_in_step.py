@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,8 +35,11 @@ def serve_in_steps(probe: EngineProbe, prompt: list[int]) -> Stepped:
             first = num_steps
         return outputs
 
-    with patch.object(probe.engine, "step", counted):
+    probe.engine.step = counted
+    try:
         return Stepped(probe.serve(prompt), first)
+    finally:
+        probe.engine.step = step
 
 
 def forget_prefixes(probe: EngineProbe) -> None:

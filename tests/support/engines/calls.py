@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from tests.support.engines.probe import EngineProbe, parts_of
 from tests.support.memory import empty
@@ -60,8 +59,11 @@ def preemptions(probe: EngineProbe) -> Iterator[list[str]]:
         preempted.append(request.request_id)
         return preempt(request, *args, **kwargs)
 
-    with patch.object(scheduler, "_preempt_request", note):
+    scheduler._preempt_request = note
+    try:
         yield preempted
+    finally:
+        scheduler._preempt_request = preempt
 
 
 def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
