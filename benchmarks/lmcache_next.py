@@ -19,7 +19,6 @@ import mmap
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.waiting_jobs import StepGate
+from tests.support.jobs import at_once
 from tests.support.parts import one_part
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
@@ -73,18 +72,16 @@ class Today:
         self._engine = LMCacheEngineAdapter(
             settings, [part], make_copier(torch.device("cpu")), None
         )
-        self._gate = StepGate()
-        self._gate.open()
 
     def store(self, keys: Sequence[bytes]) -> None:
         job = StoreJob(1, "r", (_run(keys),))
-        moved = self._engine.store(job, None, threading.Event(), self._gate)
+        (moved,) = self._engine.store(job, at_once(job))
         assert moved.num_chunks == len(keys)
 
     def load(self, keys: Sequence[bytes]) -> None:
         job = LoadJob(1, "r", (_run(keys),), TIMEOUT_SECONDS, False, 0)
-        until = time.monotonic() + TIMEOUT_SECONDS
-        assert self._engine.load(job, None, threading.Event(), until).num_chunks == len(keys)
+        moved = self._engine.load(job, at_once(job))
+        assert sum(each.num_chunks for each in moved) == len(keys)
 
     def close(self) -> None:
         self._engine.close(0.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
 from lmcache_connector.errors import FailureLog, UnsupportedError, log_through
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
@@ -147,12 +147,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Always false. vLLM calls this while it builds its configuration, long before it loads the
         model, so unusable settings end the start here."""
-        cls._check_settings(extra_config)
+        check_settings(cls.__name__, extra_config)
         return False
-
-    @classmethod
-    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
-        parse_config(extra_config)
 
     def _parse_config(self) -> ConnectorConfig:
         return parse_config(self._kv_transfer_config.kv_connector_extra_config)
@@ -187,22 +183,24 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if job is None or not job.in_step:
                 raise RuntimeError(f"the load of request {request.request_id} was not planned")
-            self._scheduler_guard.unsent_in_step.append(job)
+            self._scheduler_guard.unsent.append(job)
             self._load_planned(request, job, num_external_tokens)
         elif num_external_tokens > 0:
-            is_planned = self._plan_load(request, blocks, num_external_tokens)
-            self._scheduler_guard.promised(request, is_planned=is_planned)
+            job = self._plan_load(request, blocks, num_external_tokens)
+            self._scheduler_guard.promised(request, job)
         else:
             self._on_scheduled_to_compute(request)
 
-    @returns_on_failure(answer=False)
-    def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
+    @returns_on_failure()
+    def _plan_load(
+        self, request: Request, blocks: KVCacheBlocks, num_tokens: int
+    ) -> LoadJob | None:
         job = self._scheduler_side.update_state_after_alloc(
             request, blocks.get_block_ids(), num_tokens
         )
         if job is not None:
             self._scheduler_side.load_planned(request, job, num_tokens)
-        return job is not None
+        return job
 
     @returns_on_failure()
     def _load_planned(self, request: Request, job: LoadJob, num_tokens: int) -> None:
@@ -219,8 +217,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 plan = (self._scheduler or self._scheduler_side).build_plan(scheduler_output)
                 if guard.unsent:
                     guard.unsent.clear()
-                if guard.unsent_in_step:
-                    guard.unsent_in_step.clear()
             except BaseException as error:  # an interrupt loses the plan, too
                 guard.failed("build_connector_meta", error)
                 if not isinstance(error, Exception):

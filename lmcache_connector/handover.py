@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_p2p_config
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.errors import ConfigError
-from lmcache_connector.peers.heartbeat import DISCOVERY, Heartbeat, Registration
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index
 
 if TYPE_CHECKING:
@@ -25,19 +24,7 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
     def _parse_config(self) -> ConnectorConfig:
         transfer = self._kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        config = parse_p2p_config(extra, transfer.kv_port, loads=transfer.is_kv_consumer)
-        if str(config.router).startswith(DISCOVERY) and transfer.kv_role == "kv_both":
-            raise ConfigError(
-                "'router': vLLM's router does not support kv_role 'kv_both': set "
-                "'kv_producer' or 'kv_consumer', or start the router with this instance's "
-                "address as --prefill or --decode"
-            )
-        return config
-
-    @classmethod
-    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
-        """Role and port are unknown here."""
-        parse_p2p_config(extra_config, kv_port=1, loads=False)
+        return parse_p2p_config(extra, transfer.kv_port, str(transfer.kv_role))
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         worker = super()._make_worker(kv_caches)

@@ -163,7 +163,7 @@ class StoreJob(_Runs):
 class AuditJob(StoreJob):
     """Read one chunk out of the paged cache and compare it with the chunk that a tier holds under
     the same key; store nothing. ``may_fetch``: the CPU tier may lack the chunk. The tier may take
-    ``deadline_seconds``.
+    ``deadline_seconds`` from the copy of the blocks on.
     """
 
     may_fetch: bool = False
@@ -263,7 +263,8 @@ class StepPlan:
     ``acked_weights``, ``acked_leaving``: per rank, the number of the last adapter list, the weights
     version and the number of reports of leaving chunks known at planning time; an empty
     ``acked_leaving`` repeats the previous one. ``transfers``: in the order they happened.
-    ``starts_over``: cancel all jobs of earlier plans and report none of them.
+    ``starts_over``: cancel all jobs of earlier plans and report none of them. ``asks_again``:
+    report the start, the weights and the adapters again.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -283,6 +284,7 @@ class StepPlan:
     acked_leaving: tuple[int, ...] = ()
     transfers: tuple[TransferUpdate, ...] = ()
     starts_over: bool = False
+    asks_again: bool = False
 
     @property
     def has_earlier_work(self) -> bool:
@@ -347,27 +349,8 @@ class Fetched:
     has_failed: bool = False
 
 
-class _Fetches:
-    """Sums over the ``fetched`` of a job."""
-
-    __slots__ = ()
-    fetched: tuple[Fetched, ...]
-
-    @property
-    def fetched_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.fetched)
-
-    @property
-    def fetch_seconds(self) -> float:
-        return sum(each.seconds for each in self.fetched)
-
-    @property
-    def has_fetch_failed(self) -> bool:
-        return any(each.has_failed for each in self.fetched)
-
-
 @dataclass(frozen=True, slots=True)
-class JobResult(_Fetches):
+class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     in ``seconds`` of running, after ``waited_seconds`` behind other jobs.
 
@@ -384,6 +367,18 @@ class JobResult(_Fetches):
     differences: tuple[LayerDifference, ...] = ()
     waited_seconds: float = 0.0
     copy_seconds: float = 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.fetched)
+
+    @property
+    def fetch_seconds(self) -> float:
+        return sum(each.seconds for each in self.fetched)
+
+    @property
+    def has_fetch_failed(self) -> bool:
+        return any(each.has_failed for each in self.fetched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,9 @@ class WeightFiles:
 
 class WeightNames:
     """``name``: of the weights, "" while unknown. ``question``: goes with the next plan; 0: none.
-    ``acked``: the reported version of each rank's weights. ``kept``: digests in memory at earlier
-    starts on this host, by a digest of how they were loaded; ``keep`` adds to them without waiting
-    for the disk.
+    ``asks_again``: the next plan asks ranks for reports that may be lost. ``acked``: the reported
+    version of each rank's weights. ``kept``: digests in memory at earlier starts on this host, by a
+    digest of how they were loaded; ``keep`` adds to them without waiting for the disk.
 
     ``read_label()``: the user's name for the weights after an update; raises ``ConfigError`` if it
     is unreadable. Unlike digests, a label tells that engines of different parallel sizes have the
@@ -82,6 +82,7 @@ class WeightNames:
     ) -> None:
         self.name = ""
         self.question = 0
+        self.asks_again = False
         self.acked = (-1,) * world_size
         self._counts = [ReadCount("")] * world_size
         self._files = files
@@ -92,12 +93,22 @@ class WeightNames:
         self._ranks: dict[int, WeightsInMemory] = {}
         self._num_questions = 0
         self._asked_until = 0.0
+        self._ask_again_at = clock() + _ASKED_SECONDS
         self._give_up_at: float | None = None
         self._is_external = False  # an external reset happened since the weights were named
         self._names: Latest[str, str] = Latest(_MAX_NAMES)  # by digest, of all weights so far
         self._digest_before = ""  # at the last external reset
         self._label = ""
         self._label = self._new_label = self._read()  # a label at start names no update
+
+    def ask_again(self) -> None:
+        """A request needs reports that have not come. If the ranks were asked long ago, ask again:
+        a user who steps the engine may have interrupted it between a step and vLLM's update from
+        it, and in no other process does anybody notice."""
+        now = self._clock()
+        if now >= self._ask_again_at:
+            self._ask_again_at = now + _ASKED_SECONDS
+            self.question, self.asks_again = self._num_questions, True
 
     def is_awaited(self) -> bool:
         """Whether a request should wait for the name; after a moment it is computed instead."""
@@ -116,7 +127,7 @@ class WeightNames:
         included this connector; only then the label is read."""
         self._num_questions += 1
         self.question, self.name = self._num_questions, ""
-        self._asked_until = self._clock() + _ASKED_SECONDS
+        self._asked_until = self._ask_again_at = self._clock() + _ASKED_SECONDS
         self._is_external |= is_external
         if is_external:
             self._new_label = self._read()
@@ -136,6 +147,10 @@ class WeightNames:
     def take_question(self) -> int:
         question, self.question = self.question, 0
         return question
+
+    def take_asks_again(self) -> bool:
+        asks_again, self.asks_again = self.asks_again, False
+        return asks_again
 
     def learn(self, rank: int, weights: WeightsInMemory) -> bool:
         """Process a rank's report. Returns whether KV computed since its previous report may belong

@@ -71,6 +71,19 @@ def test_files_name_the_weights_at_start() -> None:
     assert Engine().answer("one") == "sha256:files"
 
 
+def test_ranks_that_do_not_answer_are_asked_again() -> None:
+    engine = Engine()
+    engine.answer("one")
+    engine.names.reset(is_external=False)
+    question = engine.names.take_question()
+    for seconds, asks_again in ((9.0, False), (1.0, True), (9.0, False), (1.0, True)):
+        engine.now += seconds
+        engine.names.ask_again()
+        assert engine.names.take_asks_again() == asks_again
+        assert engine.names.take_question() == question * asks_again
+    assert engine.answer("one") == "sha256:files"
+
+
 def test_equal_bytes_keep_their_name_and_other_bytes_get_their_own() -> None:
     engine, twin = Engine(), Engine()
     for each in (engine, twin):

@@ -112,7 +112,7 @@ def stats(
         bool, typer.Option("--watch", "-w", help="Show current rates, again and again.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time between two samples.", min=0.1)
+        float, typer.Option(metavar="SECONDS", help="Time between two samples.", min=0.1, max=86400)
     ] = 2.0,
     count: Annotated[
         int, typer.Option(metavar="N", help="Stop after this many samples; 0: never.", min=0)

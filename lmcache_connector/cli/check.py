@@ -19,20 +19,19 @@ from lmcache_connector.cli.report import (
     size,
 )
 from lmcache_connector.cli.target import (
+    P2P,
+    TIERED,
     USUAL_BLOCK,
     connector_config,
-    kv_port,
-    p2p_config,
+    connector_meant,
     read_transfer_config,
 )
 from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory, settings_warnings
-from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.api import versions
 
-TIERED = "LMCacheTieredConnector"
-P2P = "LMCacheP2PConnector"
 # The keys of vLLM's KVTransferConfig, which refuses others; a test compares the two.
 TRANSFER_KEYS = (
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
@@ -78,8 +77,7 @@ def run(report: Report, text_or_path: str) -> int:
     document = read_transfer_config(text_or_path)
     findings = [_transfer(document)]
     try:
-        read = p2p_config if _connector_meant(document) == P2P else connector_config
-        config = read(document)
+        config = connector_config(document)
         for finding in _settings(config, document.get("kv_role")):
             findings.append(finding)  # noqa: PERF402 - those before an error count
         findings.extend(check_peers.findings(config, str(document.get("kv_role"))))
@@ -100,25 +98,17 @@ def run(report: Report, text_or_path: str) -> int:
 # -- what vLLM itself reads ------------------------------------------------------------------------
 
 
-def _connector_meant(document: Mapping[str, Any]) -> str:
-    """The connector that the settings are for, even if its name is misspelt."""
-    return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
-
-
 def _transfer(document: Mapping[str, Any]) -> Finding:
     """Check connector, role and keys as vLLM does."""
-    meant = _connector_meant(document)
     problems, hints = [], []
     if document.get("kv_connector") not in (TIERED, P2P):
         problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
     if document.get("kv_role") not in _ROLES:
         problems.append(f"kv_role must be one of {', '.join(_ROLES)}")
     if problems:
-        hints.append(f'"kv_connector": "{meant}", "kv_role": "kv_both"')
+        hints.append(f'"kv_connector": "{connector_meant(document)}", "kv_role": "kv_both"')
         if "kv_connector_extra_config" not in document:
             hints.append("put the connector's own settings into kv_connector_extra_config")
-    if meant == P2P and kv_port(document) is None:
-        problems.append("kv_port must be a port between 1 and 65535")
     outside = [key for key in document if key in ConnectorConfig.model_fields]
     problems += [f"{key!r} belongs inside kv_connector_extra_config" for key in outside]
     unknown = [key for key in document if key not in (*outside, *TRANSFER_KEYS)]
@@ -143,8 +133,6 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
         f"audit_share {config.audit_share:g}",
     ]
     yield Finding("settings", "ok", ", ".join(parts))
-    if config.lmcache:
-        yield _overrides(config.lmcache)
     if config.chunk_size % USUAL_BLOCK:
         text = f"chunk_size {config.chunk_size} is not a multiple of {USUAL_BLOCK} tokens"
         hint = "an engine refuses a chunk_size that is not a multiple of its --block-size"
@@ -153,20 +141,6 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
         yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
     yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30, "")
-
-
-def _overrides(overrides: Mapping[str, Any]) -> Finding:
-    """LMCache's own check of the ``lmcache.*`` settings."""
-    name = "lmcache settings"
-    try:
-        from lmcache_connector.worker.lmcache_start import check_overrides  # takes seconds
-    except ImportError:
-        return Finding(name, "warning", "not checked", "run this where LMCache is installed")
-    try:
-        check_overrides(overrides)
-    except ConfigError as error:
-        return Finding(name, "error", str(error), code=BAD_INPUT)
-    return Finding(name, "ok", ", ".join(sorted(overrides)))
 
 
 def check_versions() -> Finding:

@@ -9,7 +9,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,22 +19,18 @@ from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report, size
 from lmcache_connector.cli.target import (
+    P2P,
+    TIERED,
     USUAL_BLOCK,
     connector_config,
-    p2p_config,
     read_transfer_config,
 )
-from lmcache_connector.config.tiered import ConnectorConfig, check_chunk_size
+from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.errors import ConfigError
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "router_secret")
-# By connector, the engine's own parser.
-_PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
-    "LMCacheTieredConnector": connector_config,
-    "LMCacheP2PConnector": p2p_config,
-}
 # Options of this command, and settings of the connector that are not options.
 _OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
 _SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
@@ -110,10 +106,10 @@ def plan(options: Options) -> Server:
     """Raises :class:`CliError` for settings that the engine would refuse, or without vLLM."""
     _check_options(options)
     document = _transfer(options)
-    config = _PARSERS[document["kv_connector"]](document)
-    if isinstance(config, ConnectorConfig) and not _names(options.vllm_options, _BLOCK_SIZE):
+    config = connector_config(document)
+    if not _names(options.vllm_options, _BLOCK_SIZE):
         try:
-            check_chunk_size(config.chunk_size, USUAL_BLOCK)
+            fit_chunk_size(config.wanted_chunk_size, USUAL_BLOCK)
         except ConfigError as error:
             raise CliError(str(error)) from None
     transfer, secrets = _hidden(document)
@@ -130,7 +126,7 @@ def plan(options: Options) -> Server:
     is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:
-        tier_bytes = int(config.cpu_gib * 2**30) if isinstance(config, ConnectorConfig) else 0
+        tier_bytes = int(config.cpu_gib * 2**30)
         # The tier takes its memory as it fills: an oversized tier must not end the start.
         kv_bytes = max(available - tier_bytes, available // 2) // 4
         command += [_KV_BYTES, str(kv_bytes)]
@@ -190,7 +186,7 @@ def _check_options(options: Options) -> None:
 
 
 def _transfer(options: Options) -> dict[str, Any]:
-    """The object of ``--kv-transfer-config``, for a connector with a parser."""
+    """The object of ``--kv-transfer-config``, for one of our connectors."""
     if options.kv_config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
@@ -198,9 +194,9 @@ def _transfer(options: Options) -> dict[str, Any]:
                 "put those settings into the JSON of --kv-config",
             )
         document = read_transfer_config(options.kv_config)
-        if str(document.get("kv_connector")) not in _PARSERS:
+        if document.get("kv_connector") not in (TIERED, P2P):
             raise CliError(
-                f"kv_connector must be {' or '.join(_PARSERS)}",
+                f"kv_connector must be {TIERED} or {P2P}",
                 "run `lmcache-connector check` on it",
             )
         return document
@@ -208,7 +204,7 @@ def _transfer(options: Options) -> dict[str, Any]:
     if options.redis_url is not None:
         settings["redis_url"] = options.redis_url
     return {
-        "kv_connector": "LMCacheTieredConnector",
+        "kv_connector": TIERED,
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }

@@ -6,13 +6,12 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,10 +23,11 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
+TIERED = "LMCacheTieredConnector"
+P2P = "LMCacheP2PConnector"
 DEFAULT_KV_PORT = 14579
 USUAL_BLOCK = 16
 """Tokens; vLLM's block sizes are multiples of it unless ``--block-size`` says otherwise."""
-ConfigT = TypeVar("ConfigT")
 _METRICS_SECONDS = 5.0
 _MAX_METRICS_BYTES = 64 << 20
 _EXAMPLE = (
@@ -81,8 +81,8 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
             f"this is not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
             f"quote the whole of it for the shell: '{_EXAMPLE}'",
         ) from None
-    except RecursionError:
-        raise CliError("this JSON is nested too deeply", _EXAMPLE) from None
+    except (ValueError, RecursionError):  # ValueError: a number of thousands of digits
+        raise CliError("this JSON is nested too deeply, or has a huge number", _EXAMPLE) from None
     if not isinstance(document, dict):
         raise CliError("the configuration must be one JSON object", _EXAMPLE)
     return document
@@ -94,41 +94,32 @@ def _read(name: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         # A text that names no file may be a URL with a password.
-        shown = Path(name).name if name.isprintable() and "@" not in name else "that"
+        is_path = name.isprintable() and "@" not in name
+        shown = (is_path and Path(name).name) or "that"
         raise CliError(
             f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
         ) from None
 
 
+def connector_meant(document: Mapping[str, Any]) -> str:
+    """The connector that the settings are for, even if its name is misspelt."""
+    return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
+
+
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
-    """The configuration that the engine would read."""
-    return _parsed(document, parse_config, "docs/settings.md lists all settings")
-
-
-def kv_port(document: Mapping[str, Any]) -> int | None:
-    """``kv_port`` as vLLM reads it; ``None`` if it is not a port."""
-    try:
-        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
-    except ValidationError:
-        return None
-    return port if 0 < port < 65536 else None
-
-
-def p2p_config(document: Mapping[str, Any]) -> ConnectorConfig:
-    """The configuration that the engine would read."""
-    loads = document.get("kv_role") != "kv_producer"
-    parse = partial(parse_p2p_config, kv_port=kv_port(document) or DEFAULT_KV_PORT, loads=loads)
-    return _parsed(document, parse, "see the settings in docs/disaggregated.md")
-
-
-def _parsed(
-    document: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], ConfigT], hint: str
-) -> ConfigT:
+    """The configuration that the engine would read. Raises :class:`CliError`."""
     extra = document.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         raise CliError("kv_connector_extra_config must be an object", _EXAMPLE)
+    hint = "docs/settings.md lists all settings"
     try:
-        return parse(extra)
+        if connector_meant(document) == TIERED:
+            return parse_config(extra)
+        hint = "see the settings in docs/disaggregated.md"
+        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
+        return parse_p2p_config(extra, port, str(document.get("kv_role")))
+    except ValidationError:
+        raise CliError("'kv_port': must be a port from 1 to 65535", hint) from None
     except ConfigError as error:
         raise CliError(str(error), hint) from None
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from lmcache_connector.keys.reasons import by_field
+
 LOOKUP_WAIT_SECONDS = 0.001
 """Wait for lookups per scheduling step, for all requests together; 5 ms while none runs."""
 LOOKUP_DEADLINE_SECONDS = 0.1
@@ -36,6 +38,21 @@ GONE = {
     "peer_secret": f"{LEAVE_OUT}: a rank lists its chunks on its Unix socket, to its own user",
 }
 """Refused settings, with what replaces them: see docs/upgrading.md."""
+LMCACHE = by_field(
+    {
+        "use 'redis_url'": "remote_ audit_actual_ external_lookup blocking_timeout",
+        "use 'peers' or 'host_sharing'": "enable_p2p p2p_ enable_controller controller_ lmcache_",
+        "use LMCacheP2PConnector": "enable_pd enable_xpyd pd_ nixl_ transfer_channel",
+        "use 'cpu_gib'": "max_local_cpu_size local_cpu reserve_local_cpu enable_lazy lazy_",
+        "the tiers are 'cpu_gib', 'peers' and 'redis_url'": (
+            "local_disk max_local_disk gds_ use_gds maru_ storage_plugins external_backends"
+        ),
+        "use 'chunk_size'": "chunk_size",
+        "use 'store_generated'": "save_decode_cache",
+        "use vLLM's --kv-events-config": "enable_kv_events",
+    }
+)
+"""Start of the names of LMCache's settings that are refused here -> what to use instead."""
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:

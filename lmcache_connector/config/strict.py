@@ -42,20 +42,20 @@ def parse(
     raw: Mapping[str, Any],
     what: str,
     hints: Mapping[str, str] = _NO_HINTS,
-    **given: Any,
+    only: Sequence[str] = (),
 ) -> SettingsT:
-    """Build ``model`` from ``raw``, called ``what`` in messages.
+    """Build ``model`` from ``raw``, called ``what`` in messages. A field's alias is its key.
 
-    ``given`` sets fields that are not keys of ``raw``; ``hints`` explains keys that are not valid.
+    ``hints`` explains keys that are not valid. ``only``: the keys that may be given, if not all.
     Raises :class:`ConfigError` with one line per problem.
     """
-    valid = [name for name in model.model_fields if name not in given]
+    valid = only or [field.alias or name for name, field in model.model_fields.items()]
     unknown = [key for key in raw if key not in valid]
     problems = [f"{key!r} is {hints[key]}" for key in unknown if key in hints]
     problems += unknown_keys([key for key in unknown if key not in hints], valid)
     known = {key: value for key, value in raw.items() if key in valid}
     try:
-        settings = model(**known, **given)
+        settings = model(**known)
         problems += settings.problems()
     except ValidationError as error:
         problems += [_explain(detail) for detail in error.errors(include_url=False)]

@@ -6,6 +6,7 @@ every problem and, for an unknown key, the nearest valid one.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -28,8 +29,7 @@ from lmcache_connector.plans import Tier
 from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
-CONNECTOR = "LMCacheTieredConnector"
-_LMCACHE_PREFIX = "lmcache."
+_OF_LMCACHE = ("lmcache.numa_mode", "lmcache.local_cpu_use_hugepages")
 _FOUND_AGAIN_SECONDS = 2.0
 """Longest time until a new peer, or one that is back, is asked."""
 
@@ -53,7 +53,9 @@ def _check_proxy(text: str) -> None:
 
 def _tuple(value: object) -> object:
     """Convert a list, as JSON has no tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list")
+    return tuple(value)
 
 
 def _peer_addresses(texts: Iterable[str]) -> tuple[Address, ...]:
@@ -98,7 +100,7 @@ class ConnectorConfig(StrictSettings):
     stored values."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
-    window_interval: Annotated[int, Field(gt=0)] | None = None
+    window_interval: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Sliding-window models only: distance in tokens between reusable points inside a prompt.
     Smaller values find more partial hits and store more. None: 8 windows."""
     redis_admission: Annotated[
@@ -108,7 +110,7 @@ class ConnectorConfig(StrictSettings):
     used."""
     redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
     """Lossless compression of values in Redis. Every instance reads both forms."""
-    redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    redis_ttl_seconds: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Lifetime of values in Redis. None: the server's eviction policy decides."""
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
@@ -124,7 +126,7 @@ class ConnectorConfig(StrictSettings):
     """Serve beyond loopback without a ``hash_key``: anyone who can name a chunk may read it."""
     host_sharing: bool = True
     """Share with the other engines of this user, host and namespace, which find each other."""
-    host_folder: Annotated[str, Field(pattern="^/")] | None = None
+    host_folder: Annotated[str, Field(pattern="^/[^\x00]*$")] | None = None
     """Folder of mode 0700 where engines of one host find each other; engines that share need the
     same one. None: ``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID``."""
     peers: Annotated[
@@ -172,10 +174,19 @@ class ConnectorConfig(StrictSettings):
     """How weights are identified: ``full`` is a digest of every byte, read once; any other value is
     used as their name."""
 
-    lmcache: dict[str, Any] = Field(default_factory=dict)
-    """``lmcache.NAME`` is passed to LMCache's own configuration as ``NAME``."""
+    lmcache_numa_mode: Annotated[Literal["auto"] | None, Field(alias=_OF_LMCACHE[0])] = None
+    """LMCache's setting: ``auto`` puts the CPU tier into memory near the GPU."""
+    lmcache_hugepages: Annotated[bool, Field(alias=_OF_LMCACHE[1])] = False
+    """LMCache's setting: put the CPU tier into pages of 2 MiB, which the host must have reserved.
+    GPUs only."""
 
     _ranks_on_host: int = PrivateAttr(default=1)
+
+    @property
+    def lmcache(self) -> dict[str, object]:
+        """Settings for LMCache's own configuration, without those at their default."""
+        named = zip(_OF_LMCACHE, (self.lmcache_numa_mode, self.lmcache_hugepages), strict=True)
+        return {key.removeprefix("lmcache."): value for key, value in named if value}
 
     @property
     def wanted_chunk_size(self) -> int | None:
@@ -297,40 +308,32 @@ class ConnectorConfig(StrictSettings):
             yield f"the Redis tier: {error}"
 
 
-def check_settings(
-    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None
-) -> None:
-    """Check the settings of every ``LMCacheTieredConnector`` in vLLM's
-    ``kv_connector_extra_config``, also inside a ``MultiConnector``. Raises :class:`ConfigError`."""
-    if connector == CONNECTOR:
-        config = parse_config(extra_config)
-        if "chunk_size" in extra_config and block_size:
-            check_chunk_size(config.chunk_size, block_size)
-    elif connector == "MultiConnector":
-        for each in extra_config.get("connectors", ()):
-            if isinstance(each, Mapping):  # else vLLM refuses it
-                extra = each.get("kv_connector_extra_config") or {}
-                check_settings(each.get("kv_connector"), extra, block_size)
-
-
-def check_chunk_size(chunk_size: int, block_size: int) -> None:
-    """Raises :class:`ConfigError`."""
-    if chunk_size % block_size:
+def fit_chunk_size(wanted: int | None, block_size: int) -> int:
+    """The chunk size in tokens; ``None``: the default, or the next size that holds whole blocks.
+    Raises :class:`ConfigError`."""
+    if wanted is None:
+        default: int = ConnectorConfig.model_fields["chunk_size"].default
+        return -(-default // block_size) * block_size
+    if wanted % block_size:
         raise ConfigError(
-            f"chunk_size {chunk_size} is not a multiple of vLLM's block size {block_size}: leave "
-            f"it out, or set it to a multiple, or --block-size to a divisor of {chunk_size}."
+            f"chunk_size {wanted} is not a multiple of the block size {block_size}: leave it out, "
+            f"or set it to a multiple, or vLLM's --block-size to a divisor of {wanted}."
         )
+    return wanted
 
 
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
-    own, lmcache = {}, {}
-    for key, value in extra_config.items():
-        if key.startswith(_LMCACHE_PREFIX):
-            lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
-        else:
-            own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", _NOT_HERE, lmcache=lmcache)
+    extra_config = {str(key): value for key, value in extra_config.items()}
+    hints = dict(_NOT_HERE)
+    for key in extra_config:
+        misspelt = difflib.get_close_matches(key, _OF_LMCACHE, n=1, cutoff=0.85)
+        if key.startswith("lmcache.") and not misspelt:
+            name = key.removeprefix("lmcache.")
+            uses = (use for start, use in limits.LMCACHE.items() if name.startswith(start))
+            use = next(uses, "leave it out")
+            hints[key] = f"a setting of LMCache that has no place here: {use}"
+    return parse(ConnectorConfig, extra_config, "kv_connector_extra_config", hints)
 
 
 _VLLMS = dict.fromkeys(
@@ -368,31 +371,66 @@ _GONE = {
 
 
 def parse_p2p_config(
-    extra_config: Mapping[str, Any], kv_port: int, *, loads: bool = True
+    extra_config: Mapping[str, Any], kv_port: int = 1, kv_role: str = "kv_producer"
 ) -> ConnectorConfig:
-    """``loads``: the role loads. Raises :class:`ConfigError` with one line per problem."""
+    """Raises :class:`ConfigError` with one line per problem."""
     known = {key: value for key, value in extra_config.items() if key not in _GONE}
     problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
-    listens: dict[str, Any] = {"peer_listen": str(Address(str(bind_host), kv_port))}
-    listens["peer_host"] = host
-    listens["peer_insecure"] = known.pop("insecure", False)
+    is_text, is_port = isinstance(bind_host, str), 0 < kv_port < 65536
+    if not is_port:
+        problems.append("'kv_port': must be a port from 1 to 65535")
+    listens: dict[str, Any] = {
+        "peer_listen": str(Address(bind_host, kv_port if is_port else 1)) if is_text else bind_host,
+        "peer_host": host,
+        "peer_insecure": known.pop("insecure", False),
+    }
     try:
         is_local = Address(host, 1).check().is_loopback
     except (TypeError, ValueError):
         is_local = True  # it is refused below
     if is_local:
         known.setdefault("peer_hosts", list(_LOOPBACK))
-    elif loads and not known.get("peer_hosts"):
+    elif kv_role != "kv_producer" and not known.get("peer_hosts"):
         problems.append(
             "'peer_hosts': list the hosts from which requests may have this instance load KV"
+        )
+    if kv_role == "kv_both" and str(known.get("router")).startswith("tcp://"):
+        problems.append(
+            "'router': vLLM's router does not support kv_role 'kv_both': set 'kv_producer' or "
+            "'kv_consumer', or start the router with this instance's address as --prefill or "
+            "--decode"
         )
     try:
         config = parse_config({**known, **listens})
     except ConfigError as error:
-        problems += str(error).replace("'peer_insecure'", "'insecure'").splitlines()[1:]
+        text = str(error).replace("'peer_insecure'", "'insecure'").replace("'peer_host'", "'host'")
+        names = "'bind_host'" if "bind_host" in extra_config else "'host'"
+        problems += text.replace("'peer_listen'", names).splitlines()[1:]
     if problems:
         lines = "\n".join(f"  - {p.removeprefix('  - ')}" for p in problems)
         raise ConfigError(f"kv_connector_extra_config cannot be used:\n{lines}")
     return config
+
+
+_PARSERS: dict[str | None, Callable[[Mapping[str, Any]], ConnectorConfig]] = {
+    "LMCacheTieredConnector": parse_config,
+    "LMCacheP2PConnector": parse_p2p_config,
+}
+
+
+def check_settings(
+    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None = None
+) -> None:
+    """Check the settings of each of our connectors in vLLM's ``kv_connector_extra_config``, also
+    inside a ``MultiConnector``. Raises :class:`ConfigError`."""
+    if (parse_settings := _PARSERS.get(connector)) is not None:
+        config = parse_settings(extra_config)
+        if block_size:
+            fit_chunk_size(config.wanted_chunk_size, block_size)
+    elif connector == "MultiConnector":
+        for each in extra_config.get("connectors", ()):
+            if isinstance(each, Mapping):  # else vLLM refuses it
+                extra = each.get("kv_connector_extra_config") or {}
+                check_settings(each.get("kv_connector"), extra, block_size)

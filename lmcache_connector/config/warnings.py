@@ -25,21 +25,6 @@ _CGROUPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The model and host that the settings are for.
-
-    ``chunk_bytes``: one rank's part of a chunk. ``available_bytes``: free memory of this host
-    before the CPU tiers are allocated; ``None`` if unknown. ``narrowest_window``: of the model's
-    layers, in tokens; ``None`` without windows.
-    """
-
-    max_model_len: int
-    chunk_bytes: int
-    available_bytes: int | None
-    narrowest_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StartupWarning:
     """A problem and its remedy: two clauses without a full stop."""
 
@@ -110,34 +95,45 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         )
 
 
-def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[StartupWarning]:
-    """Sizes that do not fit the model or this host."""
-    if config.chunk_size > around.max_model_len:
+def size_warnings(
+    config: ConnectorConfig,
+    *,
+    max_model_len: int,
+    chunk_bytes: int,
+    available_bytes: int | None,
+    narrowest_window: int | None = None,
+) -> Iterator[StartupWarning]:
+    """Sizes that do not fit the model or this host.
+
+    ``chunk_bytes``: one rank's part of a chunk. ``available_bytes``: free memory of this host
+    before the CPU tiers are allocated; ``None`` if unknown. ``narrowest_window``: of the model's
+    layers, in tokens; ``None`` without windows.
+    """
+    if config.chunk_size > max_model_len:
         yield StartupWarning(
-            f"chunk_size {config.chunk_size} is more than max_model_len {around.max_model_len}, so "
+            f"chunk_size {config.chunk_size} is more than max_model_len {max_model_len}, so "
             "no request ever fills a chunk",
             "lower chunk_size",
         )
         return
-    if around.narrowest_window is not None and config.chunk_size > around.narrowest_window:
+    if narrowest_window is not None and config.chunk_size > narrowest_window:
         yield StartupWarning(
-            f"chunk_size {config.chunk_size} is more than the {around.narrowest_window} tokens of "
+            f"chunk_size {config.chunk_size} is more than the {narrowest_window} tokens of "
             "the model's narrowest window, which has passed the beginning of a chunk of an answer "
             "before the chunk is full, so no hit ends inside an answer",
             "lower chunk_size, if the block size allows it",
         )
-    longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
+    longest_bytes = max_model_len // config.chunk_size * chunk_bytes
     if longest_bytes > config.rank_gib * _GIB:
         needed_gib = longest_bytes / _GIB * config.cpu_gib / config.rank_gib
         yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
-            f"{around.max_model_len}, so the end of such a prompt would evict its beginning",
+            f"{max_model_len}, so the end of such a prompt would evict its beginning",
             f"raise cpu_gib to {needed_gib + 0.05:.1f} or more",
         )
-    available = around.available_bytes
-    if available is not None and config.cpu_gib * _GIB > available:
+    if available_bytes is not None and config.cpu_gib * _GIB > available_bytes:
         yield StartupWarning(
-            f"cpu_gib {config.cpu_gib:g} is more than the {available / _GIB:.1f} GiB that "
+            f"cpu_gib {config.cpu_gib:g} is more than the {available_bytes / _GIB:.1f} GiB that "
             "are free on this host, which may run out of memory as the tier fills",
             "lower cpu_gib",
         )

@@ -33,20 +33,13 @@ it, end its stalls. Peers are not probed: their stalls end by a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from math import ceil, inf
 from typing import Literal
 
-from lmcache_connector.cost_model.decision import (
-    LoadDecision,
-    LoadOffer,
-    LoadPrefixes,
-    Prefix,
-    Reason,
-)
+from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Prefix, Reason
 from lmcache_connector.cost_model.prefill import PrefillSpeed
 from lmcache_connector.cost_model.steps import StepTime
 from lmcache_connector.cost_model.tiers import TierSpeed
@@ -65,6 +58,11 @@ _MIN_PREFILL_SHARE = 0.25
 """Share of a decode step: a prefill that adds less is lost in the step's noise. Without this, ten
 hits of which a GPU computes the last 50 tokens within a decode step of 10 ms lower the predicted
 compute of 8,192 tokens to 0.04 of the true one."""
+_MAX_BORDERS, _MAX_ENDS = 8, 16
+"""Bounds the time of a decision: only the first borders between tiers and the last ends count."""
+_CAUTION = 1.3
+"""A load counts as this many times slower than predicted: a load that disappoints costs the user
+more than a load not made."""
 _MULTIPLE = 3.0
 """Deadline over prediction. Cutting off a load that would have arrived costs the wait and the
 recompute, so the deadline must lie outside the noise."""
@@ -157,7 +155,7 @@ class CostModel:
         if not offer.tiers:
             return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
         if self.mode == "always" or not self._prefill.known:
-            *_, longest = (Prefix(), *self._prefixes(offer).to_compare())
+            *_, longest = (Prefix(), *self._to_compare(offer))
             if self.mode != "always":
                 return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
             answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
@@ -187,7 +185,7 @@ class CostModel:
             return best
         end = self._end_of_trial(offer, best, compute_seconds)
         self.tiers[left_out] = learned.untried()
-        trial = self._prefixes(offer).of(end)
+        trial = self._prefix(offer, end)
         # The whole hit may pay where the trial does not.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         self.tiers[left_out] = learned
@@ -217,7 +215,7 @@ class CostModel:
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix; the empty one if recompute is as good."""
         best, best_gain = Prefix(rest_seconds=compute_seconds), 0.0
-        for prefix in self._prefixes(offer).to_compare():
+        for prefix in self._to_compare(offer):
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
@@ -228,12 +226,58 @@ class CostModel:
                 best, best_gain = prefix, saved_seconds - price_seconds
         return best
 
-    def _prefixes(self, offer: LoadOffer) -> LoadPrefixes:
-        longest_seconds = self._max_deadline_seconds / _MULTIPLE
+    def _to_compare(self, offer: LoadOffer) -> Iterator[Prefix]:
+        """Prefixes worth comparing, shortest first, up to a tier that stalls. The last one is cut
+        short if its load would take too long."""
+        last_end, longest_seconds = 0, self._max_deadline_seconds / _MULTIPLE
         if not self._prefill.known:
             longest_seconds = min(longest_seconds, UNMEASURED_LOAD_SECONDS)
-        rest_seconds = partial(self._rest_seconds, offer)
-        return LoadPrefixes(offer, self.tiers, rest_seconds, longest_seconds)
+        for end in self._ends(offer):
+            prefix = self._prefix(offer, end)
+            excess_seconds = prefix.load_seconds - longest_seconds
+            if excess_seconds > 0:
+                speed = self.tiers[offer.tiers[end - 1]]
+                chunk_seconds = offer.chunk_bytes * speed.seconds_per_byte
+                if chunk_seconds and offer.other_bytes is None:
+                    cut = offer.end_up_to(end - ceil(excess_seconds / chunk_seconds))
+                    if cut > last_end:
+                        yield self._prefix(offer, cut)
+                return
+            yield prefix
+            last_end = end
+
+    def _prefix(self, offer: LoadOffer, num_chunks: int) -> Prefix:
+        """The prefix of ``num_chunks``; assumes that tiers load one after the other."""
+        load_seconds = risky_seconds = offer.wait_seconds
+        own_seconds = 0.0
+        failure_rate, all_known = 0.0, True
+        for tier, num_bytes in offer.bytes_of(num_chunks).items():
+            if num_bytes == 0:
+                continue
+            speed = self.tiers[tier]
+            queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
+            load_seconds += queue_seconds + speed.seconds(num_bytes)
+            risky_seconds += (queue_seconds + speed.seconds(num_bytes)) * _CAUTION
+            own_seconds += speed.seconds(num_bytes) * _CAUTION
+            failure_rate = max(failure_rate, speed.failure_rate)
+            all_known = all_known and speed.known
+        rest_seconds = self._rest_seconds(offer, num_chunks)
+        times = (load_seconds, risky_seconds, own_seconds, rest_seconds)
+        return Prefix(num_chunks, *times, failure_rate, all_known)
+
+    def _ends(self, offer: LoadOffer) -> list[int]:
+        """Ends of runs from one tier, up to the first stalled tier. If loads need windows or
+        states, also the last ends whose windows and states usable tiers have."""
+        tiers = offer.tiers
+        usable = {tier for tier, speed in self.tiers.items() if not speed.stalled}
+        last = next((i for i, tier in enumerate(tiers) if tier not in usable), len(tiers))
+        borders = [i for i in range(1, last) if tiers[i] is not tiers[i - 1]]
+        found = {offer.end_up_to(border) for border in (*borders[:_MAX_BORDERS], last)} - {0}
+        if offer.other_bytes is not None:
+            found |= {*[end for end in offer.ends if end <= last][-_MAX_ENDS:]}
+            needed = {end: offer.other_bytes(end).items() for end in found}
+            found = {end for end in found if {t for t, count in needed[end] if count} <= usable}
+        return sorted(found)
 
     def _price_seconds(self, offer: LoadOffer, prefix: Prefix, stall_seconds: float) -> float:
         """The cost of a load, as compared with the compute that it saves."""
@@ -271,7 +315,7 @@ class CostModel:
             load_seconds = prefix.load_seconds
         else:
             deadline = 0.0
-            load_seconds = self._prefixes(offer).of(len(offer.tiers)).load_seconds
+            load_seconds = self._prefix(offer, len(offer.tiers)).load_seconds
         return LoadDecision(
             num_chunks=prefix.num_chunks,
             num_hit_chunks=len(offer.tiers),

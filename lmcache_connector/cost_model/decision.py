@@ -1,14 +1,12 @@
-"""Input and output of the cost model, and the prefixes of a hit that it compares."""
+"""Input and output of the cost model."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import ceil
 
-from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
 
@@ -101,13 +99,6 @@ class LoadDecision:
         )
 
 
-_MAX_BORDERS, _MAX_ENDS = 8, 16
-"""Bounds the time of a decision: only the first borders between tiers and the last ends count."""
-_CAUTION = 1.3
-"""A load counts as this many times slower than predicted: a load that disappoints costs the user
-more than a load not made."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """A prefix of the hit, and what is known of loading it."""
@@ -121,72 +112,3 @@ class Prefix:
     rest_seconds: float = 0.0
     failure_rate: float = 0.0
     all_known: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPrefixes:
-    """The prefixes of ``offer``. ``rest_seconds(n)``: compute left after ``n`` chunks. No load may
-    take longer than ``longest_seconds``. Reads ``tiers`` at each call."""
-
-    offer: LoadOffer
-    tiers: Mapping[Tier, TierSpeed]
-    rest_seconds: Callable[[int], float]
-    longest_seconds: float
-
-    def to_compare(self) -> Iterator[Prefix]:
-        """Prefixes worth comparing, shortest first, up to a tier that stalls. The last one is cut
-        short if its load would take too long."""
-        last_end = 0
-        for end in self._ends():
-            prefix = self.of(end)
-            excess_seconds = prefix.load_seconds - self.longest_seconds
-            if excess_seconds > 0:
-                speed = self.tiers[self.offer.tiers[end - 1]]
-                chunk_seconds = self.offer.chunk_bytes * speed.seconds_per_byte
-                if chunk_seconds and self.offer.other_bytes is None:
-                    cut = self.offer.end_up_to(end - ceil(excess_seconds / chunk_seconds))
-                    if cut > last_end:
-                        yield self.of(cut)
-                return
-            yield prefix
-            last_end = end
-
-    def of(self, num_chunks: int) -> Prefix:
-        """The prefix of ``num_chunks``; assumes that tiers load one after the other."""
-        offer = self.offer
-        load_seconds = risky_seconds = offer.wait_seconds
-        own_seconds = 0.0
-        failure_rate, all_known = 0.0, True
-        for tier, num_bytes in offer.bytes_of(num_chunks).items():
-            if num_bytes == 0:
-                continue
-            speed = self.tiers[tier]
-            queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
-            load_seconds += queue_seconds + speed.seconds(num_bytes)
-            risky_seconds += (queue_seconds + speed.seconds(num_bytes)) * _CAUTION
-            own_seconds += speed.seconds(num_bytes) * _CAUTION
-            failure_rate = max(failure_rate, speed.failure_rate)
-            all_known = all_known and speed.known
-        return Prefix(
-            num_chunks,
-            load_seconds,
-            risky_seconds,
-            own_seconds,
-            self.rest_seconds(num_chunks),
-            failure_rate,
-            all_known,
-        )
-
-    def _ends(self) -> list[int]:
-        """Ends of runs from one tier, up to the first stalled tier. If loads need windows or
-        states, also the last ends whose windows and states usable tiers have."""
-        offer, tiers = self.offer, self.offer.tiers
-        usable = {tier for tier, speed in self.tiers.items() if not speed.stalled}
-        last = next((i for i, tier in enumerate(tiers) if tier not in usable), len(tiers))
-        borders = [i for i in range(1, last) if tiers[i] is not tiers[i - 1]]
-        found = {offer.end_up_to(border) for border in (*borders[:_MAX_BORDERS], last)} - {0}
-        if offer.other_bytes is not None:
-            found |= {*[end for end in offer.ends if end <= last][-_MAX_ENDS:]}
-            needed = {end: offer.other_bytes(end).items() for end in found}
-            found = {end for end in found if {t for t, count in needed[end] if count} <= usable}
-        return sorted(found)

@@ -1,8 +1,8 @@
 """The Redis tier as a secondary tier of vLLM's ``OffloadingConnector``.
 
 vLLM copies its blocks to memory and back, evicts there, and names blocks by its own hashes. This
-tier stores those bytes and returns them, or a miss. Everything runs in the scheduler's process; no
-method here waits for a network.
+tier stores those bytes and returns them, verified, or a miss. Everything runs in the scheduler's
+process; no method here waits for a network, except :meth:`RedisSecondaryTier.drain_jobs`.
 
 vLLM decides what a name covers: it hashes adapters by name and images by their hash. The rest of
 the identity is what vLLM tells a tier about the model, and the weights by content. Hashes shorter
@@ -12,13 +12,16 @@ than 256 bits are refused: whoever can make two prompts collide could serve one 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import vllm
+from blake3 import blake3
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -39,13 +42,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache_connector.config import limits
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import parse
-from lmcache_connector.integrations.redis_blocks import RedisBlocks
-from lmcache_connector.integrations.settings import TierSettings
+from lmcache_connector.integrations.settings import KEYS, TierSettings
+from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.threads import Background
 from lmcache_connector.vllm_compat.weights import folder_identity
 
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
+_NAME_CONTEXT = "lmcache-connector 2026-11 neighbour block name v1"
+_SECRET_CONTEXT = "lmcache-connector 2026-11 neighbour block secret v1"
+# Blocks are cut into pieces of this size, which are packed into values.
+_PIECE_BYTES = 128 << 10
+_NUM_LOADERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +85,32 @@ class RedisSecondaryTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        parsed = parse(TierSettings, settings, "the secondary tier's configuration", limits.GONE)
+        parsed = parse(
+            TierSettings, settings, "the secondary tier's configuration", limits.GONE, KEYS
+        )
         self.locality = Locality(parsed.locality)
-        self._drain_seconds = parsed.load_deadline_seconds + limits.SHUTDOWN_SECONDS
+        self._load_seconds = parsed.load_deadline_seconds
         self._memory = primary_kv_view.cast("B")
         self._ended: deque[_Ended] = deque()
+        self._num_open = 0  # jobs without an entry in `_ended`
+        self._changed = threading.Condition()
         self._events: list[OffloadingEvent] | None = None
         self._events_locality = self.locality
         if parsed.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         identity = _identity(offloading_spec, parsed.model_digest)
-        self._blocks = RedisBlocks(parsed, identity, self.block_size_bytes)
-        self._lookups = _Lookups(tier_type, self._blocks.exist)
+        form = {"block_bytes": self.block_size_bytes, **identity}
+        self._root = blake3(canonical_bytes(form), derive_key_context=_NAME_CONTEXT).digest()
+        secret = parsed.hash_key_bytes or b""
+        self._secret = blake3(secret, derive_key_context=_SECRET_CONTEXT).digest()
+        config = parsed.redis_tier_config()
+        assert config is not None  # `redis_url` is required
+        geometries = PartGeometries((_geometry(self.block_size_bytes),))
+        self._lookup = RedisLookup(config, [geometries])
+        self._lookup.maintain()  # connect ahead of the first look-up
+        self._tier = RedisTier(config, geometries)
+        self._loads = Background("lmc-block-load", _NUM_LOADERS)
+        self._lookups = _Lookups(tier_type, self._exist)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -98,18 +124,40 @@ class RedisSecondaryTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys, on_done = list(job_metadata.keys), self._ends(job_metadata)
-        self._blocks.load(keys, self._slots(job_metadata), on_done)
+        """Ends within ``load_deadline_seconds``; nothing touches the memory afterwards. That of
+        misses then holds garbage."""
+        deadline = time.monotonic() + self._load_seconds
+        keys, buffers = self._keys(job_metadata.keys), self._slots(job_metadata)
+        end = self._begin(job_metadata)
+
+        def load() -> None:
+            hits = [False] * len(keys)
+            try:
+                hits = self._tier.read(keys, buffers, deadline).hits
+            finally:
+                end(hits)
+
+        self._loads.submit(load)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        keys, on_done = list(job_metadata.keys), self._ends(job_metadata)
-        if not all(map(_is_sound, keys)):
+        """Writes in the background; a full queue drops the deepest blocks of a prompt first."""
+        names, end = list(job_metadata.keys), self._begin(job_metadata)
+        if not names or not all(map(_is_sound, names)):
             logger.debug("Blocks not stored: their hashes have less than %d bytes", _HASH_BYTES)
-            on_done([False] * len(keys))
+            end([False] * len(names))
             return
         position = job_metadata.req_context.get_offload_key_position
-        orders = [position(key) or 0 for key in keys]
-        self._blocks.store(keys, self._slots(job_metadata), orders, on_done)
+        results: dict[int, bool] = {}
+
+        def put_ended(index: int, is_stored: bool) -> None:
+            with self._changed:
+                results[index] = is_stored
+                if len(results) == len(names):
+                    end([results[i] for i in range(len(names))])
+
+        slots = self._slots(job_metadata)
+        for i, key in enumerate(self._keys(names)):
+            self._tier.put(key, slots[i], partial(put_ended, i), position(names[i]) or 0)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -146,28 +194,58 @@ class RedisSecondaryTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """vLLM resets its cache, maybe for other weights: this instance never finds earlier blocks
-        again."""
-        self._blocks.drain(self._drain_seconds)
-        self._blocks.forget()
-        self._events_locality = Locality.LOCAL  # other instances cannot use these blocks
+        """vLLM resets its cache, maybe for other weights: the same name may now mean other bytes,
+        so this instance never finds earlier blocks again, and shares blocks with no other."""
+        if not self._wait_idle():
+            logger.error("Transfers with Redis did not end in time: Redis is not used any more")
+            self._tier.close(0.0)
+            self._wait_idle()
+        self._root = blake3(self._root + time.time_ns().to_bytes(8, "little")).digest()
+        self._events_locality = Locality.LOCAL
 
     def shutdown(self) -> None:
+        """Writes for up to 5 s, then ends everything."""
         self._lookups.shutdown()
-        self._blocks.close()
+        self._tier.close(limits.SHUTDOWN_SECONDS)
+        self._loads.close(limits.SHUTDOWN_SECONDS)
+        self._lookup.close()
         self._memory.release()
+
+    def _exist(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether each block is known to be in Redis. Runs on one thread of vLLM's."""
+        try:
+            until = time.monotonic() + limits.LOOKUP_DEADLINE_SECONDS
+            return self._lookup.exist(self._keys(names), until)
+        except Exception:  # keep serving look-ups
+            logger.exception("A look-up failed; its blocks count as misses")
+            return [False] * len(names)
+
+    def _keys(self, names: Iterable[bytes]) -> list[bytes]:
+        return [blake3(self._root + name, key=self._secret).digest() for name in names]
 
     def _slots(self, job: TransferJob) -> list[memoryview]:
         size = self.block_size_bytes
         return [self._memory[int(i) * size : (int(i) + 1) * size] for i in job.chunk_ids]
 
-    def _ends(self, job: TransferJob) -> Callable[[list[bool]], None]:
+    def _begin(self, job: TransferJob) -> Callable[[list[bool]], None]:
+        """Returns a function that ends the job with its results, on any thread."""
         started = time.monotonic()
 
-        def ended(results: list[bool]) -> None:
-            self._ended.append(_Ended(job, results, time.monotonic() - started))
+        def end(results: list[bool]) -> None:
+            with self._changed:
+                self._ended.append(_Ended(job, results, time.monotonic() - started))
+                self._num_open -= 1
+                self._changed.notify_all()
 
-        return ended
+        with self._changed:
+            self._num_open += 1
+        return end
+
+    def _wait_idle(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._num_open, self._load_seconds + limits.SHUTDOWN_SECONDS
+            )
 
 
 class _Lookups(AsyncLookupManager):
@@ -203,3 +281,10 @@ def _identity(spec: OffloadingSpec, model_digest: str) -> dict[str, object]:
         "weights": folder_identity(config.model.name, model_digest, user_cache_folder()),
         **mapped.get_run_config(),
     }
+
+
+def _geometry(block_bytes: int) -> ChunkGeometry:
+    """Opaque bytes: one head, with pieces as layers."""
+    num_whole, rest = divmod(block_bytes, _PIECE_BYTES)
+    widths = (_PIECE_BYTES,) * num_whole + ((rest,) if rest else ())
+    return ChunkGeometry(1, 0, widths, (0,), 1, "uint8")

@@ -45,21 +45,12 @@ class BlockRun:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class KvEvent:
+    """A chunk entered ``tier`` (``is_stored``), or left it."""
+
     tier: Tier
     blocks: BlockRun
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """``shared``: as in the event that reported it stored."""
-
-    tier: Tier
-    hashes: tuple[bytes, ...]
-    shared: bool = True
-
-
-KvEvent = BlocksStored | BlocksRemoved
+    is_stored: bool
 
 
 @dataclass(slots=True)
@@ -150,7 +141,7 @@ class KvEventLog:
         if tier is Tier.REDIS and not after:
             self._in_redis.pop(key, None)
         if before & needed == needed != after & needed:
-            self.untaken.append(_removed(tier, chunk))
+            self.untaken.append(KvEvent(tier, chunk.blocks, is_stored=False))
         if chunk.is_over:
             del self._chunks[key]
 
@@ -192,7 +183,7 @@ class KvEventLog:
                 key, chunk = ended.popitem()
                 needed = self.needed(key)
                 tiers = [t for t, held in chunk.holders.items() if held & needed == needed]
-                events += [_removed(tier, chunk) for tier in tiers]
+                events += [KvEvent(tier, chunk.blocks, is_stored=False) for tier in tiers]
                 num_left -= 1
                 continue
             elif ended:
@@ -211,12 +202,8 @@ class KvEventLog:
         before, needed = chunk.holders.get(tier, 0), self.needed(key)
         chunk.holders[tier] = after = before | 1 << rank
         if before & needed != needed == after & needed:
-            self.untaken.append(BlocksStored(tier, chunk.blocks))
+            self.untaken.append(KvEvent(tier, chunk.blocks, is_stored=True))
         if tier is Tier.REDIS:
             self._renew(key)
             if len(self._in_redis) > MAX_REDIS_CHUNKS:
                 self.missing(next(iter(self._in_redis)))
-
-
-def _removed(tier: Tier, chunk: _Chunk) -> BlocksRemoved:
-    return BlocksRemoved(tier, chunk.blocks.hashes, chunk.blocks.shared)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_connector.kv_events.log import BlockRun, BlocksStored, KvEvent
+from lmcache_connector.kv_events.log import BlockRun, KvEvent
 from lmcache_connector.plans import Tier
 from lmcache_connector.vllm_compat.api.names import (
     BlockHash,
@@ -62,19 +62,14 @@ def describe_chunk(
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
     """The event in vLLM's format."""
-    medium, locality = _MEDIUM[event.tier], _locality(event)
-    if not isinstance(event, BlocksStored):
-        return BlockRemoved(
-            block_hashes=[maybe_convert_block_hash(BlockHash(h)) for h in event.hashes],
-            medium=medium,
-            group_idx=_GROUP,
-            locality=locality,
-        )
-    blocks = event.blocks
+    medium, locality, blocks = _MEDIUM[event.tier], _locality(event), event.blocks
+    hashes = [maybe_convert_block_hash(BlockHash(name)) for name in blocks.hashes]
+    if not event.is_stored:
+        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=_GROUP, locality=locality)
     lora_id, lora_name = blocks.lora or (None, None)
     parent = blocks.parent_hash
     return BlockStored(
-        block_hashes=[maybe_convert_block_hash(BlockHash(h)) for h in blocks.hashes],
+        block_hashes=hashes,
         parent_block_hash=maybe_convert_block_hash(BlockHash(parent)) if parent else None,
         token_ids=list(blocks.token_ids),
         block_size=blocks.block_size,
@@ -90,5 +85,4 @@ def to_vllm(event: KvEvent) -> KVCacheEvent:
 def _locality(event: KvEvent) -> str:
     """Routers credit every instance for ``REMOTE`` blocks. Chunks in Redis whose keys only this
     instance uses are ``LOCAL``: others cannot load them."""
-    shared = event.blocks.shared if isinstance(event, BlocksStored) else event.shared
-    return "REMOTE" if event.tier is Tier.REDIS and shared else "LOCAL"
+    return "REMOTE" if event.tier is Tier.REDIS and event.blocks.shared else "LOCAL"

@@ -157,10 +157,6 @@ class PagedLayout:
     def row_tokens(self) -> int:
         return self.table.row_tokens
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return tuple(tensor.dtype for tensor in self.owners)
-
     def layers(self, row_tokens: int) -> LayerTable:
         if row_tokens != self.row_tokens:
             raise LayoutError(f"rows of {row_tokens} tokens in a cache of {self.row_tokens}")

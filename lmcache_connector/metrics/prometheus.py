@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TRAFFIC = (
     ("load", "cpu", "loaded from CPU"),
+    ("load", "peer", "loaded from peers"),
     ("load", "redis", "fetched from Redis"),
     ("store", "cpu", "stored to CPU"),
     ("store", "redis", "written to Redis"),
@@ -41,6 +42,7 @@ def log_fields(samples: Samples) -> dict[str, str]:
         fields["hit tokens"] = (
             f"{saved:.0f} of {queried:.0f} (planned: "
             f"CPU {samples.total('hit_tokens', 'cpu'):.0f}, "
+            f"peers {samples.total('hit_tokens', 'peer'):.0f}, "
             f"Redis {samples.total('hit_tokens', 'redis'):.0f}; "
             f"lost {samples.total('recomputed_tokens'):.0f})"
         )

@@ -84,20 +84,47 @@ def adapter_name(digest: str, is_3d: bool) -> str:
     return f"{digest}:3d" if is_3d else digest
 
 
-# -- in memory -------------------------------------------------------------------------------------
+# -- on the disk and in memory ---------------------------------------------------------------------
 
 
-class LoadedAdapters:
-    """The ranks' reports. ``world_size``: number of ranks. ``acked``: number of each rank's last
-    list, 0 without one. ``question``: goes with the next plan; 0: none.
+@dataclass(slots=True)
+class _Look:
+    """The last read of an adapter that ``num_queued`` requests in vLLM's queue use."""
+
+    adapter: Any
+    reading: Task[str] = field(default_factory=Task)
+    since: float = 0.0
+    num_queued: int = 0
+
+
+class Adapters:
+    """The files of adapters, read in the background, and the ranks' reports of what they have
+    loaded. Runs on the scheduler's thread.
+
+    ``world_size``: number of ranks. ``find_folder``: from a request's path to the folder vLLM
+    reads, ``None`` if missing. ``acked``: number of each rank's last list, 0 without one.
+    ``question``: goes with the next plan; 0: none. ``looks``: reads of queued requests' adapters.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        find_folder: Callable[[str], Path | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.acked = (0,) * world_size
         self.question = 0
-        self._lists: dict[int, LoadedAdapterList] = {}
+        self.looks: dict[tuple[str, bool], _Look] = {}
+        self._find_folder = find_folder
+        self._clock = clock
+        self._lists: dict[int, LoadedAdapterList] = {}  # by rank
         self._expected: Latest[int, AdapterRef] = Latest(_MAX_EXPECTED)  # by number
         self._last_question = 0
+        self._digests = AdapterDigests()
+        self._reads = Background("lmc-adapters")
+        self._warned: set[str] = set()
+
+    # -- the ranks' reports --------------------------------------------------------------------
 
     def ask(self) -> int:
         """Request a list of adapters from all ranks. Returns the question's number."""
@@ -115,10 +142,6 @@ class LoadedAdapters:
         self._lists.clear()
         self._expected.clear()
         self.ask()
-
-    def expect(self, adapter: AdapterRef) -> None:
-        """Remember that a request is treated as computed with this adapter."""
-        self._expected[adapter.number] = adapter
 
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
         """Returns adapters that were assumed loaded while another one was: KV computed under their
@@ -144,68 +167,53 @@ class LoadedAdapters:
             doubtful |= mistaken
         return doubtful
 
-    def have_answered(self, question: int) -> bool:
-        """Whether every rank has listed its adapters since it was asked."""
-        return self._all(lambda listed: listed.answered >= question)
+    def ask_ahead(self, adapter: Any) -> int:
+        """Ask the ranks ahead of need, unless all report an adapter of that number. Returns the
+        question's number; 0: none."""
+        number = adapter.lora_int_id
+        if self._all(lambda listed: any(each == number for each, _ in listed.digests)):
+            return 0
+        return self.ask()
 
-    def are(self, adapter: AdapterRef) -> bool:
-        """Whether every rank reports exactly this adapter under its number."""
-        return self._all(lambda listed: listed.digest_of(adapter.number) == adapter.digest)
-
-    def have_loaded(self, number: int) -> bool:
-        """Whether every rank reports an adapter under that number."""
-        return self._all(lambda listed: any(each == number for each, _ in listed.digests))
-
-    def may_be(self, adapter: AdapterRef) -> bool:
-        """Whether each rank has loaded exactly this adapter, or none of its number yet."""
-        return all(
-            listed.digest_of(adapter.number, default=adapter.digest) == adapter.digest
-            for listed in self._lists.values()
+    def is_known(self, adapter: Any, name: str, question: int) -> bool:
+        """Whether the ranks' reports suffice to say what they compute with: all report this
+        adapter, or all have answered ``question``.
+        """
+        number = adapter.lora_int_id
+        return self._all(lambda listed: listed.digest_of(number) == name) or (
+            question > 0 and self._all(lambda listed: listed.answered >= question)
         )
+
+    def will_compute(self, request: Request, name: str) -> bool:
+        """Whether an arriving request will be computed with the adapter ``name``."""
+        adapter = request.lora_request
+        ref = AdapterRef(adapter.lora_int_id, name)
+        if self.may_compute(request, name):
+            self._expected[ref.number] = ref
+            return True
+        self._warn(
+            f"{ref}",
+            f"The files of LoRA adapter {adapter.lora_name} are not those vLLM has loaded: its "
+            "requests bypass the KV cache tiers. Load changed weights under a new number, or with "
+            "load_inplace.",
+        )
+        return False
+
+    def may_compute(self, request: Request, name: str | None) -> bool:
+        """Whether each rank has loaded exactly this adapter, or none of its number yet. With
+        ``load_inplace``, vLLM reads the files again before the request begins."""
+        if name is None:
+            return True
+        adapter = request.lora_request
+        if adapter.load_inplace and request.num_computed_tokens == 0:
+            return True
+        lists, number = self._lists.values(), adapter.lora_int_id
+        return all(listed.digest_of(number, default=name) == name for listed in lists)
 
     def _all(self, holds: Callable[[LoadedAdapterList], bool]) -> bool:
         return len(self._lists) == len(self.acked) and all(map(holds, self._lists.values()))
 
-
-def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
-    """Whether KV computed under the digest's name is its own: it is in memory, and nothing replaced
-    it since it came. ``in_memory``: contents of memory over time."""
-    return digest in in_memory and set(in_memory[in_memory.index(digest) :]) == {digest}
-
-
-# -- both ------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Look:
-    """The last read of an adapter that ``num_queued`` requests in vLLM's queue use."""
-
-    adapter: Any
-    reading: Task[str] = field(default_factory=Task)
-    since: float = 0.0
-    num_queued: int = 0
-
-
-class AdapterReader:
-    """Reads adapters in the background. Runs on the scheduler's thread.
-
-    ``find_folder``: from a request's path to the folder vLLM reads, ``None`` if missing.
-    ``loaded``: what the ranks have loaded. ``looks``: reads of queued requests' adapters.
-    """
-
-    def __init__(
-        self,
-        find_folder: Callable[[str], Path | None],
-        loaded: LoadedAdapters,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._find_folder = find_folder
-        self._clock = clock
-        self.looks: dict[tuple[str, bool], _Look] = {}
-        self.loaded = loaded
-        self._digests = AdapterDigests()
-        self._reads = Background("lmc-adapters")
-        self._warned: set[str] = set()
+    # -- files ---------------------------------------------------------------------------------
 
     def enter(self, adapter: Any) -> Task[str]:
         """A request with the adapter joined vLLM's queue. Returns the pending name of its files'
@@ -233,44 +241,6 @@ class AdapterReader:
         look = self.looks[_files_of(adapter)]
         self._look_if_older(look, _STALE_SECONDS)
         return look.reading
-
-    def ask(self, adapter: Any) -> int:
-        """Ask the ranks ahead of need, unless all report an adapter of that number. Returns the
-        question's number; 0: none."""
-        return 0 if self.loaded.have_loaded(adapter.lora_int_id) else self.loaded.ask()
-
-    def is_known(self, adapter: Any, name: str, question: int) -> bool:
-        """Whether the ranks' reports suffice to say what they compute with: all report this
-        adapter, or all have answered ``question``.
-        """
-        return self.loaded.are(AdapterRef(adapter.lora_int_id, name)) or (
-            question > 0 and self.loaded.have_answered(question)
-        )
-
-    def will_compute(self, request: Request, name: str) -> bool:
-        """Whether an arriving request will be computed with the adapter ``name``."""
-        adapter = request.lora_request
-        ref = AdapterRef(adapter.lora_int_id, name)
-        if self.may_compute(request, name):
-            self.loaded.expect(ref)
-            return True
-        self._warn(
-            f"{ref}",
-            f"The files of LoRA adapter {adapter.lora_name} are not those vLLM has loaded: its "
-            "requests bypass the KV cache tiers. Load changed weights under a new number, or with "
-            "load_inplace.",
-        )
-        return False
-
-    def may_compute(self, request: Request, name: str | None) -> bool:
-        """Whether no rank is known to have another adapter loaded. With ``load_inplace``, vLLM
-        reads the files again before the request begins."""
-        if name is None:
-            return True
-        adapter = request.lora_request
-        if adapter.load_inplace and request.num_computed_tokens == 0:
-            return True
-        return self.loaded.may_be(AdapterRef(adapter.lora_int_id, name))
 
     def close(self) -> None:
         self._reads.close()
@@ -302,6 +272,12 @@ class AdapterReader:
         if about not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add(about)
             logger.warning("%s", message)
+
+
+def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
+    """Whether KV computed under the digest's name is its own: it is in memory, and nothing replaced
+    it since it came. ``in_memory``: contents of memory over time."""
+    return digest in in_memory and set(in_memory[in_memory.index(digest) :]) == {digest}
 
 
 def _files_of(adapter: Any) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
-from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.adapters import Adapters
 from lmcache_connector.requests.content_digest import (
     EmbedsDigest,
     ItemDigests,
@@ -80,7 +80,7 @@ class RequestIdentifier:
     def __init__(
         self,
         require_cache_salt: bool,
-        adapters: AdapterReader,
+        adapters: Adapters,
         chunk_size: int = 128,
         count: Callable[[Bypass], None] = lambda reason: None,
     ) -> None:
@@ -180,7 +180,7 @@ class RequestIdentifier:
             opened.inputs = self._reads.submit(lambda: self._read_inputs(request))
         if request.lora_request is not None:
             opened.adapter = self._join_queue(opened)
-            opened.question = self.adapters.ask(request.lora_request)
+            opened.question = self.adapters.ask_ahead(request.lora_request)
         return opened
 
     def _join_queue(self, opened: _Open) -> Task[str]:
@@ -229,7 +229,7 @@ class RequestIdentifier:
         if self.adapters.is_known(adapter, reading.value, opened.question):
             return True
         if not opened.question:
-            opened.question = self.adapters.loaded.ask()
+            opened.question = self.adapters.ask()
         return False
 
     def _set(self, opened: _Open, found: Identified) -> None:

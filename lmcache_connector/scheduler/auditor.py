@@ -21,16 +21,17 @@ from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGaug
 from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
-from lmcache_connector.kv_parts.part import parents_of_part, part_key
+from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, PrefetchJob, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_SECONDS = 5.0
+_DEADLINE_SECONDS = 1.0
+"""A pause of the engine waits so long for an audit that asks a slow Redis."""
 _MAX_OWN_CHUNKS = 1 << 16
 """About 10 MB."""
 
@@ -134,14 +135,11 @@ class Auditor:
         if not are_there(blocks, size // part.block_size):
             self.drop(state)
             return None
-        keys, chunks = (audit.key,), (audit.chunk,)
-        owners, own = self.index.num_owners(0), state.keys.keys
-        # Else later uses of the chunk would not be uses of those before it.
-        parents = parents_of_part(self.settings.parts, 0, own, chunks, keys, owners)
+        place = self.settings.parts, 0, (audit.chunk,), (audit.key,)
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
-            runs=(PartRun(0, keys, chunks, blocks, parents=parents),),
+            runs=(state.run(*place, blocks, self.index.num_owners(0)),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             claim=state.claim,
@@ -149,7 +147,6 @@ class Auditor:
             deadline_seconds=_DEADLINE_SECONDS,
         )
         audit.round = self._round
-        state.store.job_ids.add(job_id)
         audit.drop()
         return job
 
@@ -181,7 +178,6 @@ class Auditor:
     ) -> bytes | None:
         """Count and log the verdict, once all ranks have reported or none was asked. Returns the
         root on a mismatch: KV loaded under it may be wrong."""
-        state.store.job_ids.discard(job.job_id)
         subject, kind = state.audit.subject, state.keys.identity.kind
         assert subject is not None
         is_current = state.audit.round == self._round

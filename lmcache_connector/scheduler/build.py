@@ -28,7 +28,7 @@ from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart, Tier
-from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
+from lmcache_connector.requests.adapters import Adapters
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.engine_start import EngineStart
@@ -68,7 +68,7 @@ def build_scheduler(
     settings = _settings(config, model, vllm_config, does_both=does_both)
     tally, index, clock = Tally(), ChunkIndex(model.world_size), time.monotonic
     policy = _policy(config, model, vllm_config)
-    noise, loaded = NoiseGauge(model.parts[0].formats), LoadedAdapters(model.world_size)
+    noise = NoiseGauge(model.parts[0].formats)
     transfers = _transfers(config, model, vllm_config, tally)
     lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
     events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews, is_wanted=kv_events)
@@ -79,7 +79,7 @@ def build_scheduler(
     learn = partial(learn_start, model, policy, asked, noise, index, events)
     identifier = RequestIdentifier(
         config.require_cache_salt,
-        AdapterReader(adapter_folder, loaded),
+        Adapters(model.world_size, adapter_folder),
         config.chunk_size,
         lambda reason: tally.count("bypassed_requests", reason.value),
     )
@@ -102,7 +102,6 @@ def build_scheduler(
         events,
         tally,
         Auditor(settings, index, sampler, noise, tally, model=model.name),
-        loaded,
         transfers,
         make_spans(vllm_config),
     )

@@ -52,8 +52,7 @@ def returns_on_failure(answer: object = None) -> Callable[[CallT], CallT]:
 
 class SchedulerGuard:
     """``has_updates``: something for the next plan. ``is_down``: starting over failed too; each
-    plan tries again. ``unsent``: ids of requests promised a load since the last plan.
-    ``unsent_in_step``: loads inside the next step, which vLLM counts on."""
+    plan tries again. ``unsent``: loads planned since the last plan, which vLLM counts on."""
 
     def __init__(self, side: Scheduler, failures: FailureLog) -> None:
         self.has_updates = False
@@ -64,31 +63,27 @@ class SchedulerGuard:
         self._starts_over = False  # not yet told to the workers
         # Requests that vLLM keeps waiting for a load; False: ignore what the load brings.
         self._promised: dict[str, tuple[Request, bool]] = {}
-        self.unsent: list[str] = []
-        self.unsent_in_step: list[LoadJob] = []
-        self._lost_in_step: list[LoadJob] = []  # lost with their plan, and still due
-        self._refused: list[str] = []  # promised, but no job reaches the workers
+        self.unsent: list[LoadJob] = []
+        self._due: list[LoadJob] = []  # in the next plan, whatever the scheduler side knows
         self._last_id = 0
 
     def failed(self, call: str, error: BaseException) -> None:
         self._failures.note(call, error)
         self._side.tally.count("scheduler_failures")
         self._must_reset |= call == "reset_cache"
-        self._refused += self.unsent
+        self._due += [j if j.in_step else self._empty_load(j.request_id) for j in self.unsent]
         self.unsent.clear()
-        self._lost_in_step += self.unsent_in_step
-        self.unsent_in_step.clear()
         self._promised = {name: (one[0], False) for name, one in self._promised.items()}
         self.has_updates = self._starts_over = True
         self._start_over()
 
-    def promised(self, request: Request, *, is_planned: bool) -> None:
-        """vLLM keeps the request waiting for a load from now on."""
-        self._promised[request.request_id] = request, is_planned
-        if is_planned:
-            self.unsent.append(request.request_id)
+    def promised(self, request: Request, job: LoadJob | None) -> None:
+        """vLLM keeps the request waiting for a load from now on, planned or not."""
+        self._promised[request.request_id] = request, job is not None
+        if job is not None:
+            self.unsent.append(job)
         else:
-            self._refused.append(request.request_id)
+            self._due.append(self._empty_load(request.request_id))
             self.has_updates = True
 
     def add_updates(self, plan: StepPlan | None, *, is_idle: bool) -> StepPlan:
@@ -96,10 +91,8 @@ class SchedulerGuard:
         if self.is_down:
             self._start_over()
         plan = plan or StepPlan(idle=is_idle)
-        loads = *self._lost_in_step, *map(self._empty_load, self._refused)
-        plan = replace(plan, starts_over=self._starts_over, loads=(*loads, *plan.loads))
-        self._refused.clear()
-        self._lost_in_step.clear()
+        plan = replace(plan, starts_over=self._starts_over, loads=(*self._due, *plan.loads))
+        self._due.clear()
         self.has_updates = self._starts_over = self.is_down
         return plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,7 @@ class PlannedJobs:
         self._jobs: dict[int, PlannedJob] = {}
         self.first_id = last_id + 1
         self.last_id = last_id
-        self._loads: list[LoadJob] = []
-        self._prefetches: list[PrefetchJob] = []
-        self._stores: list[StoreJob] = []
+        self._unsent: list[LoadJob | StoreJob | PrefetchJob] = []
         self._cancelled_loads: list[int] = []
         self._vacated_stores: list[int] = []
 
@@ -70,13 +68,9 @@ class PlannedJobs:
     def add(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Hand the job to the workers with the next plan."""
         self._jobs[job.job_id] = planned = PlannedJob(state, job, num_chunks=len(job.keys))
-        if isinstance(job, LoadJob):
-            self._loads.append(job)
-        elif isinstance(job, PrefetchJob):
-            self._prefetches.append(job)
-        else:
+        if isinstance(job, StoreJob):
             planned.reads = job.blocks
-            self._stores.append(job)
+        self._unsent.append(job)
 
     def cancel_load(self, job: LoadJob | PrefetchJob) -> None:
         """Tell the workers with the next plan to cancel the job."""
@@ -95,31 +89,34 @@ class PlannedJobs:
         """Cancel and return the stores that read these blocks, which the step being planned may
         overwrite. Stores not yet sent to the workers end at once."""
         vacated = [p for p in self._jobs.values() if not p.reads.isdisjoint(block_ids)]
-        unsent = {job.job_id for job in self._stores}
+        unsent = {job.job_id for job in self._unsent}
         for planned in vacated:
             planned.reads = frozenset()  # cancel once only
             if planned.job.job_id in unsent:
                 del self._jobs[planned.job.job_id]
             else:
                 self._vacated_stores.append(planned.job.job_id)
-        self._stores = [job for job in self._stores if job.job_id in self._jobs]
+        self._unsent = [job for job in self._unsent if job.job_id in self._jobs]
         return vacated
 
     def drop_unsent_stores(self) -> list[PlannedJob]:
         """End all stores and audits not yet sent to the workers."""
-        dropped = [self._jobs.pop(job.job_id) for job in self._stores]
-        self._stores = []
+        dropped = [self._jobs.pop(j.job_id) for j in self._unsent if isinstance(j, StoreJob)]
+        self._unsent = [job for job in self._unsent if job.job_id in self._jobs]
         return dropped
 
-    def blocks_read_of(self, state: RequestState) -> list[int]:
-        """Blocks read by the request's open stores."""
-        return [block for job_id in state.store.job_ids for block in self._jobs[job_id].reads]
+    @property
+    def states(self) -> list[RequestState]:
+        """The requests of open jobs."""
+        return [planned.state for planned in self._jobs.values()]
 
-    def read_after_the_end(self) -> Iterator[tuple[int, Set[int]]]:
-        """Stores of finished requests, oldest first, with the blocks that they read."""
-        for job_id, planned in self._jobs.items():
-            if planned.reads and planned.state.is_finished:
-                yield job_id, planned.reads
+    def stores_of(self, state: RequestState) -> dict[int, Set[int]]:
+        """The request's open stores by id, each with the blocks that it reads."""
+        return {
+            job_id: planned.reads
+            for job_id, planned in self._jobs.items()
+            if planned.state is state and isinstance(planned.job, StoreJob)
+        }
 
     def is_open(self, job_id: int) -> bool:
         """Whether some rank has not reported the job."""
@@ -135,15 +132,13 @@ class PlannedJobs:
         """The plan of a step: everything added since the last plan, and further ``fields``;
         ``None`` if both are empty, as for most decode steps. ``acked``: per rank, the adapters and
         weights that are known."""
-        added = self._loads or self._stores or self._prefetches
-        if not (
-            added or self._cancelled_loads or self._vacated_stores or idle or any(fields.values())
-        ):
+        unsent, cancelled = self._unsent, self._cancelled_loads or self._vacated_stores
+        if not (unsent or cancelled or idle or any(fields.values())):
             return None
         plan = StepPlan(
-            loads=tuple(self._loads),
-            stores=tuple(self._stores),
-            prefetches=tuple(self._prefetches),
+            loads=tuple(job for job in unsent if isinstance(job, LoadJob)),
+            stores=tuple(job for job in unsent if isinstance(job, StoreJob)),
+            prefetches=tuple(job for job in unsent if isinstance(job, PrefetchJob)),
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=tuple(self._vacated_stores),
             idle=idle,
@@ -151,8 +146,7 @@ class PlannedJobs:
             acked_weights=acked[1],
             **fields,
         )
-        self._loads, self._stores, self._prefetches = [], [], []
-        self._cancelled_loads, self._vacated_stores = [], []
+        self._unsent, self._cancelled_loads, self._vacated_stores = [], [], []
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:

@@ -12,7 +12,7 @@ from typing import Any
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import BlocksInUse, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
-from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
+from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead
 from lmcache_connector.metrics.samples import Tally
@@ -216,19 +216,15 @@ class LoadPlanner:
             if not chunks:
                 continue
             first = first_token_to_load(part, start, end_token)
-            is_state = part.rule is Rule.STATE
-            own = tuple(keys_of_part(keys[chunks.start : end], number, len(parts)))
-            run = PartRun(
-                part=number,
-                keys=own,
-                chunks=tuple(chunks),
-                block_ids=blocks_between(part, block_ids, first, end_token),
-                skip_blocks=0
-                if is_state
-                else (first - chunks.start * chunk_size) // part.block_size,
-                parents=parents_of_part(
-                    parts, number, state.keys.keys, chunks, own, self.index.num_owners(number)
-                ),
+            skipped = (first - chunks.start * chunk_size) // part.block_size
+            run = state.run(
+                parts,
+                number,
+                chunks,
+                keys_of_part(keys[chunks.start : end], number, len(parts)),
+                blocks_between(part, block_ids, first, end_token),
+                self.index.num_owners(number),
+                skip_blocks=0 if part.rule is Rule.STATE else skipped,
                 tail_tokens=end_token % chunk_size if tail and tail.chunk in chunks else 0,
             )
             runs.append(run)

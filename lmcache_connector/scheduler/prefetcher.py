@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from lmcache_connector.bounded import batches
 from lmcache_connector.cost_model.policy import LoadPolicy
-from lmcache_connector.kv_parts.part import parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
@@ -191,15 +190,7 @@ class Prefetcher:
 
     def _run(self, state: RequestState, chunks: list[_Chunk]) -> PartRun:
         """``chunks`` must be of one part."""
-        part, parts = chunks[0][0], self.settings.parts
-        numbers = tuple(chunk for _, chunk, _ in chunks)
-        keys = tuple(key for _, _, key in chunks)
-        return PartRun(
-            part=part,
-            keys=keys,
-            chunks=numbers,
-            block_ids=(),
-            parents=parents_of_part(
-                parts, part, state.keys.keys, numbers, keys, self.index.num_owners(part)
-            ),
-        )
+        part, keys = chunks[0][0], [key for *_, key in chunks]
+        numbers = [chunk for _, chunk, _ in chunks]
+        num_owners = self.index.num_owners(part)
+        return state.run(self.settings.parts, part, numbers, keys, (), num_owners)

@@ -8,7 +8,7 @@ When the weights may have changed, all requests are dropped: they are computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -58,12 +58,11 @@ class RequestBook:
         self.adapters = self.identifier.adapters
         self._encoders = EncoderWitness()
         self._states: dict[str, RequestState] = {}
-        self._ended: dict[int, RequestState] = {}  # those with open jobs, by the state's id()
         self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
-        """Number of requests in flight and of finished ones with open jobs."""
-        return len(self._states) + len(self._ended)
+        """Number of requests in flight."""
+        return len(self._states)
 
     def get(self, request_id: str) -> RequestState | None:
         """State of a request in flight; ``None`` if the request bypasses the connector."""
@@ -76,6 +75,8 @@ class RequestBook:
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The request's state, with all full chunks hashed. ``UNREAD``: still unidentified after
         ``wait``, ask again. ``None``: the request bypasses the connector."""
+        if self.start.hasher is None or not self.weights.name:
+            self.weights.ask_again()
         if self.start.hasher is None:
             return UNREAD if self.start.is_awaited() else None
         if not self.weights.name:
@@ -121,19 +122,11 @@ class RequestBook:
         self.identifier.forget(request)
         state = self._states.pop(request.request_id, None)
         if state is not None:
-            self._ended[id(state)] = state
-            state.is_finished = True
             state.lookup.cancel()
         return state
 
-    def forget_if_done(self, state: RequestState) -> None:
-        """Drop a finished request once its jobs have ended."""
-        if not state.has_jobs:
-            self._ended.pop(id(state), None)
-
     def forget_all(self) -> None:
         self._states.clear()
-        self._ended.clear()
         self._encoders.clear()
         self.identifier.forget_all()
 
@@ -170,13 +163,13 @@ class RequestBook:
         self.forget_encoded()
         self._count_apart()
 
-    def separate(self, root: bytes) -> list[RequestState]:
+    def separate(self, root: bytes, others: Iterable[RequestState] = ()) -> list[RequestState]:
         """KV loaded under ``root`` may be wrong: give the root a new epoch. Returns its requests,
-        under their new keys."""
+        under their new keys; ``others`` are some that may have left."""
         self.epochs.separate(root)
         self._count_apart()
-        known = (*self._states.values(), *self._ended.values())
-        rekeyed = [s for s in known if s.keys.identity.kv_root == root]
+        known = {id(state): state for state in (*self._states.values(), *others)}
+        rekeyed = [s for s in known.values() if s.keys.identity.kv_root == root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import RequestLookup
-from lmcache_connector.plans import Claim, LoadJob, PeerSource, PrefetchJob
+from lmcache_connector.plans import Claim, LoadJob, PartRun, PeerSource, PrefetchJob
 
 RedisAdmission = Literal["all", "reused"]
 """See `ConnectorConfig.redis_admission`."""
@@ -135,7 +136,6 @@ class StoreState:
     has_tail: bool = False
     num_counted: int = 0
     junction: int = 0
-    job_ids: set[int] = field(default_factory=set)
 
     def restart(self) -> None:
         self.next_chunk, self.has_tail = 0, False
@@ -201,7 +201,6 @@ class RequestState:
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
     prefetch: PrefetchState = field(default_factory=PrefetchState)
-    is_finished: bool = False
     source: PeerSource | None = None
 
     def __post_init__(self) -> None:
@@ -220,6 +219,16 @@ class RequestState:
         self.witness.reset()
         self.store.restart()
 
-    @property
-    def has_jobs(self) -> bool:
-        return self.load.job is not None or bool(self.store.job_ids or self.prefetch.jobs)
+    def run(
+        self,
+        parts: Sequence[Part],
+        number: int,
+        chunks: Sequence[int],
+        keys: Sequence[bytes],
+        block_ids: BlockIds,
+        num_owners: int,
+        **more: int,
+    ) -> PartRun:
+        """The run of ``chunks`` of part ``number``, stored under ``keys``."""
+        parents = parents_of_part(parts, number, self.keys.keys, chunks, keys, num_owners)
+        return PartRun(number, tuple(keys), tuple(chunks), block_ids, parents=parents, **more)

@@ -45,7 +45,6 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
-from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
@@ -74,8 +73,7 @@ _SAMPLES_SECONDS = 0.1
 class Scheduler:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``kv_events`` records chunks that enter and leave the tiers, ``loaded_adapters`` the adapters on
-    the ranks, ``spans`` the trace of each request.
+    ``kv_events`` records chunks that enter and leave the tiers, ``spans`` traces requests.
     """
 
     settings: SchedulerSettings
@@ -86,7 +84,6 @@ class Scheduler:
     kv_events: KvEventLog
     tally: Tally
     auditor: Auditor
-    loaded_adapters: LoadedAdapters
     transfers: RequestTransfers
     spans: Spans = field(default_factory=Spans)
     clock: Callable[[], float] = time.monotonic
@@ -123,7 +120,7 @@ class Scheduler:
         self.witness.forget_all()
         self.book.forget_all()
         self.auditor.forget_all()
-        self.loaded_adapters.forget()
+        self.book.adapters.forget()
         self.index.forget_planned()
         self.kv_events.forget_jobs()
         self.book.weights.reset(is_external=False)  # a question or an answer may be lost
@@ -149,9 +146,6 @@ class Scheduler:
         """Tokens to load beyond ``num_computed_tokens``, and whether the load runs between steps.
         ``None`` tokens: vLLM asks again in the next step."""
         self._was_asked = True
-        if not self.is_idle:
-            # While others run, a waiting request may wait until a store has read its blocks.
-            self.held.delay_free_for_stores(self.jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             self._stores.end_a_step_at_the_last_border(request)
             return 0, False
@@ -321,7 +315,7 @@ class Scheduler:
         self.policy.step_planned(len(scheduled), left, has_prefill=has_prefill)
         if probe := self.policy.probes.is_wanted and self.policy.probes.take():
             self.tally.count("probes")
-        adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
+        adapters, weights, transfers = self.book.adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.acked, weights.acked),
             idle=not scheduled,
@@ -331,6 +325,7 @@ class Scheduler:
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
+            asks_again=weights.take_asks_again() if weights.asks_again else False,
             transfers=tuple(transfers.updates) if transfers.updates else (),
             acked_leaving=self.index.take_acked() if self.index.acked_leaving else (),
         )
@@ -341,7 +336,7 @@ class Scheduler:
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan the stores and audits of the KV that a step computes."""
         if self.held.is_holding:
-            self.held.next_step()
+            self.held.next_step(is_crowded=self._was_asked)
         if self.witness.reused:
             self._cancel_overwritten()
         scheduled = scheduler_output.num_scheduled_tokens
@@ -435,7 +430,8 @@ class Scheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
         """Give the request's blocks back to vLLM; stores read them until vLLM reuses them. If vLLM
-        ``is_updating`` from a step's output, the free is delayed until :meth:`take_events`. Returns
+        ``is_updating`` from a step's output, they are pinned until :meth:`take_events` at least.
+        Returns
         True if vLLM must keep the blocks until all ranks have stored them for another instance, and
         the parameters for the router."""
         self._scheduled.discard(request.request_id)
@@ -448,9 +444,10 @@ class Scheduler:
             self._store_the_rest(state, block_ids)
         if self.is_idle:  # whoever steps the engine may reset the cache next
             self.held.unpin_all()
-        if state is not None and is_updating:
-            self.held.delay_free(self.jobs.blocks_read_of(state))
-        return self.transfers.finished(request, state, block_ids)
+        stores = self.jobs.stores_of(state) if state is not None else {}
+        for job_id, read_ids in stores.items() if is_updating else ():
+            self.held.pin_ended(job_id, read_ids)
+        return self.transfers.finished(request, state, block_ids, stores)
 
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what remains of a finished request, and cancel its load."""
@@ -464,13 +461,12 @@ class Scheduler:
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             num_tokens = self.witness.finished(state, computed)
             self._plan_store(state, num_tokens, lambda: block_ids, self._snapshots(state, ()))
-        self.book.forget_if_done(state)
 
     def take_events(self) -> Sequence[KvEvent]:
-        """KV events since the last call. vLLM has processed the step's output: delayed blocks are
-        freed."""
+        """KV events since the last call. vLLM has processed the step's output, and whoever steps
+        the engine may reset the cache next."""
         if self.held.is_holding:
-            self.held.free_delayed()
+            self.held.end_update(is_idle=self.is_idle)
         return self.kv_events.take() if self.kv_events.untaken else ()
 
     def will_free_blocks(self) -> bool:
@@ -564,7 +560,7 @@ class Scheduler:
             self.spans.begin(state.request, span_name(job))
         self.jobs.add(state, job)
         if isinstance(job, StoreJob):
-            self.held.pin(job)
+            self.held.pin_passing(job)
             if not isinstance(job, AuditJob):  # no load waits for one
                 self.policy.store_planned(job)
 
@@ -635,12 +631,11 @@ class Scheduler:
             if (root := self.auditor.ended(state, job, planned.results)) is not None:
                 self.kv_events.clear()  # of all roots: mismatches are rare
                 self.witness.invalidate_all()
-                self._abandon(self.book.separate(root))
+                self._abandon(self.book.separate(root, self.jobs.states))
         else:
             self.policy.store_ended(job.job_id, planned.results)
-            self._stores.ended(state, job, planned.results)
+            self._stores.ended(job, planned.results)
         self.kv_events.settle(job.keys, job.job_id)
-        self.book.forget_if_done(state)
         return [short] if short is not None else []
 
     # -- weights and adapters ------------------------------------------------------------------
@@ -664,7 +659,7 @@ class Scheduler:
 
     def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
         self.witness.recheck_next_step(self.book.states.values())
-        if doubtful := self.loaded_adapters.update(rank, adapters):
+        if doubtful := self.book.adapters.update(rank, adapters):
             self.witness.forget()
             for state in self.book.of_adapters(doubtful):
                 self.witness.break_off(state)

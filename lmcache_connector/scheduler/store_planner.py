@@ -12,7 +12,7 @@ from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
-from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, parents_of_part, part_key
+from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, StoreJob
@@ -137,14 +137,12 @@ class StorePlanner:
             claim=state.claim,
             is_awaited=state.transfer.stores,
         )
-        store.job_ids.add(job.job_id)
         self.index.plan(job.keys, job.job_id)
         self.tally.count("store_jobs")
         return job
 
-    def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
+    def ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
         """All ranks have reported, or none was asked because vLLM reused the blocks too soon."""
-        state.store.job_ids.discard(job.job_id)
         if all(result.outcome is Outcome.CANCELLED for result in results):
             self.tally.count("dropped_stores", amount=len(job.keys))
         self.index.settle(job.keys, job.job_id)
@@ -229,15 +227,9 @@ class StorePlanner:
             if not are_there(blocks, -(-tail.end // part.block_size) - first // part.block_size):
                 return []
             if first < tail.end and key not in self.index:
-                run = PartRun(
-                    part=number,
-                    keys=(key,),
-                    chunks=(tail.chunk,),
-                    block_ids=blocks,
+                run = state.run(
+                    *(parts, number, (tail.chunk,), (key,), blocks, num_owners(number)),
                     skip_blocks=(first - start) // part.block_size,
-                    parents=parents_of_part(
-                        parts, number, state.keys.keys, (tail.chunk,), (key,), num_owners(number)
-                    ),
                     tail_tokens=tail.end - start,
                 )
                 runs.append(run)
@@ -257,15 +249,8 @@ class StorePlanner:
         """``blocks``: per chunk, then per group."""
         keys, parts = state.keys.keys, self.settings.parts
         own = keys_of_part([keys[chunk] for chunk in chunks], part, len(parts))
-        return PartRun(
-            part=part,
-            keys=tuple(own),
-            parents=parents_of_part(parts, part, keys, chunks, own, self.index.num_owners(part)),
-            chunks=tuple(chunks),
-            block_ids=tuple(
-                tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
-            ),
-        )
+        by_group = tuple(tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True))
+        return state.run(parts, part, chunks, own, by_group, self.index.num_owners(part))
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:

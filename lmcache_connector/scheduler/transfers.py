@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -172,25 +172,27 @@ class RequestTransfers:
             sent.num_told = max(end, sent.num_told)
 
     def finished(
-        self, request: Request, state: RequestState | None, block_ids: Sequence[Sequence[int]]
+        self,
+        request: Request,
+        state: RequestState | None,
+        block_ids: Sequence[Sequence[int]],
+        stores: Iterable[int],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks until its stores have ended on all ranks,
-        and the parameters for the router. ``state`` is ``None`` for a request that is not stored.
-        """
+        """Whether vLLM must keep the request's blocks until its open ``stores`` have ended on all
+        ranks, and the parameters for the router. ``state`` is ``None`` for a request that is not
+        stored."""
         self.drop_source(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None
-        job_ids = frozenset[int]()
         if state is not None:
             self.planned(state)
-            job_ids = frozenset(state.store.job_ids)
         params = self._params(sent, block_ids) if sent.answers else None
         # vLLM itself keeps the blocks of an aborted load until the load is reported.
         is_held = state is None or state.load.job is None
         held = request.request_id if is_held else ""
         self.tally.count("p2p_handovers")
         del self._sent[request.request_id]
-        self.updates.append(TransferUpdate(sent.transfer_id, (), job_ids, held))
+        self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset(stores), held))
         return is_held, params  # from here on nothing raises: vLLM gets this answer
 
     def start_over(self) -> None:

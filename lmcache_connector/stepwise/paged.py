@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
+from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.stepwise.identity import ModelIdentity
@@ -50,7 +50,9 @@ class PagedSequences:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
         self._block_size: int = blocks[0].shape[2]
-        self._config = config = config.fitted(_chunk_size(config, self._block_size), 1)
+        self._config = config = config.fitted(
+            fit_chunk_size(config.wanted_chunk_size, self._block_size), 1
+        )
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
@@ -209,18 +211,6 @@ def _dimensions(half: object) -> int:
 def _parents(keys: RequestKeys) -> list[bytes]:
     """The parent key of each chunk's key, and of the next chunk's."""
     return [keys.parent(0), *keys.keys]
-
-
-def _chunk_size(config: ConnectorConfig, block_size: int) -> int:
-    wanted = config.wanted_chunk_size
-    if wanted is None:
-        return -(-config.chunk_size // block_size) * block_size
-    if wanted % block_size:
-        raise ConfigError(
-            f"chunk_size {wanted} is no multiple of the {block_size} tokens of a block: leave it "
-            "out, or name a multiple"
-        )
-    return wanted
 
 
 Lineage = tuple[bytes, tuple[int, ...]]

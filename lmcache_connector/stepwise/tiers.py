@@ -42,7 +42,7 @@ from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.redis_probe import probe_keys
-from lmcache_connector.worker.waiting_jobs import QueuedJob, StepGate
+from lmcache_connector.worker.waiting_jobs import Job, StepGate
 
 logger = logging.getLogger(__name__)
 
@@ -276,23 +276,23 @@ class Tiers:
     def _wait_for(self, job: LoadJob) -> JobResult:
         until = self._clock() + job.deadline_seconds + limits.SHUTDOWN_SECONDS
         while True:
-            for ended in self._settle():
-                if ended.job is job and ended.result is not None:
-                    return ended.result
+            for ended, result in self._settle():
+                if ended is job:
+                    return result
             left = until - self._clock()
             if left <= 0:
                 self._rank.jobs.cancel([job.job_id])
                 raise StuckCopyError("a load of KV did not end; its memory must not be used")
             self._rank.jobs.wait_for_result(left)
 
-    def _settle(self) -> list[QueuedJob]:
+    def _settle(self) -> list[tuple[Job, JobResult]]:
         """Jobs that have ended since the last call."""
         ended = self._rank.jobs.take_ended()
         self._index.apply(0, self._rank.engine.take_events())
-        for each in ended:
-            if isinstance(each.job, StoreJob):
-                self._index.settle(each.job.keys, each.job.job_id)
-                self._count(stored_chunks=each.result.num_chunks if each.result else 0)
+        for job, result in ended:
+            if isinstance(job, StoreJob):
+                self._index.settle(job.keys, job.job_id)
+                self._count(stored_chunks=result.num_chunks)
         return ended
 
     # -- observations --------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -13,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES
+from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES, rope_types
 
 _NUM_EARLY = 8
 # Modules whose forward hooks do not change KV: they observe outputs, or belong to the tiers.
@@ -26,7 +25,7 @@ def check_configuration(model: PreTrainedModel) -> None:
         raise _unsupported("models with an encoder, whose KV follows from another text")
     if any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
         raise _unsupported("models that are split over several processes")
-    odd = sorted({*_rope_types(model.config.to_dict())} - INDEPENDENT_ROPE_TYPES)
+    odd = sorted(rope_types(model.config.to_dict()) - INDEPENDENT_ROPE_TYPES)
     if odd:
         raise _unsupported(f"rotary embeddings ({', '.join(odd)}) that change with the length")
 
@@ -80,20 +79,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they differ by more than the order of sums."""
     mine, its = (each.cpu().double() for each in (one, other))
     return bool((mine - its).norm() > max(1e-4, 4 * torch.finfo(one.dtype).eps) * its.norm())
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    if isinstance(config, dict):
-        for name, value in config.items():
-            if name == "rope_type" and isinstance(value, str):
-                yield value
-            elif name == "rope_scaling" and isinstance(value, dict):
-                yield str(value.get("rope_type", value.get("type", "default")))
-            else:
-                yield from _rope_types(value)
-    elif isinstance(config, list):
-        for each in config:
-            yield from _rope_types(each)
 
 
 def _unsupported(what: str) -> UnsupportedError:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 from vllm import envs
@@ -35,7 +35,9 @@ from lmcache_connector.vllm_compat.identity_tables import (
     NOT_PART_OF_IDENTITY,
     PLAIN_LOAD_FORMATS,
     is_new,
+    rope_types,
     same_form,
+    values,
 )
 from lmcache_connector.vllm_compat.support import layer_specs
 
@@ -132,30 +134,13 @@ def _ignored_fields(vllm_config: VllmConfig) -> IsIgnored:
 def _is_independent_of_length(model: ModelConfig) -> bool:
     """Whether KV does not depend on ``max_model_len``."""
     config = canonical(model.hf_config, "hf_config", lambda owner, field: False)
-    rope_types = {*_values(config, "rope_type")}
-    for scaling in _values(config, "rope_scaling"):  # older configurations
-        if isinstance(scaling, dict):
-            rope_types.add(scaling.get("rope_type", scaling.get("type")))
     registered = ModelRegistry.models.get(model.architecture)
     return (
         model.architecture in INDEPENDENT_OF_LENGTH
         and getattr(registered, "module_name", "").startswith(_OWNERS[0])
-        and rope_types <= INDEPENDENT_ROPE_TYPES
-        and not any(_values(config, "dual_chunk_attention_config"))
+        and rope_types(config) <= INDEPENDENT_ROPE_TYPES
+        and not any(values(config, "dual_chunk_attention_config"))
     )
-
-
-def _values(form: Any, key: str) -> Iterator[Any]:
-    """All values under ``key``, at any depth of a canonical form."""
-    if isinstance(form, dict):
-        for name, value in form.items():
-            if name == key:
-                yield value
-            else:
-                yield from _values(value, key)
-    elif isinstance(form, list):
-        for value in form:
-            yield from _values(value, key)
 
 
 def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:

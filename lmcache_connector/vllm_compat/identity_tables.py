@@ -9,7 +9,7 @@ fields. :data:`CONDITIONALLY_IGNORED` fields are left out only if
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -220,6 +220,27 @@ INDEPENDENT_OF_LENGTH = words(
 INDEPENDENT_ROPE_TYPES = frozenset(
     {"default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "proportional"}
 )
+
+
+def rope_types(config: Any) -> set[str]:
+    """Types of the rotary embeddings that a configuration of JSON values names."""
+    older = (each for each in values(config, "rope_scaling") if isinstance(each, dict))
+    named = {str(each.get("rope_type", each.get("type"))) for each in older}
+    return named | set(map(str, values(config, "rope_type")))
+
+
+def values(config: Any, key: str) -> Iterator[Any]:
+    """All values under ``key``, at any depth of JSON values."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            if name == key:
+                yield value
+            else:
+                yield from values(value, key)
+    elif isinstance(config, list):
+        for value in config:
+            yield from values(value, key)
+
 
 # Load formats that read the files of the model's folder unchanged.
 PLAIN_LOAD_FORMATS = words(

@@ -103,9 +103,10 @@ class LoadedWeights:
         self._read()
 
     def ask(self, question: int) -> None:
-        """Read the weights again, since they may have changed unseen."""
-        self._question = question
-        self._read(is_asked=True)
+        """Read the weights again, since they may have changed unseen; once per question."""
+        if question != self._question:
+            self._question = question
+            self._read(is_asked=True)
 
     def take(self) -> WeightsInMemory | None:
         """The state of the weights, if it changed since the last call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.config.tiered import check_chunk_size
+from lmcache_connector.config.tiered import fit_chunk_size
 from lmcache_connector.kv_layout.topology import PartLayout, ranks_alike
 from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.storage.geometry import PartGeometries
@@ -17,9 +17,6 @@ from lmcache_connector.vllm_compat.support import check_setup, kept_groups
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_CHUNK_SIZE = 128
-"""Default, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,7 @@ def describe_model(
     cannot be cached.
     """
     check_setup(vllm_config, kv_cache_config)
-    block_size = block_size_of(kv_cache_config)
-    if chunk_size is None:
-        chunk_size = -(-_CHUNK_SIZE // block_size) * block_size
-    check_chunk_size(chunk_size, block_size)
+    chunk_size = fit_chunk_size(chunk_size, block_size_of(kv_cache_config))
     parts, packings = find_parts(vllm_config, kv_cache_config, chunk_size)
     drafter = find_drafter(vllm_config)
     return ModelDescription(

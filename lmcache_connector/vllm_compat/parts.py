@@ -214,7 +214,13 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
         drafted = drafter.model.get_total_num_kv_heads()
         fitting += [drafted] if max(1, drafted // tp) == spec.num_kv_heads else []
     if len(set(fitting)) == 1:
-        return fitting[0]
+        (total,) = set(fitting)
+        if total % tp and tp % total:
+            raise unsupported(
+                f"{tp} tensor-parallel ranks for the {total} KV heads of layer {layer.name}",
+                "use a number of ranks that divides the number of heads, or is a multiple of it",
+            )
+        return total
     if not fitting and spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * tp
     raise unsupported(

@@ -42,7 +42,7 @@ from lmcache_connector.worker.metrics import WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_finder import RankFinder
 from lmcache_connector.worker.rank_tiers import RankTiers
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate
+from lmcache_connector.worker.waiting_jobs import Job, StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks
@@ -138,7 +138,7 @@ class WorkerAdapter:
         )
         self._gate = StepGate()
         self._before: Fence | None = None  # end of all earlier passes
-        self._ended: list[QueuedJob] = []  # not reported yet
+        self._ended: list[tuple[Job, JobResult]] = []  # not reported yet
         self._in_step: list[LoadInStep] = []  # not known to have ended
         self._is_outdated = False  # the plan names other weights than those in memory
         self._has_failed = False  # a step of the engine
@@ -208,6 +208,8 @@ class WorkerAdapter:
             self._is_outdated = self._is_other(plan.acked_weights)
         if plan.weights_question:
             self._weights.ask(plan.weights_question)
+        if plan.asks_again:
+            self._report_state()
         if plan.probe:
             self._probe.request()
         if plan.uses:
@@ -253,7 +255,8 @@ class WorkerAdapter:
     def finish_failed_step(self) -> StepOutput:
         """After :meth:`finish_step` has raised: report the ended jobs only."""
         self._take_ended()
-        return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
+        results = tuple(result for _, result in self._ended)
+        return self._output(RankReport(self._settings.engine.rank, (), results))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
         """``call`` has raised and left an unknown state: cancel all jobs, also those of the plan
@@ -281,8 +284,7 @@ class WorkerAdapter:
         """Tell the scheduler side anew all that it keeps of this rank, and of the chunks ``keys``
         whether they are there."""
         self._engine.report_all(keys)
-        self._lora_loads.report_all()
-        self._is_start_told, self._weights.has_updates = False, True
+        self._report_state()
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
         """The model or its drafter has raised before ``call``. If the user goes on, vLLM takes the
@@ -338,6 +340,11 @@ class WorkerAdapter:
         """Whether the plan assumes other weights than those in memory."""
         return acked_weights[self._settings.engine.rank] != self._weights.changes.number
 
+    def _report_state(self) -> None:
+        """Report the start, the weights and the adapters with this step."""
+        self._lora_loads.report_all()
+        self._is_start_told, self._weights.has_updates = False, True
+
     def _finish_stores(self) -> None:
         self._wait_for_no_plan()
         self._jobs.finish_stores(_STOP_SECONDS)
@@ -388,8 +395,7 @@ class WorkerAdapter:
         if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
             report = RankReport(self._settings.engine.rank, (), ())
         ended, self._ended = self._ended, []
-        jobs = [queued.job for queued in ended]
-        loaded = [j.request_id for j in jobs if isinstance(j, LoadJob) and not j.in_step]
+        loaded = [j.request_id for j, _ in ended if isinstance(j, LoadJob) and not j.in_step]
         reports = () if report is None else (report,)
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
@@ -397,17 +403,15 @@ class WorkerAdapter:
         for load in self._in_step.copy():
             if (result := load.take_result()) is not None:
                 self._in_step.remove(load)
-                now = self._clock()
-                self._ended.append(QueuedJob(load.job, None, now, now, now, result=result))
+                self._ended.append((load.job, result))
         self._ended += self._jobs.take_ended()
 
-    def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
+    def _report(self, ended: Sequence[tuple[Job, JobResult]]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
         forwards, measured = self._timer.take(), self._probe.take()
-        for queued in ended:
-            if queued.result is not None:
-                self._metrics.job_ended(queued.job, queued.result)
+        for job, result in ended:
+            self._metrics.job_ended(job, result)
         if events:
             self._metrics.cache_changed(events)
         weights, adapters = self._weights.take(), self._lora_loads.take()
@@ -416,7 +420,7 @@ class WorkerAdapter:
         return RankReport(
             rank=self._settings.engine.rank,
             events=events,
-            results=_results(ended),
+            results=tuple(result for _, result in ended),
             forwards=forwards,
             measured=measured,
             written=written,
@@ -443,10 +447,6 @@ class WorkerAdapter:
             changes_at=self._weights.changes.place if self._settings.engine.announces else "",
             reads=reads,
         )
-
-
-def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
-    return tuple(queued.result for queued in ended if queued.result is not None)
 
 
 def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import (
-    Surroundings,
     available_memory,
     settings_warnings,
     size_warnings,
@@ -257,7 +256,8 @@ def _log_warnings(
 ) -> None:
     """Called once per engine, before the CPU tier takes its memory."""
     assert vllm_config.kv_transfer_config is not None
-    around = Surroundings(
+    sizes = size_warnings(
+        config,
         max_model_len=vllm_config.model_config.max_model_len,
         # Windows and states need the last few chunks of a prompt only.
         chunk_bytes=sum(
@@ -270,8 +270,5 @@ def _log_warnings(
             (part.part.span for part in model.parts if part.part.rule is Rule.WINDOW), default=None
         ),
     )
-    for warning in chain(
-        settings_warnings(config, vllm_config.kv_transfer_config.kv_role),
-        size_warnings(config, around),
-    ):
+    for warning in chain(settings_warnings(config, vllm_config.kv_transfer_config.kv_role), sizes):
         logger.warning("LMCacheTieredConnector: %s", warning)

@@ -30,17 +30,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.waiting_jobs import (
-    Job,
-    QueuedJob,
-    StepGate,
-    WaitingLoads,
-    WaitingStores,
-)
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate, WaitingJobs
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -49,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_Waiting = WaitingStores | WaitingLoads
 _IDLE_SECONDS = 0.5
 
 
@@ -85,14 +79,12 @@ class JobQueue:
         self._open: dict[int, QueuedJob] = {}
         self._fetching: set[bytes] = set()  # by the fetch lanes and the prefetch lane
         # Jobs that no lane has begun.
-        self._stores, self._audits = WaitingStores(), WaitingStores()
-        self._cpu_loads = WaitingLoads(self._open.keys(), self._fetching)
-        self._fetching_loads = WaitingLoads(self._open.keys(), self._fetching)
-        self._prefetches = WaitingLoads(self._open.keys(), self._fetching)
+        waiting = partial(WaitingJobs, self._open.keys(), self._fetching)
+        self._stores, self._audits = waiting(), waiting()
+        self._cpu_loads, self._fetching_loads, self._prefetches = waiting(), waiting(), waiting()
         self._loads = (self._cpu_loads, self._fetching_loads, self._prefetches)
-        self._ended: list[QueuedJob] = []
+        self._ended: list[tuple[Job, JobResult]] = []
         self._stopping = False
-        lanes: list[tuple[str, _Waiting]]
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-fetch-{i}", self._fetching_loads) for i in range(num_fetch_lanes)]
@@ -119,7 +111,7 @@ class JobQueue:
         with self._lock:
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay
-                (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
+                (self._audits if isinstance(job, AuditJob) else self._stores).add(queued)
                 if job.is_awaited:  # stores run in order
                     self._begin_stores()
             elif isinstance(job, PrefetchJob):
@@ -137,13 +129,11 @@ class JobQueue:
 
     def refuse(self, jobs: Iterable[Job]) -> None:
         """End those of these jobs that were not submitted, as cancelled."""
-        now = self._clock()
         with self._lock:
-            known = {*self._open, *(queued.job.job_id for queued in self._ended)}
+            known = {*self._open, *(job.job_id for job, _ in self._ended)}
             for job in jobs:
                 if job.job_id not in known:
-                    result = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
-                    self._ended.append(QueuedJob(job, None, now, now, now, result=result))
+                    self._ended.append((job, JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)))
                     self.is_busy = True
 
     def cancel(self, job_ids: Iterable[int] | None = None) -> None:
@@ -169,7 +159,7 @@ class JobQueue:
                     return
                 self._job_ended.wait(min(left, self._seconds_to_a_deadline()))
 
-    def take_ended(self) -> list[QueuedJob]:
+    def take_ended(self) -> list[tuple[Job, JobResult]]:
         """Jobs that ended since the last call, in the order they ended."""
         with self._lock:
             self._end_overdue()
@@ -218,7 +208,7 @@ class JobQueue:
 
     # -- the lanes -----------------------------------------------------------------------------
 
-    def _work(self, waiting: _Waiting) -> None:
+    def _work(self, waiting: WaitingJobs) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
             try:
@@ -230,10 +220,9 @@ class JobQueue:
                     self._fetching.difference_update(queued.job.keys)
                 self._end(queued, result)
 
-    def _next(self, waiting: _Waiting) -> QueuedJob | None:
+    def _next(self, waiting: WaitingJobs) -> QueuedJob | None:
         """Wait for the lane's next job and return it; ``None``: the lane must stop."""
-        is_delayed = isinstance(waiting, WaitingStores)
-        wake = self._store_came if is_delayed else self._load_may_run
+        wake = self._load_may_run if waiting in self._loads else self._store_came
         with self._lock:
             while True:
                 self._end_overdue()
@@ -276,7 +265,7 @@ class JobQueue:
         if delayed:
             self._store_came.notify_all()
 
-    def _fetches(self, waiting: _Waiting) -> bool:
+    def _fetches(self, waiting: WaitingJobs) -> bool:
         """Whether the lane of ``waiting`` fetches chunks."""
         return waiting is self._fetching_loads or waiting is self._prefetches
 
@@ -299,9 +288,8 @@ class JobQueue:
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
     def _end(self, queued: QueuedJob, result: JobResult) -> None:
-        queued.result = result
         del self._open[queued.job.job_id]
-        self._ended.append(queued)
+        self._ended.append((queued.job, result))
         self._job_ended.notify_all()
         # A lane that must stop waits until its last job is gone.
         if any(self._loads) or self._stopping:

@@ -1,15 +1,15 @@
 """Stores and loads the chunks of one rank through LMCache's engine.
 
-``LMCacheEngine.store`` and, for loads from memory, ``.retrieve`` run unchanged, with two plugged-in
-components:
+``LMCacheEngine.store`` runs unchanged, with two plugged-in components:
 
 - a token database that names chunks by the keys of the scheduler's plan (full 256 bits),
 - a GPU connector that copies all chunks of a run with one call of the copier.
 
 A memory object of LMCache's CPU tier holds one rank's share of one part of one chunk, in the
 canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Each run of a job (its
-chunks of one part) is one store or retrieve. Loads that may need Redis or a peer go through
-:mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
+chunks of one part) is one store or load. Loads read LMCache's CPU tier directly; those that may
+need Redis or a peer go through :mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks
+while more are coming.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from any thread that
 admits or evicts. Calls from the engine's step never wait for a lane.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.audit.compare import compare_chunks
-from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
+from lmcache_connector.copy_kv_blocks.copier import Copier
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.plans import (
     AuditJob,
@@ -54,7 +55,6 @@ from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
     Comparison,
-    JobTransfer,
     LedgerPolicy,
     LoadContext,
     LoadInStep,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.lmcache_remote import RemoteTiers
-    from lmcache_connector.worker.waiting_jobs import StepGate
+    from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 _JOBS_BETWEEN_DRAINS = 256
 # Share of the CPU tier that one piece of a load may take: loads run on three lanes, and chunks
@@ -153,86 +153,71 @@ class LMCacheEngineAdapter:
             )
             self._ledger.on_noted_use = self._writes.want
 
-    def store(
-        self,
-        job: StoreJob,
-        fence: Fence | None,
-        cancelled: threading.Event,
-        gate: StepGate,
-        parts: Sequence[PagedPart] = (),
-    ) -> JobTransfer:
+    def store(self, job: StoreJob, queued: QueuedJob) -> list[RunTransfer]:
         """Copy chunks that the CPU tier lacks out of the paged cache; blocks the calling thread.
 
         Chunks that the tier has go on to Redis if the job says so, and are reported as events,
         since the scheduler side did not know of them. Chunks that another rank stores, or that do
-        not pass the ``gate``, are left out. ``parts``: the caches of this job. Raises the copy's
-        errors.
+        not pass the gate, are left out. Raises the copy's errors.
         """
-        parts = parts or self._parts
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
             self._changed.report(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
-            transfer = RunTransfer(missing, parts[run.part], fence, cancelled, gate)
+            transfer = RunTransfer(missing, (queued.parts or self._parts)[run.part], queued)
             if self._writes is not None:
                 transfer.on_copied = partial(self._writes.stored, job, missing)
             transfers.append(transfer)
-            if missing.keys and not cancelled.is_set():
+            if missing.keys and not queued.cancelled.is_set():
                 with (
                     self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
                     suppress(TransferCancelled),
                 ):
-                    self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
+                    units = self._sizes.num_units(transfer.paged.geometry)
+                    tokens = PlannedTokens(missing.keys, units)
+                    self._engine.store(tokens=tokens, transfer=transfer)
                 self._drain_statistics()
             if self._writes is not None:
                 self._writes.share(job, run, held)
         self._use(job)
         self._announce_ahead()
-        return JobTransfer.of(transfers)
+        return transfers
 
-    def load(
-        self,
-        job: LoadJob,
-        fence: Fence | None,
-        cancelled: threading.Event,
-        deadline: float,
-        parts: Sequence[PagedPart] = (),
-    ) -> JobTransfer:
-        """Copy chunks into the paged cache. The first ``num_chunks`` of the result arrived; after
-        an incomplete run the load ends, and events report its missing chunks. Large runs are loaded
-        in pieces, because a prompt may exceed the CPU tier.
+    def load(self, job: LoadJob, queued: QueuedJob) -> list[RunTransfer]:
+        """Copy chunks into the paged cache. After an incomplete run the load ends, and events
+        report its missing chunks. Large runs are loaded in pieces, because a prompt may exceed the
+        CPU tier.
 
-        ``deadline`` is a reading of ``time.monotonic``. A load planned from the CPU tier never asks
-        Redis, even if a chunk was evicted meanwhile: a slow Redis must not block the CPU lane.
-        ``parts``: the caches of this job. Raises the copy's errors.
+        A load planned from the CPU tier never asks Redis, even if a chunk was evicted meanwhile: a
+        slow Redis must not block the CPU lane. Raises the copy's errors.
         """
         transfers = list[RunTransfer]()
         for run in job.runs:
-            part = (parts or self._parts)[run.part]
+            part = (queued.parts or self._parts)[run.part]
             size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
             pieces = in_pieces(run, size, part.blocks_per_chunk)
-            transfers += [RunTransfer(piece, part, fence, cancelled) for piece in pieces]
+            transfers += [RunTransfer(piece, part, queued) for piece in pieces]
         self._use(job)  # so that fetched chunks evict others
         for transfer in transfers:
             keys = transfer.run.keys
             num_bytes = self._bytes_missing(keys) if job.may_fetch else 0
             with self._expecting(job.claim.tenant, num_bytes):
-                self._retrieve(transfer, deadline, job.source, asks_all=job.may_fetch)
+                self._retrieve(transfer, queued.deadline, job.source, asks_all=job.may_fetch)
             if num_bytes:  # else the next piece would evict another tenant's chunks
                 self._use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
                 # Other ranks were not asked for these chunks, which may still be there.
                 self._changed.report(k for k in others if not self.share.is_read_from_owner(k))
-                if not cancelled.is_set():
+                if not queued.cancelled.is_set():
                     if not self.share.is_owner(first):
                         self._unread.append(first)
                     self._changed.report((first,))
                 break
         if job.may_fetch:
             self._announce_ahead()
-        return JobTransfer.of(transfers)
+        return transfers
 
     def load_in_step(self, job: LoadJob) -> LoadInStep:
         """Copy a job's chunks ahead of the device's next forward pass. Raises ``RuntimeError``,
@@ -248,30 +233,25 @@ class LMCacheEngineAdapter:
         return load
 
     def compare(
-        self,
-        job: AuditJob,
-        fence: Fence | None,
-        cancelled: threading.Event,
-        deadline: float,
-        gate: StepGate,
-        has_read: Callable[[], None],
-    ) -> Comparison:
+        self, job: AuditJob, queued: QueuedJob, has_read: Callable[[], None]
+    ) -> RunTransfer:
         """Copy the job's chunk out of the paged cache, and compare it with a tier's copy.
 
-        ``differences`` stay empty if no tier delivers by the ``deadline``, or vLLM reused the
+        ``differences`` stay empty if no tier delivers by the job's deadline, or vLLM reused the
         blocks. Calls ``has_read`` once the blocks are no longer needed. Raises the copy's errors.
         """
         (run,) = job.runs
         part = self._parts[run.part]
-        transfer = Comparison(run, part, fence, cancelled, gate)
+        transfer = Comparison(run, part, queued)
         computed = bytearray(part.geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
             memoryview(computed), stored, part.geometry, part.formats, planar=part.is_planar
         )
-        is_sound = gate.passes(cancelled)
+        is_sound = queued.gate.passes(queued.cancelled)
         has_read()
         if is_sound:
+            deadline = self._clock() + job.deadline_seconds
             self._retrieve(transfer, deadline, asks_all=job.may_fetch)
             self._use(job)
         return transfer
@@ -283,26 +263,25 @@ class LMCacheEngineAdapter:
             here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
-    def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
+    def fetch(self, job: PrefetchJob, queued: QueuedJob, deadline: float) -> RunTransfer:
         """Fetch the job's chunks that the CPU tier lacks from Redis or peers. ``deadline`` is a
         reading of ``time.monotonic``."""
-        missing = [key for key in job.keys if self._is_missing(key)]
+        missing = tuple(key for key in job.keys if self._is_missing(key))
+        transfer = RunTransfer(PartRun(0, missing, (), ()), self._parts[0], queued)
         if self._remote is None or not missing:
-            return JobTransfer.of(())
+            return transfer
         with self._expecting(job.tenant, self._bytes_missing(missing)):
-            found, took = self._remote.fetch(missing, deadline, cancelled.is_set)
+            is_cancelled = queued.cancelled.is_set
+            transfer.num_chunks, took = self._remote.fetch(missing, deadline, is_cancelled)
             with self._cpu.cpu_lock:
                 for run in job.runs:
                     self._ledger.fetched(run.keys, job.tenant, run.parents)
         self._announce_ahead()
-        if cancelled.is_set():  # the request may have left before the chunks came
+        if queued.cancelled.is_set():  # the request may have left before the chunks came
             self.evict_unused_first(missing)
-        return JobTransfer(
-            num_keys=len(missing),
-            num_chunks=found,
-            num_bytes=sum(each.num_bytes for each in took.fetched),
-            fetched=tuple(took.fetched),
-        )
+        transfer.fetched = tuple(took.fetched)
+        transfer.num_bytes = sum(each.num_bytes for each in took.fetched)
+        return transfer
 
     def evict_unused_first(self, keys: Sequence[bytes]) -> None:
         """Evict these prefetched chunks first, unless a job has used them."""
@@ -383,17 +362,17 @@ class LMCacheEngineAdapter:
     ) -> None:
         """Load a run; without ``asks_all`` only from CPU tiers of this engine's ranks."""
         is_asked = asks_all or any(map(self.share.is_read_from_owner, transfer.run.keys))
+        copy = partial(self._blocks.copy_in, transfer)
+        context = LoadContext(deadline, transfer.queued.cancelled.is_set, source, asks_all, copy)
         if self._remote is None or not is_asked:
-            self._engine.retrieve(self._tokens(transfer), transfer=transfer)
+            found = map(self._cpu.get_blocking, map(self._database.engine_key, transfer.run.keys))
+            objects = list(takewhile(_is_there, found))
         else:
-            copy = partial(self._blocks.copy_in, transfer)
-            context = LoadContext(deadline, transfer.cancelled.is_set, source, asks_all, copy)
             objects = self._remote.load(transfer.run.keys, context)
-            copy(objects)
-            for memory in objects:
-                memory.ref_count_down()
-            transfer.fetched = tuple(context.fetched)
-        self._drain_statistics()
+        copy(objects)
+        for memory in objects:
+            memory.ref_count_down()
+        transfer.fetched = tuple(context.fetched)
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error
 
@@ -407,9 +386,6 @@ class LMCacheEngineAdapter:
             for memory in found:
                 memory.ref_count_up()
         return tuple(found)
-
-    def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
-        return PlannedTokens(transfer.run.keys, self._sizes.num_units(transfer.paged.geometry))
 
     def holds(self, key: bytes) -> bool:
         return bool(self._cpu.contains(self._database.engine_key(key)))
@@ -482,6 +458,10 @@ class LMCacheEngineAdapter:
         if self._jobs_until_drain <= 0:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
             self._engine.stats_monitor.get_stats_and_clear()
+
+
+def _is_there(memory: MemoryObj | None) -> bool:
+    return memory is not None
 
 
 def _part(run: PartRun) -> int:

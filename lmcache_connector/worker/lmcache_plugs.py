@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, QueuedCopy
+from lmcache_connector.copy_kv_blocks.copier import Copier, QueuedCopy
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import (
@@ -41,7 +40,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart, piece
-from lmcache_connector.worker.waiting_jobs import StepGate
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 UNIT_BYTES = 4096
 """Page size of LMCache's memory."""
@@ -103,45 +102,22 @@ class RunTransfer:
 
     ``paged``: the cache to copy from or to. ``on_copied`` gets the memory of a store's chunks, in
     order, once they are there. Results: ``num_bytes`` copied, ``num_chunks`` leading chunks, the
-    part of both that was ``fetched``, and ``copy_seconds`` of a load.
+    part of both that was ``fetched``, ``copy_seconds`` of a load, ``differences`` of an audit.
     """
 
     run: PartRun
     paged: PagedPart
-    fence: Fence | None
-    cancelled: threading.Event
-    gate: StepGate = field(default_factory=StepGate)
+    queued: QueuedJob
     on_copied: Callable[[Sequence[MemoryObj]], None] = lambda objects: None
     num_bytes: int = 0
     num_chunks: int = 0
     copy_seconds: float = 0.0
     fetched: tuple[Fetched, ...] = ()
+    differences: tuple[LayerDifference, ...] = ()
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobTransfer:
-    """The result of a job, summed over its runs: see :class:`RunTransfer`. ``num_keys``: chunks to
-    copy; of a load, the first ``num_chunks`` were copied."""
-
-    num_keys: int
-    num_chunks: int
-    num_bytes: int
-    fetched: tuple[Fetched, ...] = ()
-    copy_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
-        return cls(
-            num_keys=sum(len(each.run.keys) for each in runs),
-            num_chunks=sum(each.num_chunks for each in runs),
-            num_bytes=sum(each.num_bytes for each in runs),
-            fetched=tuple(_by_tier(fetched for each in runs for fetched in each.fetched)),
-            copy_seconds=sum(each.copy_seconds for each in runs),
-        )
-
-
-def _by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
+def by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
     """One sum per tier."""
     found: dict[Tier, list[Fetched]] = {}
     for each in fetches:
@@ -160,7 +136,6 @@ class Comparison(RunTransfer):
     """A load into no blocks: ``compare(stored)`` gets a tier's copy of one chunk."""
 
     compare: Callable[[memoryview], tuple[LayerDifference, ...]] = lambda stored: ()
-    differences: tuple[LayerDifference, ...] = ()
 
 
 @dataclass(slots=True)
@@ -244,7 +219,7 @@ class BlockCopyConnector(GPUConnectorInterface):
             self._copy_out(transfer, addresses, memory_objs)
             if tail_tokens:
                 transfer.paged.clear_after(tail_tokens, value)
-            if not transfer.gate.passes(transfer.cancelled):
+            if not transfer.queued.gate.passes(transfer.queued.cancelled):
                 raise TransferCancelled
             transfer.on_copied(memory_objs)
         except Exception:
@@ -253,18 +228,13 @@ class BlockCopyConnector(GPUConnectorInterface):
             raise
         transfer.num_chunks = len(memory_objs)
 
-    def batched_to_gpu(
-        self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
-    ) -> None:
-        self.copy_in(kwargs["transfer"], memory_objs)
-
     def copy_in(self, transfer: RunTransfer, memory_objs: Sequence[MemoryObj]) -> None:
-        """Copy those of the run's leading chunks that were not copied yet. Never raises, because
-        LMCache would leak its references: see ``transfer.error``."""
+        """Copy those of the run's leading chunks that were not copied yet. Never raises, because a
+        tier calls this while it still reads: see ``transfer.error``."""
         start, end = transfer.num_chunks, len(memory_objs)
         if transfer.error is not None or start == end:
             return
-        if transfer.cancelled.is_set():
+        if transfer.queued.cancelled.is_set():
             transfer.error = TransferCancelled()
             return
         try:
@@ -278,9 +248,9 @@ class BlockCopyConnector(GPUConnectorInterface):
                 addresses = [obj.data_ptr for obj in objects]
                 copies = transfer.paged.copies(run, addresses, objects, to_chunks=False)
                 began = self._clock()
-                transfer.num_bytes += self._copier.copy(copies, "h2d", transfer.fence)
+                transfer.num_bytes += self._copier.copy(copies, "h2d", transfer.queued.fence)
                 transfer.copy_seconds += self._clock() - began
-        except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
+        except Exception as error:  # noqa: BLE001 - raised by the caller, once the tier has ended
             transfer.error = error
             return
         transfer.num_chunks = end
@@ -300,13 +270,12 @@ class BlockCopyConnector(GPUConnectorInterface):
 
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
         copies = transfer.paged.copies(transfer.run, addresses, owners, to_chunks=True)
-        transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
+        transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.queued.fence)
 
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
+    def batched_to_gpu(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("LMCacheEngine only stores")
 
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
+    to_gpu = from_gpu = batched_to_gpu
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         return torch.Size([1, 1, num_tokens, self._sizes.unit_bytes])

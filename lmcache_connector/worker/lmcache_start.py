@@ -6,7 +6,7 @@ import importlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.config.strict import unknown_keys
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.threads import start_thread
@@ -49,7 +48,7 @@ class EngineSettings:
     """Settings of one rank's engine.
 
     ``rank_gib``: size of its CPU tier. A tenant keeps ``tenant_share`` of it while others need
-    memory, and ``pin_share`` may be pinned. ``overrides``: the user's ``lmcache.*`` keys.
+    memory, and ``pin_share`` may be pinned. ``overrides``: settings of LMCache's own.
     ``report_writes``: record chunks written to Redis. ``pace``: how often chunks are offered to
     Redis again. ``shares_memory``: processes of this host may map the CPU tier. ``announces``: tell
     the scheduler side of evictions before they happen. ``owners``: which rank stores KV that
@@ -92,44 +91,29 @@ def start_engine(
     database: TokenDatabase,
     connector: GPUConnectorInterface,
 ) -> LMCacheEngine:
-    """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
-    config = _engine_config(settings, metadata.chunk_size)
+    """Raises :class:`ConfigError` if LMCache cannot allocate the CPU tier."""
+    config = LMCacheEngineConfig.from_defaults(
+        chunk_size=metadata.chunk_size,
+        local_cpu=True,
+        max_local_cpu_size=settings.rank_gib,
+        save_unfull_chunk=False,
+        cache_policy="LRU",  # replaced by ours
+        py_enable_gc=True,  # else LMCache disables garbage collection in the whole process
+        lmcache_instance_id=f"rank-{settings.rank}",
+        **settings.overrides,
+    )
     _let_vllm_start_again()
     with _process_settings_kept():
         engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
-        _in_daemon_thread(engine.post_init)
+        try:
+            _in_daemon_thread(engine.post_init)
+        except (AssertionError, RuntimeError) as error:
+            names = "".join(f" and lmcache.{name}" for name in settings.overrides)
+            raise ConfigError(
+                f"LMCache cannot allocate a CPU tier of {settings.rank_gib:g} GiB per rank, from "
+                f"cpu_gib{names}: {error}"
+            ) from error
     return engine
-
-
-def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
-    _engine_config(EngineSettings(0, 1, 1.0, dict(overrides)), 1)
-
-
-def _engine_config(settings: EngineSettings, chunk_size: int) -> LMCacheEngineConfig:
-    values: dict[str, Any] = {
-        "chunk_size": chunk_size,
-        "local_cpu": True,
-        "max_local_cpu_size": settings.rank_gib,
-        "save_unfull_chunk": False,
-        "cache_policy": "LRU",  # replaced by ours
-        "py_enable_gc": True,  # else LMCache disables garbage collection in the whole process
-        "lmcache_instance_id": f"rank-{settings.rank}",
-    }
-    _refuse_unusable(settings.overrides.keys(), values.keys())
-    try:
-        return LMCacheEngineConfig.from_defaults(**values, **settings.overrides)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"LMCache refuses the lmcache.* settings: {error}") from error
-
-
-def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
-    """``own`` keys are set here. LMCache would silently ignore unknown keys."""
-    if clash := sorted(names & own):
-        raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
-    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict())
-    if unknown := sorted(names - set(valid)):
-        raise ConfigError(f"lmcache.{unknown[0]}: {next(unknown_keys(unknown[:1], valid))}")
 
 
 @contextmanager

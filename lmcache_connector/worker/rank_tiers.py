@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from lmcache_connector.plans import (
     Fetched,
     ForwardTime,
     JobResult,
-    LayerDifference,
     Outcome,
     PrefetchJob,
     PrefillWork,
@@ -29,7 +27,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import JobTransfer
+from lmcache_connector.worker.lmcache_plugs import by_tier
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import RedisProbe
@@ -126,30 +124,22 @@ class RankTiers:
 
     def _run(self, queued: QueuedJob) -> JobResult:
         """Runs on a lane's thread."""
-        job, cancelled = queued.job, queued.cancelled
-        started, differences = self._clock(), tuple[LayerDifference, ...]()
+        job, started = queued.job, self._clock()
         if queued.may_begin is not None and not queued.may_begin():
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
-            audit = self.engine.compare(
-                job,
-                queued.fence,
-                cancelled,
-                queued.deadline,
-                queued.gate,
-                partial(self.jobs.has_read, queued),
-            )
-            moved, differences = JobTransfer.of([audit]), audit.differences
+            runs = [self.engine.compare(job, queued, partial(self.jobs.has_read, queued))]
         elif isinstance(job, PrefetchJob):
             # A deadline of its own: the wait behind loads would make a tier look stalled.
-            moved = self.engine.fetch(job, cancelled, started + job.deadline_seconds)
+            runs = [self.engine.fetch(job, queued, started + job.deadline_seconds)]
         elif isinstance(job, StoreJob):
-            moved = self.engine.store(job, queued.fence, cancelled, queued.gate, queued.parts)
+            runs = self.engine.store(job, queued)
         else:
-            moved = self.engine.load(job, queued.fence, cancelled, queued.deadline, queued.parts)
-        if moved.num_chunks == moved.num_keys:
+            runs = self.engine.load(job, queued)
+        num_chunks = sum(each.num_chunks for each in runs)
+        if num_chunks == sum(len(each.run.keys) for each in runs):
             outcome = Outcome.DONE
-        elif cancelled.is_set():
+        elif queued.cancelled.is_set():
             outcome = Outcome.CANCELLED
         else:
             is_late = self._clock() >= queued.deadline
@@ -157,22 +147,13 @@ class RankTiers:
         return JobResult(
             job_id=job.job_id,
             outcome=outcome,
-            num_chunks=moved.num_chunks,
-            num_bytes=0 if isinstance(job, AuditJob) else moved.num_bytes,
+            num_chunks=num_chunks,
+            num_bytes=sum(each.num_bytes for each in runs if not isinstance(job, AuditJob)),
             seconds=self._clock() - started,
-            fetched=moved.fetched,
-            copy_seconds=moved.copy_seconds,
-            differences=differences,
+            fetched=tuple(by_tier(fetched for each in runs for fetched in each.fetched)),
+            copy_seconds=sum(each.copy_seconds for each in runs),
+            differences=tuple(found for each in runs for found in each.differences),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """A forward pass queued on a device between two fences."""
-
-    work: PrefillWork
-    before: Fence
-    after: Fence
 
 
 class ForwardTimer:
@@ -192,7 +173,7 @@ class ForwardTimer:
         self._work: PrefillWork | None = None
         self._before: Fence | None = None
         self._started = 0.0
-        self._queued: deque[_Queued] = deque()
+        self._queued: deque[tuple[PrefillWork, Fence, Fence]] = deque()  # with fences around them
         self._done: list[ForwardTime] = []
         self.has_updates = False
 
@@ -210,16 +191,15 @@ class ForwardTimer:
         self.has_updates = True
         before, after = self._before, self._fence()
         if before is not None and after is not None:
-            self._queued.append(_Queued(work, before, after))
+            self._queued.append((work, before, after))
         else:
             self._done.append(ForwardTime(work, self._clock() - self._started))
 
     def take(self) -> tuple[ForwardTime, ...]:
         """Passes done since the last call. Never waits."""
-        while self._queued and self._queued[0].after.query():
-            queued = self._queued.popleft()
-            milliseconds = queued.before.elapsed_time(queued.after)
-            self._done.append(ForwardTime(queued.work, milliseconds / 1000))
+        while self._queued and self._queued[0][2].query():
+            work, before, after = self._queued.popleft()
+            self._done.append(ForwardTime(work, before.elapsed_time(after) / 1000))
         done, self._done = self._done, []
         self.has_updates = bool(self._queued)
         return tuple(done)

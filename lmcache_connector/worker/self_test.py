@@ -6,7 +6,6 @@ test runs before vLLM serves requests, and restores the cache.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import JobTransfer
+from lmcache_connector.worker.lmcache_plugs import RunTransfer
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.waiting_jobs import StepGate
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 _KEY = b"\0" * 31 + b"\1"  # never a BLAKE3 output in practice
 _DEADLINE_SECONDS = 60.0
@@ -127,13 +126,12 @@ class _Trial:
 
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)
-        never, started = threading.Event(), self.clock()
+        started = self.clock()
         stored = self.store()
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()
-        fence, deadline = self.engine.fence(), started + _DEADLINE_SECONDS
-        loaded = self.engine.load(self.load_job, fence, never, deadline)
+        (loaded,) = self.engine.load(self.load_job, self._now(self.load_job))
         load_seconds = self.clock() - started
         if stored.num_chunks != 1 or loaded.num_chunks != 1:
             raise SelfTestError("the self-test could not store and load one chunk: raise cpu_gib")
@@ -153,9 +151,14 @@ class _Trial:
     def load_job(self) -> LoadJob:
         return LoadJob(0, "self-test", (self.run_of_one,), _DEADLINE_SECONDS, False, 0)
 
-    def store(self) -> JobTransfer:
+    def store(self) -> RunTransfer:
         job = StoreJob(0, "self-test", (self.run_of_one,), redis_keys=frozenset())
-        return self.engine.store(job, self.engine.fence(), threading.Event(), StepGate())
+        (stored,) = self.engine.store(job, self._now(job))
+        return stored
+
+    def _now(self, job: LoadJob | StoreJob) -> QueuedJob:
+        now = self.clock()
+        return QueuedJob(job, self.engine.fence(), now, now, now)
 
     def read(self) -> list[torch.Tensor]:
         """uint8 ``[rows, heads, tokens, content bytes]`` per layer, on the CPU."""

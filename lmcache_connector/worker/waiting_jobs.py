@@ -1,8 +1,8 @@
 """Jobs that no lane has begun: their order, and their context.
 
-A load waits for the forward passes that may use its blocks, for the store that it depends on, and
-for chunks that a lane is fetching. Of those that wait for nothing, the one whose turn came first is
-next.
+Stores, and audits, begin in planning order. A load waits for the forward passes that may use its
+blocks, for the store that it depends on, and for chunks that a lane is fetching. Of the loads that
+wait for nothing, the one whose turn came first is next.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
+from lmcache_connector.plans import LoadJob, PrefetchJob, StoreJob
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -77,7 +76,7 @@ class QueuedJob:
 
     ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
     than ``not_before``, unless another job or thread waits for it. ``fenced_at``: when a load's
-    fence was found reached. ``result`` is set when the job has ended.
+    fence was found reached.
 
     ``gate``: decides whether copies out of the paged cache are kept. ``parts``: the job's caches,
     if not the engine's. ``may_begin``: called on the lane; if false, the job ends cancelled.
@@ -93,15 +92,12 @@ class QueuedJob:
     may_begin: Callable[[], bool] | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
-    result: JobResult | None = None
 
     @property
     def deadline(self) -> float:
-        """When a load, audit or prefetch gives up, a reading of the queue's clock."""
+        """When a load or prefetch gives up, a reading of the queue's clock."""
         job = self.job
-        seconds = 3600.0
-        if isinstance(job, LoadJob | AuditJob | PrefetchJob):
-            seconds = job.deadline_seconds
+        seconds = inf if isinstance(job, StoreJob) else job.deadline_seconds
         if self.fenced_at is None:
             return self.submitted_at + _MAX_FENCE_SECONDS + seconds
         return self.fenced_at + seconds
@@ -120,92 +116,86 @@ class QueuedJob:
 
     @property
     def turn(self) -> float:
+        """Jobs with smaller ones begin first; among equals, those that were planned first."""
+        if isinstance(self.job, StoreJob):
+            return 0.0
         if isinstance(self.job, PrefetchJob):
             return self.submitted_at
         return self.submitted_at + len(self.job.keys) * _AGE_PER_CHUNK_SECONDS
 
 
-class WaitingStores(deque[QueuedJob]):
-    """Stores, or audits, in planning order."""
-
-    def next(self, now: float) -> QueuedJob | None:
-        """Remove and return the first job, if it may begin."""
-        return self.popleft() if self and now >= self[0].not_before else None
-
-    def seconds_to_look(self, now: float) -> float:
-        """Seconds until `next` may return a job, if no job ends before."""
-        return self[0].not_before - now if self else inf
-
-
-class WaitingLoads:
-    """Loads, or prefetches, for lanes of one kind. ``open_jobs``: ids of jobs that have not ended.
+class WaitingJobs:
+    """Jobs for lanes of one kind, by turn. ``open_jobs``: ids of jobs that have not ended.
     ``fetching``: chunks that lanes are fetching."""
 
     def __init__(self, open_jobs: Collection[int], fetching: Set[bytes]) -> None:
         self._open_jobs = open_jobs
         self._fetching = fetching
-        self._waiting: dict[int, QueuedJob] = {}
-        self._behind_passes: deque[QueuedJob] = deque()
-        self._by_turn: list[tuple[float, int, QueuedJob]] = []  # the others
+        self._jobs: list[tuple[float, int, QueuedJob]] = []
         self._next_deadline = inf  # or earlier
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[QueuedJob]:
+        return (queued for *_, queued in self._jobs)
 
     def add(self, queued: QueuedJob) -> None:
-        job_id, turn, deadline = queued.job.job_id, queued.turn, queued.deadline
-        # Nothing raises below, so the job is in all containers.
+        entry, deadline = (queued.turn, queued.job.job_id, queued), queued.deadline
+        insort(self._jobs, entry)
         self._next_deadline = min(self._next_deadline, deadline)
-        self._waiting[job_id] = queued
-        if queued.fenced_at is None:
-            self._behind_passes.append(queued)
-        else:
-            insort(self._by_turn, (turn, job_id, queued))
 
     def next(self, now: float) -> QueuedJob | None:
         """Remove and return the job that is to begin."""
-        self._check_fences(now)
-        for _, job_id, queued in self._by_turn:
-            if not self._must_wait(queued.job):
+        behind_passes = (queued for queued in self if queued.fenced_at is None)
+        for queued in sorted(behind_passes, key=lambda each: each.submitted_at):
+            if not queued.check_fence(now):  # passes end in order
+                break
+            self._next_deadline = min(self._next_deadline, queued.deadline)
+        for _, job_id, queued in self._jobs:
+            if queued.fenced_at is not None and not self._must_wait(queued, now):
                 return self.remove(job_id)
+            if isinstance(queued.job, StoreJob):  # the others come after it
+                return None
         return None
 
     def remove(self, job_id: int) -> QueuedJob | None:
         """Remove and return the job; ``None`` if it does not wait here."""
-        if (queued := self._waiting.get(job_id)) is not None:
-            self._by_turn = [each for each in self._by_turn if each[1] != job_id]
-            del self._waiting[job_id]
-        return queued
+        for at, (_, each, queued) in enumerate(self._jobs):
+            if each == job_id:
+                del self._jobs[at]
+                return queued
+        return None
 
-    def overdue(self, now: float) -> Iterator[QueuedJob]:
+    def overdue(self, now: float) -> list[QueuedJob]:
         """Remove and return jobs whose deadline has passed."""
         if now < self._next_deadline:
-            return
-        for job_id, queued in list(self._waiting.items()):
-            if queued.deadline <= now:
-                self.remove(job_id)
-                yield queued
-        self._next_deadline = min((each.deadline for each in self._waiting.values()), default=inf)
+            return []
+        late = [queued for queued in self if queued.deadline <= now]
+        for queued in late:
+            self.remove(queued.job.job_id)
+        self._next_deadline = min((queued.deadline for queued in self), default=inf)
+        return late
 
     def seconds_to_look(self, now: float) -> float:
         """Seconds until `next` may return a job, if no job ends before."""
-        return _FENCE_LOOK_SECONDS if self._behind_passes else inf
+        first = next(iter(self), None)
+        if first is not None and isinstance(first.job, StoreJob):
+            return first.not_before - now
+        are_passed = all(queued.fenced_at is not None for queued in self)
+        return inf if are_passed else _FENCE_LOOK_SECONDS
 
     def seconds_to_deadline(self, now: float) -> float:
         """Seconds until `overdue` may return a job."""
         return self._next_deadline - now
 
-    def _check_fences(self, now: float) -> None:
-        """Forward passes run in order: if one still runs, no later fence is reached."""
-        passes = self._behind_passes
-        while passes and (passes[0].result is not None or passes[0].check_fence(now)):
-            queued = passes.popleft()
-            if queued.job.job_id in self._waiting:
-                self.add(queued)  # with its deadline, now that it is known
-
-    def _must_wait(self, job: Job) -> bool:
-        """Whether a store that the job depends on has not ended, or a chunk of it is fetched."""
-        if not isinstance(job, LoadJob):
+    def _must_wait(self, queued: QueuedJob, now: float) -> bool:
+        """Whether a store's delay has not ended, a store that a load depends on has not, or a chunk
+        of a load is being fetched."""
+        job = queued.job
+        if isinstance(job, StoreJob):
+            return now < queued.not_before
+        if isinstance(job, PrefetchJob):
             return False
         if job.after_job in self._open_jobs:
             return True

@@ -45,7 +45,7 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     "text",
     [
         *('{"kv_connector": ', "[]", "/no/such/file", "redis://u:hunter2@h"),
-        *('"redis://u:hunter2@h"', '{"a":' * 100_000),
+        *('"redis://u:hunter2@h"', '{"a":' * 100_000, '{"kv_port": 1' + "0" * 5000 + "}", "", "/"),
     ],
 )
 def test_bad_configurations_get_an_error(cli: Cli, text: str) -> None:
@@ -159,6 +159,20 @@ def test_the_port_is_tried_and_freed(cli: Cli) -> None:
     socket.create_server(("127.0.0.1", port)).close()
     outcome = cli("check", p2p(bind_host="192.0.2.1", hash_key=SECRET), "--json")
     assert (outcome.code, found(outcome)["ports"]["verdict"]) == (1, "error")
+
+
+@pytest.mark.parametrize("port", [0, 65536, "x", 1.5])
+def test_a_port_that_is_none_is_refused(cli: Cli, port: object) -> None:
+    outcome = cli("check", p2p(port=port))
+    assert outcome.code == 2
+    assert "'kv_port': must be a port from 1 to 65535" in outcome.out
+
+
+def test_settings_of_either_connector_name_the_redis(cli: Cli) -> None:
+    settings = p2p(host="127.0.0.1", redis_url=f"redis://127.0.0.1:{free_ports(1)}")
+    outcome = cli("ls", "--kv-config", settings)
+    assert outcome.code == 3
+    assert "refused" in outcome.err
 
 
 def test_a_wildcard_address_is_warned_of(cli: Cli) -> None:

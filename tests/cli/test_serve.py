@@ -146,7 +146,7 @@ ODD_CHUNKS = json.dumps(
         (["--redis_url", "redis://h"], "did you mean --redis-url?"),
         (["--hash-key", "x"], "put it into --kv-config"),
         (["--config", "{}"], "use --kv-config"),
-        (["--kv-config", ODD_CHUNKS], "chunk_size 100 is not a multiple of vLLM's block size 16"),
+        (["--kv-config", ODD_CHUNKS], "chunk_size 100 is not a multiple of the block size 16"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import Tier
 from tests.support import ROOT
 
-FIELDS = [name for name in ConnectorConfig.model_fields if name != "lmcache"]
+FIELDS = [field.alias or name for name, field in ConnectorConfig.model_fields.items()]
 SECRET = "hunter2-very-secret"
 
 
@@ -75,8 +77,12 @@ def test_keys_of_vllm_and_of_the_other_connector_are_named_as_such() -> None:
         {"namespace": "x" * 65},
         {"model_digest": ""},
         {"redis_ttl_seconds": 0},
+        {"redis_ttl_seconds": 10**400},
+        {"window_interval": 10**400},
         {"prefetch": 1},
         {"lmcache": {"a": 1}},
+        {"host_folder": "/a\0b"},
+        {"peers": "host:7450"},
     ],
     ids=str,
 )
@@ -84,10 +90,67 @@ def test_a_wrong_value_is_one_problem(settings: dict[str, Any]) -> None:
     assert len(problems(**settings)) == 1
 
 
-def test_only_lmcache_keys_pass_through() -> None:
-    config = parse_config({"lmcache.cache_policy": "LRU", "lmcache.x.y": 3})
-    assert config.lmcache == {"cache_policy": "LRU", "x.y": 3}
-    assert len(problems(**{"lmcach.cache_policy": "LRU"})) == 1
+ODD: list[Any] = [
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1e-320,
+        10**400,
+        float("inf"),
+        "",
+        "\ud800",
+        "a" * 100_000,
+        b"x",
+        object(),
+    ),
+    *([], {}, [None], [[]], {"a": 1}, ["h:1"] * 300, ["dns::1"], ["*."], ["10.0.0.0/99"], ["\0"]),
+    *("tcp://:1", "http://a:b:c", "file:", "file:\0", "env:=", "dns:a:1", "[::1]:5", "*."),
+]
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "host", "bind_host", "insecure", "lmcache.remote_url"])
+def test_odd_values_are_refused_or_usable(name: str) -> None:
+    for value, parse in product(ODD, (parse_config, parse_p2p_config)):
+        with suppress(ConfigError):
+            config = parse({name: value})
+            config.redis_tier_config()
+            config.peer_tier_config()
+            config.advertised_address(0)
+
+
+def test_settings_of_lmcache_that_work_are_passed_on() -> None:
+    settings = {"lmcache.numa_mode": "auto", "lmcache.local_cpu_use_hugepages": True}
+    assert parse_config(settings).lmcache == {"numa_mode": "auto", "local_cpu_use_hugepages": True}
+    assert parse_config({}).lmcache == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("lmcache.remote_url", "'redis_url'"),  # with a dead server, LMCache never closes
+        ("lmcache.enable_kv_events", "--kv-events-config"),
+        ("lmcache.storage_plugins", "'cpu_gib', 'peers' and 'redis_url'"),
+        ("lmcache.enable_p2p", "'peers'"),
+        ("lmcache.pd_role", "LMCacheP2PConnector"),
+        ("lmcache.lmcache_worker_ids", "'peers'"),
+        ("lmcache.cache_policy", "leave it out"),
+        ("lmcache.extra_config", "leave it out"),
+        ("lmcache.", "leave it out"),
+        ("lmcache.numa_mod", "did you mean 'lmcache.numa_mode'?"),
+        ("lmcache", "is not a key"),
+    ],
+)
+def test_other_settings_of_lmcache_are_refused_with_a_replacement(key: str, words: str) -> None:
+    (problem,) = problems(**{key: True})
+    assert key in problem
+    assert words in problem
+
+
+def test_numbers_are_no_keys() -> None:
+    with pytest.raises(ConfigError, match="'1' is not a key"):
+        parse_config({1: 2})  # type: ignore[dict-item]
 
 
 def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +184,7 @@ def test_ranks_share_the_cpu_tier_of_their_host() -> None:
     ("connector", "extra"),
     [
         ("LMCacheTieredConnector", {"cpu_gb": 1}),
+        ("LMCacheP2PConnector", {"cpu_gb": 1}),
         (
             "MultiConnector",
             {
@@ -142,7 +206,9 @@ def test_settings_inside_multiconnector_are_checked(connector: str, extra: dict[
 
 
 def test_a_chunk_size_is_checked_against_a_known_block_size() -> None:
-    with pytest.raises(ConfigError, match="not a multiple of vLLM's block size 16"):
+    with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
+        check_settings("LMCacheP2PConnector", {"chunk_size": 100}, 16)
+    with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
         check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
         check_settings("LMCacheTieredConnector", extra, block_size)
@@ -274,7 +340,7 @@ def test_beyond_loopback_hosts_and_key() -> None:
     )
     assert config.peer_listen == "[::]:7000"
     assert str(config.advertised_address(2)) == "10.0.0.7:7002"
-    assert parse_p2p_config({"host": "10.0.0.7", "insecure": True}, 1, loads=False).peer_insecure
+    assert parse_p2p_config({"host": "10.0.0.7", "insecure": True}, 1).peer_insecure
 
 
 @pytest.mark.parametrize(
@@ -283,8 +349,11 @@ def test_beyond_loopback_hosts_and_key() -> None:
         ({"host": "10.0.0.7", "hash_key": KEY}, ["peer_hosts"]),
         ({"host": "10.0.0.7", "peer_hosts": ["*.x"]}, ["hash_key", "'insecure'"]),
         ({"bind_host": "10.0.0.7"}, ["hash_key", "'insecure'"]),
-        ({"host": "a b"}, ["peer_listen"]),
-        ({"host": 7}, ["peer_host"]),
+        ({"host": "a b"}, ["'host': must be HOST:PORT"]),
+        ({"host": 7}, ["'host': input should be a valid string"]),
+        ({"bind_host": [1]}, ["'bind_host': input should be a valid string"]),
+        ({"peer_hosts": "10.0.0.0/8"}, ["'peer_hosts': must be a list"]),
+        ({"router": "tcp://a:1", "http_address": "b:2"}, ["does not support kv_role 'kv_both'"]),
         ({"insecure": "yes"}, ["'insecure'"]),
         ({"cpu_gb": 1}, ["cpu_gib"]),
         *(({name: 1}, [name, why[:20]]) for name, why in _GONE.items()),
@@ -295,6 +364,6 @@ def test_beyond_loopback_hosts_and_key() -> None:
 )
 def test_refusals_say_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_p2p_config(settings, 7000)
+        parse_p2p_config(settings, 7000, "kv_both")
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert KEY not in str(caught.value)

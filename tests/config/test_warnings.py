@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,23 @@ import pytest
 
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.config.warnings import (
-    Surroundings,
     available_memory,
     settings_warnings,
     size_warnings,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-SOUND = Surroundings(max_model_len=8192, chunk_bytes=16 * MIB, available_bytes=64 * GIB)
+SOUND = {"max_model_len": 8192, "chunk_bytes": 16 * MIB, "available_bytes": 64 * GIB}
 
 
 def of_settings(kv_role: str = "kv_both", **extra: Any) -> list[str]:
     return list(map(str, settings_warnings(parse_config(extra), kv_role)))
 
 
-def of_sizes(around: Surroundings = SOUND, ranks: int = 1, **extra: Any) -> list[str]:
+def of_sizes(sizes: dict[str, Any] = SOUND, ranks: int = 1, **extra: Any) -> list[str]:
     config = parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra)
     config = config.fitted(config.chunk_size, ranks)
-    return list(map(str, size_warnings(config, around)))
+    return list(map(str, size_warnings(config, **sizes)))
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer", "kv_consumer"])
@@ -46,8 +44,8 @@ def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
 
 
 def test_chunks_wider_than_a_window() -> None:
-    assert of_sizes(replace(SOUND, narrowest_window=256)) == []
-    (warning,) = of_sizes(replace(SOUND, narrowest_window=128))
+    assert of_sizes({**SOUND, "narrowest_window": 256}) == []
+    (warning,) = of_sizes({**SOUND, "narrowest_window": 128})
     assert "chunk_size 256 is more than the 128 tokens of the model's narrowest window" in warning
 
 

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from lmcache_connector.copy_kv_blocks.copier import (
     BlockCopy,
     Copier,
-    CopyError,
     Direction,
-    copy_kv_blocks,
     make_copier,
 )
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+from lmcache_connector.copy_kv_blocks.plan import CopyError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.doubles.copy_reference import (
     LAYOUTS,
@@ -206,22 +205,7 @@ def test_memory_read_and_written_is_refused(cpu: CpuCopier) -> None:
     """On CUDA no memory is on both sides of a copy."""
     cache = paged("LBHNC")
     with pytest.raises(CopyError, match="source and destination overlap"):
-        copy_kv_blocks(cache.caches, cache.caches, [0], [1], "d2h", cpu)
-
-
-def test_caches_with_other_layers_or_dtypes_are_refused(cpu: CpuCopier) -> None:
-    cache = paged("LBHNC")
-    renamed = {f"x.{name}": tensor.clone() for name, tensor in cache.caches.items()}
-    with pytest.raises(CopyError, match="differ in their layers"):
-        copy_kv_blocks(cache.caches, renamed, [0], [0], "d2h", cpu)
-    signed = {name: tensor.clone().view(torch.int8) for name, tensor in cache.caches.items()}
-    with pytest.raises(CopyError, match="dtypes"):
-        copy_kv_blocks(cache.caches, signed, [0], [0], "d2h", cpu)
-    with pytest.raises(CopyError, match="direction"):
-        copy_kv_blocks(cache.caches, signed, [0], [0], "sideways", cpu)  # type: ignore[arg-type]
-    flat = {name: tensor.flatten() for name, tensor in cache.caches.items()}
-    with pytest.raises(LayoutError, match="expected a"):
-        copy_kv_blocks(flat, flat, [0], [0], "d2h", cpu)
+        cpu.copy([BlockCopy(cache.layout, cache.layout, [0], [1])], "d2h")
 
 
 def test_concurrent_copies_do_not_mix(copier: Copier, device: str) -> None:

@@ -18,7 +18,7 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from examples.routers.pool_relay import Pool, relay
-from lmcache_connector.kv_events.log import BlockRun, BlocksStored
+from lmcache_connector.kv_events.log import BlockRun, KvEvent
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import Tier
 from tests.support.redis.servers import free_port
@@ -36,7 +36,7 @@ def stored(tier: Tier, *indices: int) -> Any:
     run = BlockRun(
         tuple(map(block, indices)), None, array("I", range(16 * len(indices))), block_size=16
     )
-    return to_vllm(BlocksStored(tier, run))
+    return to_vllm(KvEvent(tier, run, is_stored=True))
 
 
 @contextmanager

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
+from lmcache_connector.config.strict import parse
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.integrations.settings import KEYS as SETTINGS
+from lmcache_connector.integrations.settings import TierSettings
 from tests.integrations.offloading import Instance, block_key, running_instance, tier_settings
 from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.redis.servers import Server
@@ -28,7 +31,7 @@ def test_an_instance_loads_anothers_blocks(valkey: Server, model: Path) -> None:
         blocks = blocks_for(one)
         one.store(blocks)
         assert other.load(KEYS) == list(blocks.values())
-        assert other.tier._blocks._tier.stats().counts.chunks_hit == len(KEYS)
+        assert other.tier._tier.stats().counts.chunks_hit == len(KEYS)
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
 
 
@@ -37,7 +40,7 @@ def test_a_load_that_fails_midway_keeps_the_rest(valkey: Server, model: Path) ->
     with running_instance(model, tier) as one, running_instance(model, tier) as other:
         blocks = blocks_for(one)
         one.store(blocks)
-        names = other.tier._blocks._keys(KEYS)
+        names = other.tier._keys(KEYS)
         gone = f"lmc:{{default:{names[5].hex()}}}".encode()
         with valkey.client() as client:
             victims = [name for name in value_names(valkey) if name.startswith(gone)]
@@ -59,7 +62,7 @@ def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_pa
     tier = tier_settings(valkey.url)
     with running_instance(changed, tier) as one:
         one.store(blocks_for(one))
-        assert one.tier._blocks._tier.stats().counts.bytes_written > 0
+        assert one.tier._tier.stats().counts.bytes_written > 0
     weights.write_bytes(data)
     with running_instance(changed, tier) as other:
         assert other.load(KEYS) == [None] * len(KEYS)
@@ -120,3 +123,17 @@ def test_wrong_settings_stop_the_start(model: Path) -> None:
     wrong = r"(?s)'redis_connections' is no longer a setting.*did you mean 'namespace'"
     with pytest.raises(ConfigError, match=wrong), running_instance(model, tier):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cpu_gib": 4}, "'cpu_gib' is not a key: valid keys are redis_url, namespace"),
+        ({"redis_url": None}, "'redis_url': field required"),
+    ],
+)
+def test_settings_of_the_tiered_connector_alone_are_refused(
+    settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(TierSettings, {"redis_url": "redis://h", **settings}, "the tier", only=SETTINGS)

@@ -17,7 +17,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
-from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
+from lmcache_connector.requests.adapters import Adapters
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.threads import StepWait
 
@@ -60,7 +60,7 @@ def vllm_keys(of: Request, start: int, end: int) -> list[tuple[Any, ...]]:
 
 
 def identity(of: Request) -> RequestIdentity:
-    identifier = RequestIdentifier(False, AdapterReader(Path, LoadedAdapters(1)), CHUNK)
+    identifier = RequestIdentifier(False, Adapters(1, Path), CHUNK)
     found = identifier.identify(of, StepWait(10.0))
     identifier.close()
     assert isinstance(found, RequestIdentity)

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.kv_events.log import (
-    BlockRun,
-    BlocksRemoved,
-    BlocksStored,
-    KvEventLog,
-)
+from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import CacheEvent, RankReport, Tier
 from tests.support.clock import Clock
@@ -22,6 +17,14 @@ from tests.support.clock import Clock
 
 def blocks(name: bytes) -> BlockRun:
     return BlockRun((name + b"0", name + b"1"), None, array("I", range(8)), block_size=4)
+
+
+def stored(tier: Tier, run: BlockRun) -> KvEvent:
+    return KvEvent(tier, run, is_stored=True)
+
+
+def removed(tier: Tier, run: BlockRun) -> KvEvent:
+    return KvEvent(tier, run, is_stored=False)
 
 
 def report(rank: int, admitted: str = "", evicted: str = "", written: str = "") -> RankReport:
@@ -43,10 +46,10 @@ def test_each_tier_reports_stored_and_removed_chunks() -> None:
     log.missing(b"a")
     a = blocks(b"a")
     assert log.take() == [
-        BlocksStored(Tier.CPU, a),
-        BlocksStored(Tier.REDIS, a),
-        BlocksRemoved(Tier.CPU, a.hashes),
-        BlocksRemoved(Tier.REDIS, a.hashes),
+        stored(Tier.CPU, a),
+        stored(Tier.REDIS, a),
+        removed(Tier.CPU, a),
+        removed(Tier.REDIS, a),
     ]
     assert log.take() == []
     log.forget_jobs()
@@ -59,7 +62,7 @@ def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> No
     log.settle([b"a"], 0)
     log.missing(b"a")
     log.apply(report(0, admitted="a"))
-    assert log.take() == [BlocksStored(Tier.CPU, blocks(b"a"))]
+    assert log.take() == [stored(Tier.CPU, blocks(b"a"))]
     log.apply(report(0, evicted="a"))
     log.apply(report(0, admitted="a"))
     assert len(log.take()) == 2
@@ -72,9 +75,9 @@ def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> No
 def removed_from_redis(log: KvEventLog) -> list[str]:
     """The removed chunks, by their letters in `log_of`."""
     return [
-        event.hashes[0][:-1].decode()
+        event.blocks.hashes[0][:-1].decode()
         for event in log.take()
-        if isinstance(event, BlocksRemoved) and event.tier is Tier.REDIS
+        if not event.is_stored and event.tier is Tier.REDIS
     ]
 
 
@@ -141,11 +144,9 @@ def test_events_alternate_and_end_with_the_true_state(
 
         def take() -> None:
             for event in log.take():
-                if isinstance(event, BlocksStored):
-                    assert (event.tier, event.blocks.hashes[0]) not in told
-                    told.add((event.tier, event.blocks.hashes[0]))
-                else:
-                    told.remove((event.tier, event.hashes[0]))
+                place = event.tier, event.blocks.hashes[0]
+                assert (place in told) != event.is_stored
+                (told.add if event.is_stored else told.remove)(place)
 
         for rank, key, act, takes in steps:
             if act == "reset":
@@ -178,7 +179,7 @@ def test_events_alternate_and_end_with_the_true_state(
 def test_only_shared_chunks_of_redis_are_remote(tier: Tier, shared: bool) -> None:
     """Routers credit every instance with ``REMOTE`` blocks."""
     run = replace(blocks(b"a"), shared=shared)
-    for event in (BlocksStored(tier, run), BlocksRemoved(tier, run.hashes, shared)):
+    for event in (stored(tier, run), removed(tier, run)):
         told = to_vllm(event)
         assert told.locality == ("REMOTE" if shared and tier is Tier.REDIS else "LOCAL")
 
@@ -188,12 +189,14 @@ def test_the_owners_copy_of_a_shared_chunk_counts() -> None:
     log.needed = lambda key: 2
     log.apply(report(1, admitted="a", written="a"))
     a = blocks(b"a")
-    assert log.take() == [BlocksStored(Tier.REDIS, a), BlocksStored(Tier.CPU, a)]
+    assert log.take() == [stored(Tier.REDIS, a), stored(Tier.CPU, a)]
     log.apply(report(0, admitted="a"))  # a copy, stored while the owner was away
     log.apply(report(0, evicted="a"))
     assert log.take() == []
     log.apply(report(0, evicted="a"))  # the owner's chunk cannot be read
-    assert log.take() == [BlocksRemoved(Tier.CPU, a.hashes)]
+    assert log.take() == [removed(Tier.CPU, a)]
     log.apply(report(1, admitted="a"))
     log.clear()
-    assert set(log.take()[1:]) == {BlocksRemoved(tier, a.hashes) for tier in (Tier.CPU, Tier.REDIS)}
+    taken = log.take()[1:]
+    assert len(taken) == 2
+    assert all(removed(tier, a) in taken for tier in (Tier.CPU, Tier.REDIS))

@@ -174,6 +174,8 @@ def test_the_log_is_one_line() -> None:
     interval.count("queried_tokens", amount=10000)
     interval.count("hit_tokens", "cpu", amount=6144)
     interval.count("hit_tokens", "redis", amount=2048)
+    interval.count("hit_tokens", "peer", amount=512)
+    interval.count("loaded_bytes", "peer", amount=2 << 20)
     interval.count("prefill_saved_tokens", amount=7168)
     interval.count("recomputed_tokens", amount=1024)
     interval.count("bypassed_requests", "no_salt", amount=3)
@@ -185,7 +187,8 @@ def test_the_log_is_one_line() -> None:
     interval.set("circuit_state", "0", "h:1", value=2)
     line = ", ".join(f"{k}={v}" for k, v in TieredStats.of(interval).reduce().items())
     assert line == (
-        "hit tokens=7168 of 10000 (planned: CPU 6144, Redis 2048; lost 1024), "
+        "hit tokens=7168 of 10000 (planned: CPU 6144, peers 512, Redis 2048; lost 1024), "
+        "loaded from peers=2 MiB, "
         "fetched from Redis=32 MiB at 1.7 GB/s, requests not cached=3, failed loads=2, "
         "CPU tier=50% of 2 GiB, Redis=DOWN"
     )

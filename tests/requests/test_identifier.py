@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import LoadedAdapterList
-from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
+from lmcache_connector.requests.adapters import Adapters
 from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
 from lmcache_connector.threads import StepWait
 from tests.support.clock import Clock
@@ -40,12 +40,11 @@ class Identified:
     """An identifier that gets one request after the other."""
 
     def __init__(self, require_cache_salt: bool = False, ranks: int = 1) -> None:
-        self.loaded = LoadedAdapters(ranks)
         self.counts: Counter[str] = Counter()
         self.clock = Clock(0.0)
         self.identifier = RequestIdentifier(
             require_cache_salt,
-            AdapterReader(Path, self.loaded, self.clock),
+            Adapters(ranks, Path, self.clock),
             8,
             lambda reason: self.counts.update([reason.value]),
         )
@@ -68,9 +67,10 @@ class Identified:
 
     def answer(self) -> None:
         """All ranks list their adapters."""
-        question = self.loaded.take_question()
+        adapters_of = self.identifier.adapters
+        question = adapters_of.take_question()
         for rank, adapters in enumerate(self.on_ranks):
-            self.loaded.update(rank, LoadedAdapterList(question, tuple(adapters.items())))
+            adapters_of.update(rank, LoadedAdapterList(question, tuple(adapters.items())))
 
     def lora(self, path: Path, name: str = "a", number: int = 1, **more: Any) -> str | None:
         found = self.of(request(lora_request=LoRARequest(name, number, str(path), **more)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.plans import PeerSource, Tier, WeightsInMemory
+from tests.support.clock import Clock
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
@@ -54,6 +55,33 @@ def test_of_the_roots_that_metrics_show_the_latest_is_in_use(model: Path) -> Non
     assert engine.reset()
     stored_keys(engine)
     assert list(shown.values()) == [0.0, 1.0]
+
+
+def test_ranks_whose_answer_vllm_has_lost_are_asked_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user of an engine in one process, with ranks in others, has interrupted it between a
+    step and the update from it."""
+    engine, clock = calm(model, Shape()), Clock()
+    weights = engine.adapter.book.weights
+    vars(weights)["_clock"] = clock
+    assert engine.scheduler.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "update_from_reports", lambda reports: [])
+        engine.step()
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
+    clock.now += 9.0
+    for _ in range(4):
+        engine.step()
+    assert not weights.name
+    clock.now += 1.0
+    engine.add(prompt(2, 2 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    assert weights.name
+    engine.add(prompt(3, 2 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    assert any(plan.stores for plan in engine.plans)
+    engine.check_whole()
 
 
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:

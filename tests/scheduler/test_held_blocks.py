@@ -11,7 +11,6 @@ import pytest
 
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
-from lmcache_connector.scheduler.jobs import PlannedJobs
 from tests.support.clock import Clock
 from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -80,7 +79,7 @@ class Held:
 
     def pin(self, job_id: int, block_ids: Sequence[int]) -> None:
         run = PartRun(1, (b"k" * 32,), (0,), (tuple(block_ids),))
-        self.blocks.pin(StoreJob(job_id, "r", (run,)))
+        self.blocks.pin_passing(StoreJob(job_id, "r", (run,)))
 
     @property
     def num_free(self) -> int:
@@ -91,11 +90,10 @@ def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: 
     held = Held(model)
     held.pin(1, [3, 4])
     held.clock.now = MAX_SECONDS * 1.01
-    held.blocks.next_step()
+    held.blocks.next_step(is_crowded=False)
     held.pin(2, [5, 6])
     assert held.blocks.num_pins == 1, "nobody waits"
-    held.blocks.delay_free_for_stores(PlannedJobs(1))
-    held.blocks.next_step()
+    held.blocks.next_step(is_crowded=True)
     held.pin(3, [7, 8])
     assert held.blocks.num_pins == 0
     held.blocks.forget(1)
@@ -153,8 +151,7 @@ def test_most_answers_are_stored_where_blocks_are_scarce(model: Path, prefix_cac
     assert len(stored) > 0.95 * possible
 
 
-def test_nothing_is_kept_between_two_calls(model: Path) -> None:
-    """Or vLLM could not be reset while another request runs."""
+def test_a_reset_while_a_request_runs_finds_no_pins(model: Path) -> None:
     faults = Faults(stuck=True)
     engine = ShadowEngine(model, Shape(num_blocks=100, prefix_caching=False), 0, faults)
     for prompt in long_prompts(4):
@@ -162,9 +159,23 @@ def test_nothing_is_kept_between_two_calls(model: Path) -> None:
     engine.add(long_prompts(5)[4], 40)
     while len(engine.live) > 1:
         engine.step()
-        assert not any(engine.adapter.held._delayed)
+    assert engine.adapter.held.num_pins > 0
     assert engine.adapter.has_unattended_jobs
     assert engine.reset(preempt=True)
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
+
+
+def test_no_pin_outlasts_the_last_request(model: Path) -> None:
+    """Whoever steps the engine may reset it then."""
+    faults = Faults(stuck=True)
+    engine = ShadowEngine(model, Shape(num_blocks=100, prefix_caching=False), 0, faults)
+    engine.add(long_prompts(1)[0], 2)
+    while engine.live:
+        engine.step()
+    assert engine.adapter.has_unattended_jobs
+    assert engine.adapter.held.num_pins == 0
     faults.stuck = False
     engine.run_until_idle()
     engine.check_whole()

@@ -88,7 +88,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     for has_pins in (True, False):
         engine = ShadowEngine(model, shape, 0, Faults(slow=0.95))
         if not has_pins:
-            vars(engine.adapter.held).update(pin=lambda job: None)
+            vars(engine.adapter.held).update(_pin=lambda *_: None)
         for seed in range(8):
             engine.add(prompt(seed, 12 * CHUNK + 1), 1)
         engine.run_until_idle()

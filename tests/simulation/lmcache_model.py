@@ -1,7 +1,7 @@
 """A model of LMCache's engine: its CPU tier, and the order in which it calls what we plug in.
 
 LMCache itself starts event loops and allocates gigabytes. What our worker side relies on is small:
-``store`` and ``retrieve``, reference counts, and least recently used chunks leaving first.
+``store``, reference counts, and least recently used chunks leaving first.
 """
 
 from __future__ import annotations
@@ -189,26 +189,6 @@ class EngineModel:
         self.cpu.batched_submit_put_task(keys, chunks)
         for chunk in chunks:
             chunk.ref_count_down()
-
-    def retrieve(self, tokens: Any, **kwargs: Any) -> None:
-        spans = list(self._database.process_tokens(tokens))
-        chunks = self._find([key for _, _, key in spans])
-        if chunks:
-            starts, ends = [s for s, _, _ in spans], [e for _, e, _ in spans]
-            num = len(chunks)
-            self._connector.batched_to_gpu(chunks, starts[:num], ends[:num], **kwargs)
-        for chunk in chunks:
-            chunk.ref_count_down()
-
-    def _find(self, keys: list[Any]) -> list[Chunk]:
-        """Leading chunks."""
-        chunks: list[Chunk] = []
-        for key in keys:
-            chunk = self.cpu.get_blocking(key)
-            if chunk is None:
-                break
-            chunks.append(chunk)
-        return chunks
 
     def close(self) -> None:
         for key in list(self.cpu.hot_cache):

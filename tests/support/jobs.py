@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_connector.kv_parts.part import BlockIds
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
 
 def store_job(
@@ -37,3 +39,9 @@ def load_job(
     """The first chunks of a request."""
     run = PartRun(0, keys, tuple(range(len(keys))), block_ids, skip_blocks)
     return LoadJob(job_id, request_id, (run,), deadline_seconds, may_fetch, after_job)
+
+
+def at_once(job: Job) -> QueuedJob:
+    """As the job queue hands it to a lane, without a forward pass to wait for."""
+    now = time.monotonic()
+    return QueuedJob(job, None, now, now, now)

@@ -17,7 +17,7 @@ from lmcache_connector.config.tiered import ConnectorConfig
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "settings.md"
-FIELDS = {name: f for name, f in ConnectorConfig.model_fields.items() if name != "lmcache"}
+FIELDS = ConnectorConfig.model_fields
 _HEAD = """\
 # Settings
 
@@ -32,7 +32,6 @@ never logs secrets, but vLLM logs its own command line: prefer `env:` or `file:`
 |---|---|---|---|---|
 """
 _TAIL = """\
-| `lmcache.NAME` | any | | | Passed to LMCache's own configuration as `NAME`. |
 
 Removed settings are refused with a message that names the replacement; [upgrading](upgrading.md)
 lists them. `LMCacheP2PConnector` takes the same settings, except for
@@ -90,7 +89,7 @@ def _row(name: str, field: FieldInfo, doc: str) -> str:
         text = text.replace(words, f"[{words}]({place})", 1)
     unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
     kind = ", ".join(filter(None, (_type_words(field.annotation), _bounds(field))))
-    cells = (f"`{name}`", kind, unit, default_words(field.default), text)
+    cells = (f"`{field.alias or name}`", kind, unit, default_words(field.default), text)
     return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
 
 

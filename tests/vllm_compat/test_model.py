@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import JambaConfig
+from transformers import JambaConfig, LlamaConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.jamba import JambaForCausalLM
 from vllm.v1.core.kv_cache_utils import (
@@ -64,6 +64,18 @@ def test_two_ranks_share_the_heads_and_the_identity(model: Path) -> None:
     shards = [tuple(geometry.shards) for geometry in two.parts[0].geometries]
     assert [shard for rank in shards for shard in rank] == list(one.parts[0].geometries[0].shards)
     assert two.configuration == one.configuration, "keys do not depend on tensor parallelism"
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 4), (6, 4), (3, 2)])
+def test_heads_that_ranks_cannot_share_evenly_are_refused(
+    tmp_path: Path, heads: int, ranks: int
+) -> None:
+    shape = {"hidden_size": 384, "num_attention_heads": 12, "num_key_value_heads": heads}
+    LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    config = vllm_config(tmp_path, tensor_parallel_size=ranks)
+    said = f"{ranks} tensor-parallel ranks for the {heads} KV heads of layer .*: use a number"
+    with pytest.raises(UnsupportedError, match=said):
+        describe(config, kv_cache(full_attention(1)))
 
 
 def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path) -> None:

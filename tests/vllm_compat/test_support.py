@@ -226,4 +226,4 @@ def test_what_vllm_does_not_run_on_cpu_cannot_be_tested(
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         describe_model(vllm_config(model), kv_cache(), chunk_size=200)
-    assert "chunk_size 200 is not a multiple of vLLM's block size 16" in str(raised.value)
+    assert "chunk_size 200 is not a multiple of the block size 16" in str(raised.value)

@@ -6,7 +6,6 @@ The connector, the worker side, LMCache, the Redis tier and Valkey are real; onl
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.jobs import load_job, store_job
 from tests.support.planted import PlantedError, Planter
 from tests.support.redis.servers import running_valkey
@@ -224,6 +224,16 @@ def test_what_the_first_report_was_to_tell_is_told_by_the_next(
         rank.instance.worker.shutdown()
 
 
+def test_what_vllm_may_have_lost_is_told_again(rank: Rank) -> None:
+    """The interrupt of a user who steps the engine came before vLLM's update from a step."""
+    instance = rank.instance
+    instance.run(StepPlan(idle=True))
+    assert not any(made.start or made.weights for made in instance.run(StepPlan(idle=True)))
+    (told,) = instance.run(StepPlan(idle=True, asks_again=True))
+    assert told.start is not None
+    assert told.weights is not None
+
+
 def test_a_plan_that_starts_over_cancels_what_is_open(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,10 +242,10 @@ def test_a_plan_that_starts_over_cancels_what_is_open(
     kept, engine = forget(rank), rank.instance.worker._engine
     load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, may_fetch=False, after_job=0)
 
-    def slow(job: LoadJob, fence: Any, cancelled: threading.Event, deadline: float) -> Any:
+    def slow(job: LoadJob, queued: QueuedJob) -> Any:
         if job is load:
-            cancelled.wait(20)
-        return LMCacheEngineAdapter.load(engine, job, fence, cancelled, deadline)
+            queued.cancelled.wait(20)
+        return LMCacheEngineAdapter.load(engine, job, queued)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "load", slow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.jobs import load_job, store_job
+from tests.support.jobs import at_once, load_job, store_job
 from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
@@ -226,6 +225,6 @@ def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
         assert tier.flush(10.0)
         engine.leaving.await_plans(may_come=True)
         job = PrefetchJob(3, "r", (PartRun(0, tuple(KEYS[20:24]), (0, 1, 2, 3), ()),), 1.0)
-        assert engine.fetch(job, threading.Event(), time.monotonic() + 1.0).num_chunks == 2
+        assert engine.fetch(job, at_once(job), time.monotonic() + 1.0).num_chunks == 2
     finally:
         rank.worker.shutdown()

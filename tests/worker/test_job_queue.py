@@ -103,7 +103,7 @@ def wait_all(jobs: JobQueue) -> dict[int, JobResult]:
 
 
 def taken(jobs: JobQueue) -> dict[int, JobResult]:
-    return {r.job.job_id: r.result for r in jobs.take_ended() if r.result is not None}
+    return {job.job_id: result for job, result in jobs.take_ended()}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ comes back is compared with what every layer, head and token was given.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -306,6 +307,20 @@ def test_an_audit_compares_all_groups_of_a_part(rank: Rank, part: int) -> None:
     layers = sorted(layer for each in GROUPS_OF[part] for layer in GROUPS[each])
     changed = {each.layer for each in other.differences if each.difference}
     assert changed == {layers.index(GROUPS[group][0])}
+
+
+def test_the_wait_for_a_forward_pass_is_not_on_an_audits_time(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, engine = list[float](), rank.worker._engine
+
+    def retrieve(transfer: object, deadline: float, **_: object) -> None:
+        seconds.append(deadline - time.monotonic())
+
+    monkeypatch.setattr(engine, "_retrieve", retrieve)
+    monkeypatch.setattr(engine._blocks, "copy_out", lambda *_: time.sleep(0.3))
+    rank.result(AuditJob(2, "a", (run_of(FULL, range(3, 4), 50),), deadline_seconds=0.2))
+    assert 0.1 < seconds[0] <= 0.2
 
 
 def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:

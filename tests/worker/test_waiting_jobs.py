@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.worker.waiting_jobs import QueuedJob, WaitingLoads
+from lmcache_connector.worker.waiting_jobs import QueuedJob, WaitingJobs
 from tests.support.jobs import load_job
 
 
@@ -29,7 +29,7 @@ class Lanes:
     def __init__(self) -> None:
         self.open = {1, 2, 3}
         self.fetching: set[bytes] = set()
-        self.loads = WaitingLoads(self.open, self.fetching)
+        self.loads = WaitingJobs(self.open, self.fetching)
         self.waiting: list[QueuedJob] = []
         self.running: list[QueuedJob] = []
         self.fences: list[Fence] = []

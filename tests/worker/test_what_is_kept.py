@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import pytest
 import torch
+from lmcache.v1 import memory_management
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.errors import ConfigError
@@ -28,9 +28,10 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_plugs import by_tier
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.waiting_jobs import StepGate
+from tests.support.jobs import at_once
 from tests.support.memory import empty
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
@@ -88,9 +89,7 @@ class Rank:
         for chunk in range(num_chunks):
             self.cache[:, chunk] = 10 * prompt + chunk
         job = StoreJob(self.num_jobs, "r", (run_of(prompt, num_chunks),), claim=claim)
-        gate = StepGate()
-        gate.open()
-        self.engine.store(job, None, threading.Event(), gate)
+        self.engine.store(job, at_once(job))
 
     def load(
         self,
@@ -108,12 +107,14 @@ class Rank:
         run = run_of(prompt, num_chunks)
         may_fetch |= source is not None
         job = LoadJob(self.num_jobs, "r", (run,), 10.0, may_fetch, 0, claim=claim, source=source)
-        until, cancelled = time.monotonic() + 10.0, threading.Event()
+        queued = at_once(job)
         if is_cancelled:
-            cancelled.set()
-        moved = self.engine.load(job, None, cancelled, until)
-        self.fetched, count = moved.fetched, moved.num_chunks
-        self.num_bytes, self.copy_seconds = moved.num_bytes, moved.copy_seconds
+            queued.cancelled.set()
+        moved = self.engine.load(job, queued)
+        self.fetched = tuple(by_tier(fetched for each in moved for fetched in each.fetched))
+        count = sum(each.num_chunks for each in moved)
+        self.num_bytes = sum(each.num_bytes for each in moved)
+        self.copy_seconds = sum(each.copy_seconds for each in moved)
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
         return count
@@ -180,14 +181,27 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("rank_gib", "overrides", "said"),
     [
-        pytest.param("cache_policy", r"lmcache\.cache_policy is set by", id="set-by-the-connector"),
-        pytest.param("min_retreive_tokens", "did you mean 'min_retrieve_tokens'", id="misspelt"),
+        pytest.param(
+            2.0**18, {}, r"CPU tier of .* GiB per rank, from cpu_gib: .*memory", id="no-memory"
+        ),
+        pytest.param(
+            0.01,
+            {"local_cpu_use_hugepages": True},
+            r"from cpu_gib and lmcache\.local_cpu_use_hugepages: mmap failed",
+            id="no-pages",
+        ),
     ],
 )
-def test_what_lmcache_cannot_be_told_is_refused(name: str, said: str) -> None:
-    settings = EngineSettings(0, 1, 0.01, overrides={name: "LFU"})
+def test_what_lmcache_cannot_allocate_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, rank_gib: float, overrides: dict[str, bool], said: str
+) -> None:
+    def no_pages(*_: object, **__: object) -> int:
+        raise RuntimeError("mmap failed")
+
+    monkeypatch.setattr(memory_management.device_ops, "alloc_hugepage_pinned_ptr", no_pages)
+    settings = EngineSettings(0, 1, rank_gib, overrides=dict(overrides))
     caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
     part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
     with pytest.raises(ConfigError, match=said):

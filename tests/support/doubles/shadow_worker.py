@@ -167,6 +167,7 @@ class ShadowRank:
         self._tables, self._rows = step.tables, step.rows
         if step.plan.weights_question:
             self._question, self._reads_weights = step.plan.weights_question, True
+        self._reads_weights |= step.plan.asks_again
         self.foreign.begin(step.foreign)
         for load in step.plan.loads_in_step():
             self._load_in_step(load)
