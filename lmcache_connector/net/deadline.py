@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,11 +26,12 @@ class Deadline:
         """Seconds left; 0.0 after the deadline or a cancellation."""
         return 0.0 if self.cancelled() else max(0.0, self.at - self.clock())
 
-    def wait(self, event: threading.Event) -> bool:
-        """Whether ``event`` was set before the deadline."""
-        while not event.is_set() and (left := self.remaining()) > 0.0:
-            event.wait(min(left, _POLL_SECONDS))
-        return event.is_set()
+    def wait(self, wait: Callable[[float], bool]) -> bool:
+        """Whether ``wait(seconds)``, called until the deadline, was true."""
+        while (left := self.remaining()) > 0.0:
+            if wait(min(left, _POLL_SECONDS)):
+                return True
+        return wait(0.0)
 
 
 # A vanished host, or a NAT that dropped the connection, is noticed after 10 + 3 * 5 seconds.

@@ -10,26 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import SLICE_SECONDS, Wire, WireError, WireFault, wait_readable
+from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.peers.commands import MAX_ASKED
 from lmcache_connector.peers.topology import HOST_PREFIX, PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Connections
-from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
+from lmcache_connector.storage.redis.connections import Servers
+from lmcache_connector.storage.redis.lookup import (
+    LATE_SECONDS,
+    NodeLookup,
+    RedisLookup,
+    await_answers,
+)
 from lmcache_connector.storage.redis.topology import Node
-
-# How long to wait for further peers after the first answer. Who owes an answer for longer is late.
-_LATE_SECONDS = 0.02
-# A peer that owes an answer for longer is treated as silent.
-_OWED_SECONDS = 1.0
 
 
 class PeerLookup(RedisLookup):
-    """Owned by one thread, except `servers`. ``connect_share``: fraction of a look-up's time that
-    may be spent connecting."""
+    """See `RedisLookup`. ``servers``: those of ``topology``, if shared with readers."""
 
     def __init__(
         self,
@@ -38,21 +37,15 @@ class PeerLookup(RedisLookup):
         topology: PeerTopology,
         clock: Callable[[], float] = time.monotonic,
         *,
+        servers: Servers | None = None,
         connect_share: float = 0.0,
     ) -> None:
+        servers = servers or Servers(config, topology, clock, kind="peer")
         super().__init__(
-            config,
-            geometries,
-            clock=clock,
-            topology=topology,
-            kind="peer",
-            connect_share=connect_share,
+            config, geometries, clock=clock, servers=servers, connect_share=connect_share
         )
-
         self._topology = topology
         self._namespace = config.namespace.encode()
-        self._owed: dict[Wire, list[NodeLookup]] = {}  # not answered yet, oldest first
-        self._connections = Connections(self._servers, config.read_timeout_seconds, self._owed)
 
     @property
     def has_servers(self) -> bool:
@@ -70,43 +63,17 @@ class PeerLookup(RedisLookup):
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         """Asks known, connected peers only; does not wait for name resolution."""
         self._servers.refresh()
-        self._collect()
-        node_lookups = self._send(keys, deadline)
-        for node_lookup in node_lookups:
-            self._owed.setdefault(node_lookup.wire, []).append(node_lookup)
-        return node_lookups
-
-    def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
-        """The answer is read later, to keep the connection. A late node is not asked until then."""
-
-    def maintain(self) -> None:
-        self._collect()
-        super().maintain()
-
-    def _collect(self) -> None:
-        """Read late answers."""
-        ready = wait_readable([wire for wire in self._owed if wire.fileno() >= 0], 0.0)
-        now = self._clock()
-        for wire, owed in list(self._owed.items()):
-            if wire in ready:
-                self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
-            elif wire.fileno() >= 0 and now - owed[0].asked_at > _OWED_SECONDS:
-                super().leave(owed[-1], is_silent=True)
-            if wire.fileno() < 0:
-                self._owed.pop(wire, None)
+        return self._send(keys, deadline)
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
         by_owner: dict[int, list[int]] = {}
         for index, owner in enumerate(map(self._topology.share.owner, keys)):
             by_owner.setdefault(owner, []).append(index)
-        since = self._clock() - _LATE_SECONDS
-        late = {owed[0].node for owed in self._owed.values() if owed[0].asked_at < since}
         return {
             node: list(indices)
             for peer in self._topology.peers()
             for rank, indices in by_owner.items()
-            if (node := self._topology.of_rank(peer, rank)) not in late
-            and not self._servers.is_open(node)
+            if not self._servers.is_open(node := self._topology.of_rank(peer, rank))
         }
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
@@ -114,17 +81,11 @@ class PeerLookup(RedisLookup):
         return b"".join(command(b"HOLDS", self._namespace, b"".join(each)) for each in asked)
 
     def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
-        owed = self._owed[node_lookup.wire]
-        node_lookup = owed[0]  # answers come in order
         bits, indices = line[1:], node_lookup.indices
         if line[:1] != b"+" or bits.strip(b"01") or len(bits) != min(MAX_ASKED, len(indices)):
             raise WireError(WireFault.OUT_OF_STEP, first_line(line))
         node_lookup.counts.update(zip(indices, map(int, bits.decode()), strict=False))
         del indices[: len(bits)]
-        if not indices:
-            del owed[0]
-        if not owed:
-            del self._owed[node_lookup.wire]
 
     def found(self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]) -> list[bool]:
         return [place is not None for place in self.places(keys, node_lookups)]
@@ -162,7 +123,7 @@ def enough(
             return False
         now = time.monotonic()
         first_answer_at = now if first_answer_at is None else first_answer_at
-        if now - first_answer_at > _LATE_SECONDS and all(
+        if now - first_answer_at > LATE_SECONDS and all(
             isinstance(node_lookup.asker, PeerLookup) for node_lookup in left
         ):
             return True

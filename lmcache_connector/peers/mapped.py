@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -31,11 +30,10 @@ from lmcache_connector.peers.commands import NOWHERE, PLACE
 from lmcache_connector.storage.chunk_codec import (
     InvalidValueError,
     Sealer,
-    ValueHeader,
     check_value,
 )
 from lmcache_connector.storage.redis.client.resp import command, first_line
-from lmcache_connector.storage.redis.config import ValuePlan
+from lmcache_connector.storage.redis.config import Value, ValuePlan
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -55,19 +53,6 @@ _F_GET_SEALS = 1034
 
 class _NotOffered(Exception):
     """The peer does not offer its memory; its socket remains."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """``index``: of the chunk that the value is part of."""
-
-    index: int
-    name: bytes
-    expected: ValueHeader
-    payload: memoryview
-
-    def num_bytes(self) -> int:
-        return len(self.payload)
 
 
 class MappedPeers:
@@ -211,18 +196,18 @@ class _Mapping:
         hits: list[bool],
     ) -> None:
         """Each batch is leased while the one before is copied. Note the ``hits``."""
-        num_left, leased = [len(plan.stripes_of(key)) for key in keys], list[_Value]()
-        values = _values(plan, keys, buffers)
-        for batch in chain(
-            batches(values, _Value.num_bytes, _BATCH_BYTES, _MAX_BATCH_VALUES), [[]]
-        ):
+        num_left, leased = [len(plan.stripes_of(key)) for key in keys], list[Value]()
+        chunks = enumerate(zip(keys, buffers, strict=True))
+        values = chain.from_iterable(plan.values(i, *chunk) for i, chunk in chunks)
+        sizes = _BATCH_BYTES, _MAX_BATCH_VALUES
+        for batch in chain(batches(values, lambda value: len(value.payload), *sizes), [[]]):
             asked = batch if limit.remaining() > 0.0 else []
             until = _reply_deadline(limit)
             if asked:
                 self._wire.send([command(b"LEASE", *(value.name for value in asked))], until)
             for value, place in zip(leased, self._places(len(leased), until), strict=True):
-                num_left[value.index] -= self._copy(plan.sealer, value, *place)
-                hits[value.index] = not num_left[value.index]
+                num_left[value.chunk] -= self._copy(plan.sealer, value, *place)
+                hits[value.chunk] = not num_left[value.chunk]
             leased = asked
 
     def _places(self, count: int, until: Deadline) -> Iterator[tuple[int, bytes]]:
@@ -245,7 +230,7 @@ class _Mapping:
         del self._memory
         self._map.close()
 
-    def _copy(self, sealer: Sealer, value: _Value, offset: int, header: bytes) -> bool:
+    def _copy(self, sealer: Sealer, value: Value, offset: int, header: bytes) -> bool:
         """False if the owner lacks the value or its copy fails verification."""
         size = len(value.payload)
         if offset == NOWHERE:
@@ -276,13 +261,3 @@ def _mapped(descriptor: int) -> mmap.mmap:
     if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALED != _SEALED:
         raise ValueError("memory whose size may change")
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
-
-
-def _values(
-    plan: ValuePlan, keys: Sequence[bytes], buffers: Sequence[memoryview]
-) -> Iterator[_Value]:
-    """All values of the chunks, in order."""
-    for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-        for stripe in plan.stripes_of(key):
-            payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            yield _Value(index, plan.name(key, stripe), plan.header(key, stripe), payload)

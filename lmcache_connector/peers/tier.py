@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,10 +57,11 @@ class PeerTier:
         self._topology = topology
         self._counters = Counters()
         self._asking = threading.Lock()
+        self._servers = Servers(config, topology, clock, kind="peer")
         self._lookup = PeerLookup(
-            config, [geometries], topology, clock, connect_share=_CONNECT_SHARE
-        )
-        self._servers = Servers(config, topology, clock, random.random, kind="peer")
+            config, [geometries], topology, clock,
+            servers=self._servers, connect_share=_CONNECT_SHARE,
+        )  # fmt: skip
         self._plan = ValuePlan(config, geometries)
         self._readers = ValueReaders(
             self._servers, self._plan, self._counters, on_spoiled=self._distrust
@@ -163,7 +163,7 @@ class PeerTier:
         left_nodes = [nodes[i] for i in left if i < len(nodes)]
         wanted = [keys[i] for i in left], [buffers[i] for i in left]
         arrivals = arrivals_among(left, len(keys), on_arrival)
-        found = self._readers.read(*wanted, lambda until: left_nodes, limit, arrivals)
+        found = self._readers.read(*wanted, left_nodes, limit, arrivals)
         for index, hit in zip(left, found.hits, strict=True):
             hits[index] = hit
         return ReadResult(hits, self._clock() - started, found.cut_off)

@@ -199,9 +199,6 @@ class PeerTopology(Topology):
             host.remove_if_dead(name)
             raise
 
-    def mark_stale(self) -> None:
-        """Does nothing: names are resolved at a fixed interval."""
-
 
 def _hosts(address: Address) -> list[str]:
     if not address.is_dns:

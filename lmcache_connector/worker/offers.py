@@ -4,8 +4,8 @@ A write can fail or never be tried: another writer claimed the chunk and died, t
 or full, the queue was full. A written value can vanish: the server restarted, a purge, expiry.
 While memory holds a chunk, no request would write it again. So chunks that requests use (`want`)
 are offered now and then, and failed writes (`ended`) are retried. An offer is a normal write: if
-the value exists, it costs one query, and renews the lifetime if so configured. After several
-failures in a row, a chunk is forgotten until a request uses it again.
+the value exists, it costs one query, and renews the lifetime if so configured. While writes fail,
+a chunk is offered less and less often, and never given up.
 
 Offers have a bounded rate and come after new writes. The store lane makes them between jobs.
 """
@@ -19,18 +19,19 @@ from typing import NamedTuple
 from lmcache_connector.bounded import Latest
 
 _MAX_TRACKED = 1 << 16
-_MAX_FAILURES = 6
-"""In a row; takes three and a half minutes at the default pace."""
+_MAX_DOUBLINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds for which a value counts as present once found or written, and seconds until a failed
-    write is retried, doubled each time up to a limit."""
+    write is retried, doubled each time up to a limit, which is lower for chunks that requests
+    use."""
 
     granted_seconds: float = 30.0
     retry_seconds: float = 6.0
     max_retry_seconds: float = 60.0
+    max_unused_retry_seconds: float = 600.0
 
     @classmethod
     def for_lifetime(cls, ttl_seconds: float | None) -> Pace:
@@ -59,10 +60,12 @@ class Offers:
 
     def want(self, key: bytes, now: float) -> None:
         """A request uses the chunk."""
-        state = self._states.get(key)
-        if state is not None and (state.is_due or state.at > now):
-            return  # already scheduled, recently written, or being written
-        self._put(key, _State(now, 0, is_due=True))
+        state, soon = self._states.get(key), now + self._pace.max_retry_seconds
+        if state is None or not (state.is_due or state.at > now):
+            self._put(key, _State(now, 0, is_due=True))
+        elif state.is_due and state.at > soon:
+            self._put(key, _State(soon, state.failures, is_due=True))
+        # else scheduled already, recently written, or being written
 
     def ended(self, key: bytes, stored: bool, now: float) -> None:
         """A write of the chunk has ended, whoever asked for it."""
@@ -70,12 +73,10 @@ class Offers:
             self._put(key, _State(now + self._pace.granted_seconds, 0, is_due=False))
             return
         state = self._states.get(key)
-        failures = 1 + (state.failures if state is not None else 0)
-        if failures > _MAX_FAILURES:
-            self.forget(key)
-            return
-        seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
-        self._put(key, _State(now + seconds, failures, is_due=True))
+        failures = state.failures if state is not None else 0
+        seconds = self._pace.retry_seconds * 2 ** min(failures, _MAX_DOUBLINGS)
+        at = now + min(seconds, self._pace.max_unused_retry_seconds)
+        self._put(key, _State(at, failures + 1, is_due=True))
 
     def requeue(self, key: bytes, now: float) -> None:
         """The queue is full: offer the chunk after all due ones."""

@@ -87,6 +87,17 @@ class RedisTierConfig:
         return (b"PX", b"%d" % round(self.ttl_seconds * 1000))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One value of a chunk to be read, which is number ``chunk`` of its read. ``payload``: the
+    place in the chunk's buffer."""
+
+    chunk: int
+    name: bytes
+    expected: ValueHeader
+    payload: memoryview
+
+
 class ValuePlan:
     """Stripes, headers and seals of a tier's values. ``geometries``: of the part of a chunk that
     this rank reads or writes."""
@@ -100,6 +111,12 @@ class ValuePlan:
     def stripes_of(self, key: bytes) -> tuple[Stripe, ...]:
         """Stripes of ``key``, which must name a part of the model, in buffer order."""
         return self._stripes[self.geometries.index_of(key)]
+
+    def values(self, chunk: int, key: bytes, buffer: memoryview) -> Iterator[Value]:
+        """The values of chunk number ``chunk``, in buffer order."""
+        for stripe in self.stripes_of(key):
+            payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
+            yield Value(chunk, self.name(key, stripe), self.header(key, stripe), payload)
 
     def name(self, key: bytes, stripe: Stripe) -> bytes:
         """The name of the value that holds ``stripe`` of ``key``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random as random_module
 import threading
 from collections.abc import Callable, Container
 
@@ -25,6 +26,7 @@ from lmcache_connector.storage.redis.client.dial import (
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import probe_key
+from lmcache_connector.threads import Task
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class Servers:
         config: RedisTierConfig,
         topology: Topology,
         clock: Callable[[], float],
-        random: Callable[[], float],
+        random: Callable[[], float] = random_module.random,
         greet: Callable[[Client], None] = lambda client: None,
         kind: str = "redis",
     ) -> None:
@@ -68,7 +70,7 @@ class Servers:
         self._forbidding = set[Node]()
         self._troubled = False
         self._num_dials = 0
-        self._look: threading.Event | None = None  # set when the latest look-up of nodes has ended
+        self._look: Task[Wire] | None = None  # the latest look-up of nodes
 
     def breaker(self, node: Node) -> CircuitBreaker:
         """Open while the node does not answer."""
@@ -101,21 +103,17 @@ class Servers:
         if self.topology.is_current():
             return
         with self._lock:
-            if self._look is None or self._look.is_set():
+            if self._look is None or self._look.is_done:
                 self._look = self._start(self._learn)
             look = self._look
         if look is not None and deadline is not None and not self.topology.nodes():
-            deadline.wait(look)
+            deadline.wait(look.wait)
 
-    def dial(self, node: Node, idle_seconds: float) -> Dial | None:
-        """Start connecting; ``None`` if too many connections are being made."""
-        dial = Dial(node, idle_seconds, self)
+    def dial(self, node: Node, idle_seconds: float) -> Task[Wire] | None:
+        """Start connecting; ``None`` if too many connections are being made. The caller owns the
+        connection; if the task is cancelled, it is closed."""
         with self._lock:
-            done = self._start(dial.run)
-        if done is None:
-            return None
-        dial.done = done
-        return dial
+            return self._start(lambda: self._open(node, idle_seconds))
 
     def redact(self, message: object) -> str:
         """``message`` for a log, without credentials."""
@@ -146,6 +144,20 @@ class Servers:
             raise
         return client
 
+    def _open(self, node: Node, idle_seconds: float) -> Wire:
+        breaker = self.breaker(node)
+        try:
+            with self.connect(node) as client:
+                wire = Wire(take_socket(client), self.clock, idle_seconds, _IDLE_BYTES)
+        except Exception as error:
+            self.topology.mark_stale()
+            if breaker.failed(at_once=not is_rejected_by_server(error)):
+                logger.warning("%s %s: cannot connect: %s", self.kind, node, self.redact(error))
+            raise
+        if breaker.connected():
+            logger.info("%s %s: connected again", self.kind, node)
+        return wire
+
     def _learn(self) -> None:
         try:
             self.topology.prepare()
@@ -158,19 +170,24 @@ class Servers:
         else:
             self._troubled = False
 
-    def _start(self, work: Callable[[], None]) -> threading.Event | None:
-        """Run ``work`` on its own thread. Returns an event that is set at its end, ``None`` if
-        there are too many threads. Under the lock."""
-        done = threading.Event()
+    def _start(self, work: Callable[[], Wire | None]) -> Task[Wire] | None:
+        """Run ``work`` on its own thread; ``None`` if there are too many. Under the lock."""
+        task = Task[Wire]()
 
         def run() -> None:
+            wire = None
             try:
-                work()
+                wire = work()
+            except CONNECTION_ERRORS:
+                pass  # logged at the start of the episode
             except Exception:
                 logger.exception("connecting to redis failed")
             finally:
-                done.set()
-                self._task_ended()
+                task.settle(wire)
+                if wire is not None and task.is_cancelled:
+                    wire.close()
+                with self._lock:
+                    self._num_dials -= 1
 
         if self._num_dials >= _MAX_DIALS:
             return None
@@ -179,11 +196,7 @@ class Servers:
         except RuntimeError:  # the system is out of threads
             return None
         self._num_dials += 1
-        return done
-
-    def _task_ended(self) -> None:
-        with self._lock:
-            self._num_dials -= 1
+        return task
 
     def _of(self, breakers: dict[Node, CircuitBreaker], node: Node) -> CircuitBreaker:
         if (known := breakers.get(node)) is not None:
@@ -199,59 +212,6 @@ class Servers:
             return breakers[node]
 
 
-class Dial:
-    """A connection being made. Whoever started it calls `take` or `abandon`."""
-
-    def __init__(self, node: Node, idle_seconds: float, servers: Servers) -> None:
-        self.done = threading.Event()
-        self._node = node
-        self._idle_seconds = idle_seconds
-        self._servers = servers
-        self._lock = threading.Lock()
-        self._wire: Wire | None = None
-        self._abandoned = False
-
-    @property
-    def has_failed(self) -> bool:
-        return self.done.is_set() and self._wire is None
-
-    def take(self, deadline: Deadline) -> Wire | None:
-        """The connection; ``None`` if not ready by ``deadline``. Raises `UnavailableError`."""
-        if not deadline.wait(self.done):
-            return None
-        if self._wire is None:
-            raise UnavailableError(f"{self._node}: cannot connect")
-        return self._wire
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._abandoned = True
-            if self._wire is not None:
-                self._wire.close()
-
-    def run(self) -> None:
-        """Runs on its own thread."""
-        servers, node = self._servers, self._node
-        breaker = servers.breaker(node)
-        try:
-            with servers.connect(node) as client:
-                wire = Wire(take_socket(client), servers.clock, self._idle_seconds, _IDLE_BYTES)
-        except Exception as error:
-            servers.topology.mark_stale()
-            if breaker.failed(at_once=not is_rejected_by_server(error)):
-                detail = servers.redact(error)
-                logger.warning("%s %s: cannot connect: %s", servers.kind, node, detail)
-            if not isinstance(error, CONNECTION_ERRORS):
-                raise
-            return
-        if breaker.connected():
-            logger.info("%s %s: connected again", servers.kind, node)
-        with self._lock:
-            self._wire = wire
-            if self._abandoned:
-                wire.close()
-
-
 class Connections:
     """One thread's connections, one per node. ``idle_seconds``: see `Wire`. ``owing``: those with
     answers still to come, which on any other would be unrequested bytes."""
@@ -261,7 +221,7 @@ class Connections:
         self._servers = servers
         self._idle_seconds = idle_seconds
         self._wires: dict[Node, Wire] = {}
-        self._dials: dict[Node, Dial] = {}
+        self._dials: dict[Node, Task[Wire]] = {}
 
     def has(self, node: Node) -> bool:
         """Whether a connection to ``node`` exists; the server may have closed it."""
@@ -274,18 +234,15 @@ class Connections:
         if wire is not None and (wire in self._owing or wire.is_fresh()):
             return wire
         self._close(node)
-        is_away = self._servers.is_open(node)
+        limit = self._now() if self._servers.is_open(node) else deadline
         dial = self._dials.get(node)
-        if dial is None or dial.has_failed:  # an earlier attempt failed: try again
+        if dial is None or (dial.is_done and dial.value is None):  # failed earlier: try again
             dial = self._dial(node)
-        try:
-            made = dial.take(self._now() if is_away else deadline)
-        except UnavailableError:
-            del self._dials[node]
-            raise
-        if made is None:
+        if not limit.wait(dial.wait):
             raise UnavailableError(f"{node}: still connecting")
         del self._dials[node]
+        if (made := dial.value) is None:
+            raise UnavailableError(f"{node}: cannot connect")
         self._wires[node] = made
         if not made.is_fresh():
             self._close(node)
@@ -311,7 +268,7 @@ class Connections:
         for node in self._wires.keys() - known:
             self._close(node)
         for node in self._dials.keys() - known:
-            self._dials.pop(node).abandon()
+            self._abandon(node)
         for node in known:
             if self._servers.breaker(node).seconds_until_retry() == 0.0:
                 self._close(node)  # only a new connection shows whether the node is back
@@ -321,10 +278,16 @@ class Connections:
     def close(self) -> None:
         for node in list(self._wires):
             self._close(node)
-        while self._dials:
-            self._dials.popitem()[1].abandon()
+        for node in list(self._dials):
+            self._abandon(node)
 
-    def _dial(self, node: Node) -> Dial:
+    def _abandon(self, node: Node) -> None:
+        dial = self._dials.pop(node)
+        dial.cancel()  # before the look at its value: else nobody might close the connection
+        if dial.value is not None:
+            dial.value.close()
+
+    def _dial(self, node: Node) -> Task[Wire]:
         self._dials.pop(node, None)
         if not self._servers.breaker(node).may_connect():
             raise UnavailableError(f"{node}: circuit open")

@@ -1,12 +1,12 @@
 """Finds out which chunks of a prompt are in Redis, without reading them.
 
 A look-up sends one multi-key ``EXISTS`` per chunk, all pipelined: one round trip per server. A
-server that fails or is late affects only its own chunks and connection.
+server that fails or is late affects only its own chunks. Late answers are read later, to keep the
+connection; a late server is not asked until then.
 """
 
 from __future__ import annotations
 
-import random as random_module
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,20 +20,22 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.topology import Node, Topology, make_topology
+from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 # Fraction of a look-up's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
 _COUNT_BYTES = 20
-# A server silent for this long counts as failed, not just as late.
-_SUSPICIOUS_SECONDS = 0.2
+# A server that owes an answer for longer is late.
+LATE_SECONDS = 0.02
+# A server that owes an answer for longer is silent: a failure.
+_SILENT_SECONDS = 1.0
 
 
 class RedisLookup:
     """``geometries``: one per rank. A key exists only if all its values, of all ranks, exist.
-    ``clock`` returns seconds, ``random`` numbers in [0, 1). Owned by one thread, except `servers`.
-    """
+    ``clock`` returns seconds. ``connect_share``: fraction of a look-up's time that may be spent
+    connecting. Owned by one thread, except `servers`."""
 
     def __init__(
         self,
@@ -41,18 +43,16 @@ class RedisLookup:
         geometries: Sequence[PartGeometries],
         *,
         clock: Callable[[], float] = time.monotonic,
-        random: Callable[[], float] = random_module.random,
-        topology: Topology | None = None,
-        kind: str = "redis",
+        servers: Servers | None = None,
         connect_share: float = _CONNECT_SHARE,
     ) -> None:
         self._connect_share = connect_share
         self._config = config
         self._clock = clock
         self.learn_geometries(geometries)
-        topology = topology or make_topology(config, clock)
-        self._servers = Servers(config, topology, clock, random, kind=kind)
-        self._connections = Connections(self._servers, config.read_timeout_seconds)
+        self._servers = servers or Servers(config, make_topology(config, clock), clock)
+        self._owed: dict[Wire, list[NodeLookup]] = {}  # not answered yet, oldest first
+        self._connections = Connections(self._servers, config.read_timeout_seconds, self._owed)
 
     @property
     def has_servers(self) -> bool:
@@ -87,7 +87,8 @@ class RedisLookup:
         return self.found(keys, node_lookups)
 
     def maintain(self) -> None:
-        """Connect ahead of need."""
+        """Connect ahead of need, and read late answers."""
+        self._collect()
         self._connections.maintain()
 
     def close(self) -> None:
@@ -119,7 +120,10 @@ class RedisLookup:
         return by_node
 
     def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
-        by_node = self._assign(keys)
+        self._collect()
+        since = self._clock() - LATE_SECONDS
+        late = {owed[0].node for owed in self._owed.values() if owed[0].asked_at < since}
+        by_node = {n: indices for n, indices in self._assign(keys).items() if n not in late}
         connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         node_lookups = []
@@ -136,7 +140,20 @@ class RedisLookup:
                 self._connections.drop(node, str(error), blame=error.is_peers_fault)
                 continue
             node_lookups.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
+            self._owed.setdefault(wire, []).append(node_lookups[-1])
         return node_lookups
+
+    def _collect(self) -> None:
+        """Read late answers."""
+        ready = wait_readable([wire for wire in self._owed if wire.fileno() >= 0], 0.0)
+        now = self._clock()
+        for wire, owed in list(self._owed.items()):
+            if wire in ready:
+                self.receive(owed[-1], Deadline(now + SLICE_SECONDS, self._clock))
+            elif wire.fileno() >= 0 and now - owed[0].asked_at > _SILENT_SECONDS:
+                self._connections.drop(owed[0].node, "no answer in time", blame=True)
+            if wire.fileno() < 0:
+                self._owed.pop(wire, None)
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
         names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
@@ -151,26 +168,26 @@ class RedisLookup:
 
     def receive(self, node_lookup: NodeLookup, deadline: Deadline) -> bool:
         """Read available replies. True if the answer is complete or the connection failed."""
+        wire, owed = node_lookup.wire, self._owed.get(node_lookup.wire, [])
         try:
-            node_lookup.wire.receive_some(deadline)
-            while node_lookup.indices and (line := node_lookup.wire.next_line()) is not None:
-                self._take(node_lookup, line)
+            wire.receive_some(deadline)
+            while node_lookup.indices and (line := wire.next_line()) is not None:
+                self._take(owed[0], line)  # answers come in order
+                if not owed[0].indices:
+                    owed.pop(0).answered_at = self._clock()
         except WireError as error:
             self._connections.drop(node_lookup.node, str(error), blame=error.is_peers_fault)
             return True
         if node_lookup.indices:
             return False
-        node_lookup.answered_at = self._clock()
+        if not owed:
+            del self._owed[wire]
         self._connections.succeeded(node_lookup.node)
         return True
 
     def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
         """Count one reply. Raises ``WireError`` if it is malformed."""
         node_lookup.counts[node_lookup.indices.pop(0)] = self._number(line, node_lookup.node)
-
-    def leave(self, node_lookup: NodeLookup, *, is_silent: bool) -> None:
-        """Give up the answer. Closes the connection: a late reply would be out of step."""
-        self._connections.drop(node_lookup.node, "no answer in time", blame=is_silent)
 
     def _number(self, line: bytes, node: Node) -> int:
         """The count in a reply; 0 for a chunk that has moved or is being moved."""
@@ -208,13 +225,10 @@ def await_answers(
     is_enough: Callable[[Sequence[NodeLookup]], bool] = lambda left: False,
 ) -> None:
     """Wait until all are answered, ``deadline``, or ``is_enough`` of the unanswered ones."""
-    started, left = deadline.clock(), list(node_lookups)
+    left = list(node_lookups)
     while left and deadline.remaining() > 0.0 and not is_enough(left):
         slice_seconds = min(SLICE_SECONDS, deadline.remaining())
         ready = wait_readable([node_lookup.wire for node_lookup in left], slice_seconds)
         for node_lookup in [q for q in left if q.wire in ready]:
             if node_lookup.asker.receive(node_lookup, deadline):
                 left.remove(node_lookup)
-    is_silent = deadline.clock() - started > _SUSPICIOUS_SECONDS and not deadline.cancelled()
-    for node_lookup in left:
-        node_lookup.asker.leave(node_lookup, is_silent=is_silent)

@@ -85,7 +85,7 @@ class RedisTier:
             _num_writers(config.num_connections),
         )  # fmt: skip
         self._readers.start()
-        self._writers.start()
+        self._writers.start_missing()
 
     def __repr__(self) -> str:
         return f"RedisTier({self._config.address}, namespace={self._config.namespace!r})"
@@ -109,9 +109,7 @@ class RedisTier:
         ``ValueError`` for keys or buffers of the wrong size.
         """
         limit = Deadline(deadline, self._clock, cancelled)
-        return self._readers.read(
-            keys, buffers, lambda until: self._nodes(keys, until), limit, on_arrival
-        )
+        return self._readers.read(keys, buffers, self._nodes(keys, limit), limit, on_arrival)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
         """Write a chunk in the background. Never blocks. False if there is no room.
@@ -154,8 +152,7 @@ class RedisTier:
         self._writers.stopping.set()
         self._readers.stop()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
-        self._writers.join(max(0.0, until - time.monotonic()))  # first: it starts the others
-        threads = (*self._readers.threads, self._writers, *self._writers.threads())
+        threads = (*self._readers.threads, *self._writers.threads())
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

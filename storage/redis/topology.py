@@ -69,7 +69,7 @@ class Topology:
         return self._dialer.connect(*self._hosts[0], max_bytes)
 
     def mark_stale(self) -> None:
-        """A server did not answer: the next `prepare` looks again."""
+        """A server did not answer: the next `prepare` looks again, if that can help."""
 
     def redirected(self, node: Node) -> None:
         """``node`` redirected a command: the next `prepare` looks again."""

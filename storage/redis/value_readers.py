@@ -84,18 +84,17 @@ class ValueReaders:
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        find_nodes: Callable[[Deadline], Sequence[Node | Sequence[Node]]],
+        nodes: Sequence[Node | Sequence[Node]],
         limit: Deadline,
         on_arrival: OnArrival = ignore_arrivals,
     ) -> ReadResult:
-        """Read consecutive chunks of one prompt; ``find_nodes`` returns the nodes of the leading
-        ones. Blocks; touches no buffer after it has returned. Calls ``on_arrival`` meanwhile.
+        """Read consecutive chunks of one prompt; ``nodes``: of the leading ones. Blocks; touches no
+        buffer after it has returned. Calls ``on_arrival`` meanwhile.
 
         ``buffers``: writable, of the size that the geometry of each key gives; else ``ValueError``.
         """
         started = self._servers.clock()
         check_sizes(self._plan.geometries, keys, buffers)
-        nodes = find_nodes(limit)
         end = len(nodes)
         read = PendingRead(self._plan, keys[:end], buffers[:end], nodes, limit)
         if nodes and self._add(read):

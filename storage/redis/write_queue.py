@@ -10,38 +10,34 @@ delays writes while one runs, for a limited time, and not when the queue fills u
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 logger = logging.getLogger(__name__)
 
 OnDone = Callable[[bool], None]
 
-# Without the lane `NO_LANE` of chunks whose node is not known.
-MAX_LANES, NO_LANE = 32, 0
+MAX_LANES = 32
 MAX_HOLD_SECONDS = 1.0
 # A writer notices the end of a hold this late at most.
 _HOLD_SLICE_SECONDS = 0.1
-# Stale entries allowed in a lane's heap, beyond the number of waiting chunks.
-_SLACK = 16
 
 
 @dataclass(eq=False)
 class PendingWrite:
     """A chunk to be written. ``buffer`` must not change before `finish`. ``order``: the chunk's
-    index in its prompt. Set by the queue: ``lane``; ``number``, its place there; ``queued_at``, in
-    seconds of the queue's clock."""
+    index in its prompt. Set by the queue: ``lane``; ``queued_at``, in seconds of the queue's
+    clock."""
 
     key: bytes
     buffer: memoryview
     order: int
     callbacks: list[OnDone] = field(default_factory=list)
-    lane: int = NO_LANE
-    number: int = 0
+    lane: int = 0
     queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
@@ -54,47 +50,45 @@ class PendingWrite:
 
 
 class _Lane:
-    """``num_bytes``: of waiting and taken writes."""
+    """``waiting``: oldest first. ``num_bytes``: of waiting and taken writes."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.changed = threading.Condition(lock)
-        self.waiting: dict[bytes, PendingWrite] = {}  # oldest first
+        self.waiting: dict[bytes, PendingWrite] = {}
         self.num_bytes = 0
-        self._deepest: list[tuple[int, int, bytes]] = []  # a heap with stale entries
+        self._by_order: dict[int, dict[bytes, PendingWrite]] = {}  # none empty; newest last
 
     def add(self, write: PendingWrite) -> None:
         self.waiting[write.key] = write
-        if len(self._deepest) > 2 * len(self.waiting) + _SLACK:
-            self._deepest = [entry for entry in self._deepest if self._waits(entry)]
-            heapq.heapify(self._deepest)
-        heapq.heappush(self._deepest, (-write.order, -write.number, write.key))
+        self._by_order.setdefault(write.order, {})[write.key] = write
         self.changed.notify()
 
     def pop_oldest(self) -> PendingWrite:
-        return self.waiting.pop(next(iter(self.waiting)))
+        return self._pop(next(iter(self.waiting)))
 
     def pop_deepest(self, num_bytes: int, order: int) -> list[PendingWrite]:
         """Writes deeper than ``order`` that free ``num_bytes``; none if they are too few."""
-        entries: list[tuple[int, int, bytes]] = []
-        while num_bytes > 0 and self._deepest and -self._deepest[0][0] > order:
-            entry = heapq.heappop(self._deepest)
-            if self._waits(entry):
-                entries.append(entry)
-                num_bytes -= len(self.waiting[entry[2]].buffer)
-        if num_bytes > 0:
-            for entry in entries:
-                heapq.heappush(self._deepest, entry)
-            return []
-        return [self.waiting.pop(key) for _, _, key in entries]
+        deepest = list[PendingWrite]()
+        orders = takewhile(lambda each: each > order, sorted(self._by_order, reverse=True))
+        for write in (write for o in orders for write in reversed(self._by_order[o].values())):
+            if num_bytes <= 0:
+                break
+            deepest.append(write)
+            num_bytes -= len(write.buffer)
+        return [self._pop(write.key) for write in deepest] if num_bytes <= 0 else []
 
-    def _waits(self, entry: tuple[int, int, bytes]) -> bool:
-        write = self.waiting.get(entry[2])
-        return write is not None and write.number == -entry[1]
+    def _pop(self, key: bytes) -> PendingWrite:
+        write = self.waiting.pop(key)
+        same = self._by_order[write.order]
+        del same[key]
+        if not same:
+            del self._by_order[write.order]
+        return write
 
 
 class WriteQueue:
     """Holds up to ``max_bytes`` of chunks; taken writes count until they are finished. ``clock``
-    returns seconds. Thread-safe; no call is linear in the number of waiting writes."""
+    returns seconds. Thread-safe; no call but `close` is linear in the number of waiting writes."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -102,9 +96,8 @@ class WriteQueue:
         self._hold_until = float("-inf")
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
-        self._lanes = [_Lane(self._lock) for _ in range(MAX_LANES + 1)]
+        self._lanes = [_Lane(self._lock) for _ in range(MAX_LANES)]
         self._pending: dict[bytes, PendingWrite] = {}  # waiting or taken
-        self._num_added = 0
         self._num_bytes = 0
         self._closed = False
 
@@ -119,7 +112,7 @@ class WriteQueue:
     def lane_bytes(self, lane: int) -> int:
         return self._lanes[lane].num_bytes
 
-    def offer(self, write: PendingWrite, lane: int = NO_LANE) -> list[PendingWrite]:
+    def offer(self, write: PendingWrite, lane: int = 0) -> list[PendingWrite]:
         """Queue ``write``. Returns the writes dropped for lack of room, maybe ``write`` itself; the
         caller finishes them. If the chunk is queued already, that entry gets the callbacks."""
         with self._lock:
@@ -140,7 +133,7 @@ class WriteQueue:
         ``MAX_HOLD_SECONDS`` and lanes that fill more than half of their share of the queue."""
         self._hold_until = until
 
-    def take(self, max_bytes: int, timeout: float, number: int = NO_LANE) -> list[PendingWrite]:
+    def take(self, max_bytes: int, timeout: float, number: int = 0) -> list[PendingWrite]:
         """The oldest writes of a lane: up to ``max_bytes``, at least one. Empty after ``timeout``
         seconds."""
         with self._lock:
@@ -188,14 +181,12 @@ class WriteQueue:
             self._closed = True
             left = []
             for lane in self._lanes:
-                left += self._forget(lane, [*lane.waiting.values()])
-                lane.waiting.clear()
+                left += self._forget(lane, [lane.pop_oldest() for _ in range(len(lane.waiting))])
                 lane.changed.notify_all()
             return left
 
     def _add(self, write: PendingWrite, lane: int) -> None:
-        self._num_added += 1
-        write.lane, write.number = lane, self._num_added
+        write.lane = lane
         self._count(self._lanes[lane], len(write.buffer))
         self._lanes[lane].add(write)
 

@@ -2,6 +2,8 @@
 
 A writer takes chunks from its lane and writes those of one node in a `Burst`, which has a deadline.
 A slow node delays only its own chunks; after repeated misses of the deadline, its writes pause.
+Until nodes are known, all chunks wait in one lane; its writer moves them to the lanes of their
+nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -23,7 +25,7 @@ from lmcache_connector.storage.redis.connections import Connections, Servers, Un
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from lmcache_connector.storage.redis.write_queue import MAX_LANES, NO_LANE, PendingWrite, WriteQueue
+from lmcache_connector.storage.redis.write_queue import MAX_LANES, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +51,12 @@ _PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ")
 
 @lru_cache(maxsize=4)
 def _lanes(nodes: tuple[Node, ...]) -> Mapping[Node, int]:
-    return {node: NO_LANE + 1 + i % MAX_LANES for i, node in enumerate(sorted(nodes))}
+    return {node: i % MAX_LANES for i, node in enumerate(sorted(nodes))}
 
 
-class Writers(threading.Thread):
-    """Runs ``num_writers`` writers, at least one per lane, and moves chunks that were put before
-    any node was known to their lanes. ``times``: bytes and seconds of each successful burst."""
+class Writers:
+    """``num_writers`` writers, at least one per lane. ``times``: bytes and seconds of each
+    successful burst."""
 
     def __init__(
         self,
@@ -65,7 +67,6 @@ class Writers(threading.Thread):
         spoiled: SpoiledChunks,
         num_writers: int,
     ) -> None:
-        super().__init__(name="lmc-redis-writers", daemon=True)
         self.servers = servers
         self.queue = queue
         self.plan = plan
@@ -75,18 +76,21 @@ class Writers(threading.Thread):
         self.stopping = threading.Event()
         """When set, writes in progress are soon given up."""
         self._num_writers = num_writers
-        self._writers: list[Writer] = []
+        self._lock = threading.Lock()
+        self._writers: list[list[Writer]] = []  # by lane
 
     def threads(self) -> list[threading.Thread]:
-        """The writers; complete once this thread has ended."""
-        return list(self._writers)
+        """The writers; complete once `stopping` is set."""
+        with self._lock:
+            return [writer for writers in self._writers for writer in writers]
 
     def node_of(self, key: bytes) -> Node | None:
         return self.servers.topology.node_of(chunk_tag(self.plan.config.namespace, key))
 
     def lane_of(self, node: Node | None) -> int:
-        """The lane of a node's chunks; with more than ``MAX_LANES`` nodes, some share one."""
-        return _lanes(self.servers.topology.nodes()).get(node, NO_LANE) if node else NO_LANE
+        """The lane of a node's chunks, or of chunks whose node is not known yet; with more than
+        ``MAX_LANES`` nodes, some share one."""
+        return _lanes(self.servers.topology.nodes()).get(node, 0) if node else 0
 
     def finish(self, write: PendingWrite, end: WriteEnd) -> None:
         self.counters.count_write(end)
@@ -97,36 +101,29 @@ class Writers(threading.Thread):
         clock = self.servers.clock
         return Deadline(clock() + seconds, clock, self.stopping.is_set)
 
-    def run(self) -> None:
-        timeout, seconds = 0.0, self.servers.config.connect_timeout_seconds
-        while not self.stopping.is_set():
-            strays = self.queue.take(_MAX_TAKE_BYTES, timeout)
-            timeout = _IDLE_SECONDS
-            try:
-                self.servers.refresh(self.deadline(seconds) if strays else None)
-                self._start_writers()
-            except Exception:  # try again next time
-                logger.exception("starting writers to redis failed")
-            for write in strays:
-                lane = self.lane_of(self.node_of(write.key))
-                if lane == NO_LANE or not self.queue.move(write, lane):
-                    self.finish(write, WriteEnd.FAILED)
-
-    def _start_writers(self) -> None:
-        lanes = set(_lanes(self.servers.topology.nodes()).values())
-        running = Counter(writer.lane for writer in self._writers)
-        for lane in lanes:
-            for _ in range(running[lane], max(1, self._num_writers // len(lanes))):
-                writer = Writer(len(self._writers), lane, self)
-                with contextlib.suppress(RuntimeError):  # out of threads: retried next time
-                    writer.start()
-                    self._writers.append(writer)
+    def start_missing(self) -> None:
+        """Start the writers of all lanes that have too few: nodes have become known."""
+        num_lanes = min(max(1, len(self.servers.topology.nodes())), MAX_LANES)
+        with self._lock:
+            self._writers += ([] for _ in range(len(self._writers), num_lanes))
+            for lane, writers in enumerate(self._writers[:num_lanes]):
+                while len(writers) < max(1, self._num_writers // num_lanes):
+                    if self.stopping.is_set():
+                        return
+                    writer = Writer(f"{lane}-{len(writers)}", lane, self)
+                    try:
+                        writer.start()
+                    except RuntimeError:  # out of threads: the others retry
+                        if not any(self._writers):
+                            raise
+                        return
+                    writers.append(writer)
 
 
 class Writer(threading.Thread):
     """Drains one lane with its own connections, until ``writers.stopping``."""
 
-    def __init__(self, number: int, lane: int, writers: Writers) -> None:
+    def __init__(self, number: str, lane: int, writers: Writers) -> None:
         super().__init__(name=f"lmc-redis-write-{number}", daemon=True)
         self.lane = lane
         self._all = writers
@@ -143,6 +140,7 @@ class Writer(threading.Thread):
             timeout = _IDLE_SECONDS
             left = {write.key: write for write in taken}
             try:
+                self._all.start_missing()
                 if left:
                     self._write(left)
                 else:
@@ -159,14 +157,15 @@ class Writer(threading.Thread):
 
     def _write(self, left: dict[bytes, PendingWrite]) -> None:
         """Write what can be written. Finished and moved writes are removed from ``left``."""
-        self._servers.refresh()
+        self._servers.refresh(self._all.deadline(self._servers.config.connect_timeout_seconds))
+        self._all.start_missing()
         groups: dict[Node, list[PendingWrite]] = {}
         for write in list(left.values()):
             node = self._all.node_of(write.key)
             if node is not None and self._is_mine(node):
                 groups.setdefault(node, []).append(write)
             elif node is not None and self._all.queue.move(write, self._all.lane_of(node)):
-                del left[write.key]
+                del left[write.key]  # the writer of its node's lane finishes it
         for node in groups:
             try:
                 self._run_burst(node, groups[node], left)

@@ -21,7 +21,7 @@ from tests.worker.test_adapter import KEYS, LONG, make_instance
 
 KEY = random.Random(0).randbytes(32)
 PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
-QUICK = Pace(granted_seconds=0.2, retry_seconds=0.2, max_retry_seconds=0.5)
+QUICK = Pace(0.2, retry_seconds=0.2, max_retry_seconds=0.5, max_unused_retry_seconds=0.5)
 NUM_CHUNKS = 8
 NUM_VALUES = NUM_CHUNKS * 2  # one per KV head
 USE = PrefixUse(Claim(), tuple(KEYS[:NUM_CHUNKS]), may_write=True)
@@ -43,25 +43,31 @@ class TestOffers:
 
     def test_a_failed_write_is_tried_again_less_and_less_often(self) -> None:
         offers, now, waits = Offers(PACE), 0.0, []
-        for _ in range(6):
+        for _ in range(9):
             offers.ended(KEY, False, now)
             begun = now
             while not offers.take(now, 1):
                 now += 0.5
-                assert now < 1000.0
+                assert now - begun < 1000.0
             waits.append(now - begun)
-        assert waits == [6.0, 12.0, 24.0, 48.0, 60.0, 60.0]
+        assert waits == [6.0, 12.0, 24.0, 48.0, 96.0, 192.0, 384.0, 600.0, 600.0]
 
-    def test_what_keeps_failing_is_forgotten_until_it_is_wanted_again(self) -> None:
-        offers, now = Offers(PACE), 0.0
-        for num_failures in range(1, 8):
-            offers.ended(KEY, False, now)
-            now += 100.0
-            assert offers.take(now, 9) == ([KEY] if num_failures <= 6 else [])
-        offers.want(KEY, now)
-        assert offers.take(now, 9) == [KEY], "a request wants it: this is another time"
-        offers.ended(KEY, False, now)
-        assert offers.take(now + 6.0, 9) == [KEY]
+    def test_a_chunk_that_no_request_uses_comes_back_after_a_long_outage(self) -> None:
+        offers, day = Offers(PACE), 86_400
+        offers.ended(KEY, False, 0.0)
+        for now in range(day):
+            if offers.take(now, 1):
+                offers.ended(KEY, False, now)
+        assert any(offers.take(now, 1) for now in range(day, day + 601))
+
+    def test_a_chunk_that_requests_use_is_tried_again_within_a_minute(self) -> None:
+        offers = Offers(PACE)
+        for _ in range(9):
+            offers.ended(KEY, False, 0.0)
+        for now in range(60):
+            offers.want(KEY, now)
+            assert offers.take(now, 1) == []
+        assert offers.take(60.0, 1) == [KEY]
 
     @pytest.mark.parametrize(
         ("lifetime", "granted"), [(None, 30.0), (6.0, 2.0), (90.0, 30.0), (3600.0, 30.0)]
@@ -174,7 +180,7 @@ def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Stepped
 
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
     """Without room they would fail, and not be tried again for long."""
-    pace = Pace(granted_seconds=0.2, retry_seconds=1000.0, max_retry_seconds=1000.0)
+    pace = Pace(0.2, retry_seconds=1e3, max_retry_seconds=1e3, max_unused_retry_seconds=1e3)
     with make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10)) as instance:
         for first in range(0, NUM_CHUNKS, 2):
             blocks = tuple(range(2 * first, 2 * first + 4))

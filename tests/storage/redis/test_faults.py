@@ -244,7 +244,7 @@ def test_connections_stay_in_use_while_a_server_refuses_new_ones(valkey_path: st
 
 
 def test_has_room_is_false_while_a_server_is_away_or_full(valkey_path: str) -> None:
-    """A write that is offered and fails is given up for good after some tries."""
+    """A chunk whose write fails is offered less often."""
 
     def has_room() -> bool:
         return tier.has_room(chunk_key(0), 1 << 30)

@@ -85,3 +85,23 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
         assert time.monotonic() - began < 6.0
         talks_again.cancel()
         link.set()
+
+
+def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
+    link = SlowLink()
+    with open_tier(valkey.url) as tier:
+        put_all(tier, range(1))
+
+    def connections() -> set[str]:
+        with valkey.client() as client:
+            return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
+
+    with SlowProxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+        before = connections()
+        link.set(stalled=True)
+        assert ask(lookup, range(1), seconds=0.1) == 0
+        link.set()
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the look-up did not recover")
+        assert before
+        assert connections() == before

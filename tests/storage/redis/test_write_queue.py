@@ -6,14 +6,13 @@ from hypothesis import strategies as st
 from lmcache_connector.storage.redis import write_queue
 from lmcache_connector.storage.redis.write_queue import (
     MAX_HOLD_SECONDS,
-    NO_LANE,
     PendingWrite,
     WriteQueue,
 )
 from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
-SLOW, QUICK = 1, 2
+NO_NODE, SLOW, QUICK = range(3)
 
 
 def write(name: int, order: int, size: int = 10) -> PendingWrite:
@@ -106,7 +105,7 @@ def test_a_write_is_moved_to_its_nodes_lane() -> None:
     queue.offer(write(1, 1))
     first, second = queue.take(100, 0.0)
     assert queue.move(first, QUICK)
-    assert queue.lane_bytes(NO_LANE) == queue.lane_bytes(QUICK) == 10
+    assert queue.lane_bytes(NO_NODE) == queue.lane_bytes(QUICK) == 10
     assert names(queue.take(100, 0.0, QUICK)) == [0]
     assert names(queue.close()) == []
     assert not queue.move(second, QUICK), "it would be nobody's"
@@ -125,7 +124,6 @@ def test_the_cost_of_an_offer_is_constant() -> None:
 
         found = [max(offer(i, i % 100) for i in range(num_waiting))]
         found += [offer(10**6, 1), offer(10**6 + 1, 200), offer(7, 7)]
-        # Taken writes leave stale entries in the heap, which are cleared once.
         taken = queue.take(num_waiting * 5, 0.0, QUICK)
         for each in taken:
             queue.finish(each, True)
@@ -145,7 +143,7 @@ def test_the_cost_of_an_offer_is_constant() -> None:
     )
 )
 def test_the_queue_keeps_its_bound_and_all_writes(steps: list[tuple[int, int, bool, int]]) -> None:
-    lanes = (NO_LANE, SLOW, QUICK)
+    lanes = (NO_NODE, SLOW, QUICK)
     queue = WriteQueue(100)
     ended: list[PendingWrite] = []
     offered = []

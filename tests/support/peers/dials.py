@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from lmcache_connector.storage.redis.connections import Servers
+from lmcache_connector.storage.redis import connections
+from lmcache_connector.threads import Task, ValueT
 
 _SECONDS = 30.0
 _ENDED = threading.Event()
@@ -17,14 +18,14 @@ _ENDED = threading.Event()
 @contextmanager
 def watched_dials() -> Iterator[None]:
     """While entered, `once_dialled` hears of every dial that ends, well or not."""
-    ended = Servers._task_ended
-
-    def note(servers: Servers) -> None:
-        ended(servers)
-        _ENDED.set()
-
-    with patch.object(Servers, "_task_ended", note):
+    with patch.object(connections, "Task", _Dial):
         yield
+
+
+class _Dial(Task[ValueT]):
+    def settle(self, value: ValueT | None) -> None:
+        super().settle(value)
+        _ENDED.set()
 
 
 def once_dialled(holds: Callable[[], bool]) -> None:
