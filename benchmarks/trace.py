@@ -10,10 +10,6 @@ measured first: below it, and above.
 A replay is ``won`` or tied if no measure is worse than vLLM alone's by more than ``TIE``. Each runs
 ``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are of all its
 requests together.
-
-``--prefetch`` compares this connector with and without prefetch instead: two servers with a Redis
-that another instance has filled with every second request of the trace, so that those are hits
-while the other requests are computed. ``..._vs_no_prefetch_...`` are ratios of one run.
 """
 
 from __future__ import annotations
@@ -52,7 +48,6 @@ LOADS = (0.7, 2.0)
 PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0
 TIE = 1.05
 _NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
-_NO_PREFETCH = "ours_no_prefetch"
 _AT_ONCE = 1000.0  # requests a second
 _PIECES_PER_REPLAY = 100_000
 _MEASURES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "requests_per_s")
@@ -65,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loads", type=float, nargs="*", default=LOADS, help="times vLLM's own cold capacity"
     )
     parser.add_argument("--rounds", type=int, default=1, help="per trace, load and system")
-    parser.add_argument(
-        "--prefetch", action="store_true", help="ours with and without prefetch, from Redis"
-    )
     parser.add_argument("--no-peers", action="store_true", help="leave LMCache's own out")
 
 
@@ -76,7 +68,7 @@ class Replay:
     """One trace on one system. Latencies are in ms; ``from_...`` are shares of all prompt tokens.
 
     ``declined``: the share of hits that were computed anyway; ``dropped_writes``: chunks that were
-    not written to Redis. ``prefetched_mib``: fetched from Redis for waiting requests.
+    not written to Redis.
     """
 
     workload: str
@@ -92,7 +84,6 @@ class Replay:
     from_redis_or_server: float
     declined: float = 0.0
     dropped_writes: int = 0
-    prefetched_mib: float = 0.0
 
     def over(self, other: Replay, measure: str) -> float:
         """Ratio to another replay: below 1 is better for every measure."""
@@ -105,8 +96,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     replays: list[Replay] = []
     rates: dict[str, float] = {}
     with warm_valkey() as valkey, Engines() as engines:
-        contest = _PrefetchContest if args.prefetch else _Contest
-        bench = contest(engines, progress, unavailable)
+        bench = _Contest(engines, progress, unavailable)
         bench.start(valkey.url, peers=not args.no_peers)
         task = progress.add_task("replays", total=len(args.workloads) * (1 + len(args.loads)))
         for workload in args.workloads:
@@ -121,7 +111,6 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "rounds": args.rounds,
         **headline(replays, _NONE, "vs_none"),
         **headline(replays, _MP, "vs_lmcache_mp"),
-        **headline(replays, _NO_PREFETCH, "vs_no_prefetch"),
         "unavailable": unavailable,
         "paged_cache_tokens": (PAGED_CACHE_MIB << 20) // DEMO_SHAPE.kv_bytes_per_token,
         "cpu_tier_tokens": int(CPU_TIER_GIB * 2**30) // DEMO_SHAPE.kv_bytes_per_token,
@@ -248,7 +237,6 @@ class _Contest:
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in before}
         for _ in range(rounds):
             asks, seed = self._fresh(workload), next(self._seeds)
-            self._prepare(asks)
             for name in in_turn(self._servers, next(self._turns)):
                 if name not in results:
                     continue
@@ -263,9 +251,6 @@ class _Contest:
             for name, found in results.items()
         ]
 
-    def _prepare(self, asks: Sequence[Ask]) -> None:
-        """Before these are replayed."""
-
     def _fresh(self, workload: str) -> list[Ask]:
         """The workload with tokens that no server has seen."""
         return WORKLOADS[workload](random.Random(0), next(self._seeds) * _PIECES_PER_REPLAY)
@@ -277,28 +262,6 @@ class _Contest:
         lines = trace_lines(random.Random(seed), asks, per_second)
         trace.write_text(lines, encoding="utf-8")
         return replay(server, self._engines.model, trace, PIECE_TOKENS)
-
-
-class _PrefetchContest(_Contest):
-    """This connector with and without prefetch, vLLM alone, and an instance that fills Redis."""
-
-    def start(self, redis_url: str, *, peers: bool) -> None:
-        settings: dict[str, Any] = {"cpu_gib": CPU_TIER_GIB, "redis_url": redis_url}
-        self._serve(_NONE, None)
-        self._serve(_OURS, tiered_transfer(**settings))
-        self._serve(_NO_PREFETCH, tiered_transfer(**settings, prefetch=False))
-        self._serve("filler", tiered_transfer(**settings))
-        for name in list(self._servers):
-            self._await(name)
-        self._filler = self._servers.pop("filler")
-
-    def _excuse(self, name: str, what: str, error: Exception) -> None:
-        raise error
-
-    def _prepare(self, asks: Sequence[Ask]) -> None:
-        """Another instance has served every second of them."""
-        self._replay(self._filler, asks[::2], _AT_ONCE)
-        self._filler.settle(lambda: not self._filler.metric("vllm:lmcache_write_queue_bytes"))
 
 
 def _fields(
@@ -333,5 +296,4 @@ def _fields(
         from_redis_or_server=round(cached.external / total, 3),
         declined=round(cached.declined / total, 3),
         dropped_writes=cached.dropped,
-        prefetched_mib=round(cached.prefetched_bytes / 2**20, 1),
     )

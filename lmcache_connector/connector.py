@@ -295,7 +295,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on until the ends of stores, and of prefetches for nobody, are reported."""
+        """Steps go on until the ends of stores are reported."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:

@@ -222,21 +222,6 @@ class LoadJob(_Runs):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchJob(_Runs):
-    """Bring chunks from Redis or peers to the CPU tier for a request that waits in vLLM's queue.
-
-    ``block_ids`` of the runs are empty. The job yields to all loads for ``deadline_seconds``, and
-    may then run as long. The chunks count as ``tenant``'s: see :class:`Claim`.
-    """
-
-    job_id: int
-    request_id: str
-    runs: tuple[PartRun, ...]
-    deadline_seconds: float
-    tenant: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """Prompt tokens of one forward pass: ``num_tokens`` tokens after ``context_tokens``.
 
@@ -251,12 +236,11 @@ class PrefillWork:
 class StepPlan:
     """All jobs of one engine step.
 
-    ``cancelled_loads``: loads whose requests were aborted or whose cache was reset, and prefetches
-    that no request waits for any more. ``vacated_stores``: stores of earlier steps whose blocks
-    this step, and none before it, may overwrite. ``idle``: the step runs no forward pass.
+    ``cancelled_loads``: loads whose requests were aborted or whose cache was reset.
+    ``vacated_stores``: stores of earlier steps whose blocks this step, and none before it, may
+    overwrite. ``idle``: the step runs no forward pass.
     ``prefill``: the work of the forward pass, if worth timing. ``probe``: measure Redis again.
-    ``uses``: chunks in memory that new requests use. ``unwanted``: prefetched chunks that their
-    requests did not use.
+    ``uses``: chunks in memory that new requests use.
 
     ``adapter_question``: list the LoRA adapters in memory (0: no question).
     ``weights_question``: read the weights in memory again (0: no question). ``acked_adapters``,
@@ -275,8 +259,6 @@ class StepPlan:
     prefill: PrefillWork | None = None
     probe: bool = False
     uses: tuple[PrefixUse, ...] = ()
-    prefetches: tuple[PrefetchJob, ...] = ()
-    unwanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
     acked_adapters: tuple[int, ...] = ()
     weights_question: int = 0

@@ -18,7 +18,7 @@ class CachedTokens:
     """Prompt tokens so far, and the sources of the cached ones.
 
     ``declined``: hits of this connector that were computed as the quicker way. ``dropped``: chunks
-    not written to Redis. ``prefetched_bytes``: fetched from Redis for waiting requests.
+    not written to Redis.
     """
 
     prompt: int
@@ -27,7 +27,6 @@ class CachedTokens:
     external: int
     declined: int
     dropped: int
-    prefetched_bytes: int = 0
 
     def since(self, earlier: CachedTokens) -> CachedTokens:
         pairs = zip(astuple(self), astuple(earlier), strict=True)
@@ -48,7 +47,6 @@ def cached_tokens(server: ApiServer) -> CachedTokens:
         external=of("external_unspecified"),
         declined=int(server.metric("vllm:lmcache_declined_tokens_total")),
         dropped=int(server.metric("vllm:lmcache_dropped_writes_total")),
-        prefetched_bytes=int(server.metric("vllm:lmcache_prefetched_bytes_total")),
     )
 
 

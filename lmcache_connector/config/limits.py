@@ -19,9 +19,6 @@ SHUTDOWN_SECONDS = 5.0
 """How long a shutdown waits for jobs, and again for writes."""
 MAX_QUEUED_BYTES = 1 << 30
 """Limit of bytes waiting for Redis, which stay in the CPU tier; also a quarter of that tier."""
-MAX_PREFETCH_BYTES = 512 << 20
-"""Limit of prefetched bytes per rank. Further limits: a quarter of the CPU tier, and half of a
-tenant's share, so that chunks for one request do not evict those for another."""
 
 LEAVE_OUT = "no longer a setting, leave it out"
 GONE = {
@@ -32,7 +29,8 @@ GONE = {
     "redis_connections": f"{LEAVE_OUT}: each rank reads over 2 connections to each server",
     "redis_write_queue_mib": f"{LEAVE_OUT}: a quarter of the CPU tier may wait to be written, "
     "1 GiB at most",
-    "prefetch_mib": "now called 'prefetch', true or false: the size follows from cpu_gib",
+    "prefetch": f"{LEAVE_OUT}: a request's load fetches its chunks",
+    "prefetch_mib": f"{LEAVE_OUT}: a request's load fetches its chunks",
     "shutdown_seconds": f"{LEAVE_OUT}: a shutdown waits 5 s for writes",
     "self_test": f"{LEAVE_OUT}: every start runs the self-test",
     "peer_secret": f"{LEAVE_OUT}: a rank lists its chunks on its Unix socket, to its own user",

@@ -116,9 +116,6 @@ class ConnectorConfig(StrictSettings):
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
     """Timeout for one reply from Redis."""
-    prefetch: bool = True
-    """Fetch ahead from Redis for requests waiting in vLLM's queue: 512 MiB per rank, at most a
-    quarter of the CPU tier and half of ``tenant_share``."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
@@ -273,12 +270,6 @@ class ConnectorConfig(StrictSettings):
         has_peers = bool(self.peers) or self.host_sharing
         there = {Tier.PEER: has_peers, Tier.REDIS: self.redis_url is not None}
         return tuple(tier for tier, is_there in there.items() if is_there)
-
-    @property
-    def prefetch_bytes(self) -> int:
-        """Limit of prefetched and unused bytes per rank."""
-        share = min(0.25, self.tenant_share / 2)
-        return min(limits.MAX_PREFETCH_BYTES, int(self._tier_bytes * share)) if self.prefetch else 0
 
     @property
     def _tier_bytes(self) -> int:

@@ -254,16 +254,6 @@ class LoadPolicy:
         gains = (self._gain_seconds(tier, *asked) for tier in self._usable_tiers)
         return found_share * max(gains, default=0.0) > lost_seconds
 
-    @property
-    def are_tiers_stalled(self) -> bool:
-        """Whether no tier below the CPU tier has delivered lately."""
-        return not self._usable_tiers
-
-    def fetchable_bytes_in(self, seconds: float) -> int:
-        """Bytes that the slowest tier in use delivers in that time; 2**62 if unknown."""
-        speeds = (self.model.tiers[tier].bytes_per_second for tier in self._usable_tiers)
-        return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
-
     def pays_from(self, tier: Tier, start: int, end: int, num_bytes: int) -> bool:
         """Whether loading tokens ``[start, end)`` from the tier is faster than computing them
         beside the running steps, as far as known."""
@@ -352,14 +342,6 @@ class LoadPolicy:
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
         self._observe_load(slowest)
-
-    def prefetch_ended(self, results: Sequence[JobResult]) -> None:
-        """Learn failures only: prefetches yield to loads, so their speed says nothing."""
-        for fetched in (each for result in results for each in result.fetched):
-            if fetched.has_failed:
-                self.model.tiers[fetched.tier].cut_off(
-                    self._clock(), fetched.num_bytes, fetched.seconds
-                )
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""

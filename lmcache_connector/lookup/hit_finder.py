@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventLog
@@ -33,16 +32,13 @@ _STALE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class FetchAhead:
-    """A hit that ends before chunk ``stop``, and its chunks that memory lacks, in load order: part,
-    index of the chunk, and key. ``tiers`` hold these."""
+class HitElsewhere:
+    """A hit that ends before chunk ``stop``, the keys that memory lacks, and the tiers that hold
+    these."""
 
-    stop: int = 0
-    missing: tuple[tuple[int, int, bytes], ...] = ()
-    tiers: frozenset[Tier] = frozenset()
-
-
-NOTHING_AHEAD: Final = FetchAhead()
+    stop: int
+    missing: tuple[bytes, ...]
+    tiers: frozenset[Tier]
 
 
 @dataclass(eq=False)
@@ -148,26 +144,19 @@ class HitFinder:
             for tier in self.policy.remote_tiers:
                 self.tally.count("lookups", tier.value)
 
-    def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        """What a load of the whole hit reads from remote tiers, as far as known. Never waits."""
-        places, known = asked.places, asked.pending
-        if known is not None and known.value is MISS and asked.wait_until is None:
-            # Many requests arrived at once: the lookup had no turn before its deadline.
-            if not self._is_old(asked):
-                return PENDING
-            self.ask(asked, num_computed_tokens // self.chunk_size)
-        if asked.pending is not None:
-            if asked.pending.value is None:
-                return PENDING
-            places = asked.pending.value
+    def known_elsewhere(
+        self, asked: RequestLookup, num_computed_tokens: int
+    ) -> HitElsewhere | None:
+        """The hit, if the answers so far of remote tiers make one. Never waits."""
+        places = asked.places if asked.pending is None else asked.pending.value
         if not places:
-            return NOTHING_AHEAD
+            return None
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not hit:
-            return NOTHING_AHEAD
+            return None
         loaded = self._to_load(asked, num_computed_tokens, keys, are_in_cpu, hit)
-        missing = tuple((part, i, key) for part, i, key, in_cpu in loaded if not in_cpu)
-        return FetchAhead(hit.stop, missing, frozenset(places[key] for *_, key in missing))
+        missing = tuple(key for *_, key, in_cpu in loaded if not in_cpu)
+        return HitElsewhere(hit.stop, missing, frozenset(places[key] for key in missing))
 
     def close(self) -> None:
         """Close connections and threads."""

@@ -101,8 +101,6 @@ _ALL = (
     counter("load_jobs", "Loads planned."),
     counter("loads_in_step", "Loads executed inside the step that uses them."),
     counter("store_jobs", "Stores planned."),
-    counter("prefetch_jobs", "Prefetches from Redis planned for queued requests."),
-    counter("prefetched_bytes", "Bytes prefetched from Redis for queued requests."),
     counter(
         "failed_loads", "Loads that ended incomplete, over all ranks.", "reason", known=_FAILURES
     ),
@@ -121,7 +119,7 @@ _ALL = (
     counter("evicted_chunks", "Chunks removed from the CPU tier.", "tier", known=("cpu",)),
     counter(
         "cpu_evictions",
-        "Chunks evicted from the CPU tier: expired (or prefetched in vain), over_share, or oldest.",
+        "Chunks evicted from the CPU tier: expired, over_share, or oldest.",
         "reason",
         known=("expired", "over_share", "oldest"),
     ),
@@ -188,7 +186,7 @@ _ALL = (
         "tier",
         buckets=BANDWIDTH_BUCKETS,
     ),
-    gauge("queued_jobs", "Load, store and prefetch jobs in progress or waiting.", "rank"),
+    gauge("queued_jobs", "Load and store jobs in progress or waiting.", "rank"),
     gauge("write_queue_bytes", "Bytes waiting to be written to Redis.", "rank"),
     gauge("cpu_used_bytes", "Bytes of chunks in the CPU tier.", "rank"),
     gauge(

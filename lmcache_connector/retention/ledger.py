@@ -152,17 +152,6 @@ class Ledger:
                 if now - at <= _STORE_SECONDS:
                     self._use([key], late, (), now)
 
-    def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
-        """Chunks were prefetched for a request of tenant ``name``: they and their predecessors
-        become the newest. ``parents``: as in `use`."""
-        now = self.settle()
-        self._lapse(now)
-        for key, chunk in self._prefix(keys, parents).items():
-            self._leave(key, chunk)  # no longer expired or given up
-            if not chunk.is_claimed:
-                self._give(chunk, name)
-            self._enter(key, chunk, now)
-
     def settle(self) -> float:
         """Apply notes, oldest first, up to `MAX_TOUCHED` chunks; the next call goes on. Returns the
         time."""
@@ -180,7 +169,6 @@ class Ledger:
                     if len(claims) < _MAX_CLAIMS:
                         claims[use.claim] = self._latest
         now = self._latest = max(self._latest, self._clock())
-        self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
     def drop(self, key: bytes, memory: Any = None) -> None:
@@ -266,14 +254,6 @@ class Ledger:
         if self._leaving is not None:
             self._leaving.keep(tail_first)
         return tail_first
-
-    def _give_up(self, keys: Iterable[bytes], now: float) -> None:
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and not chunk.is_claimed:
-                self._leave(key, chunk)
-                chunk.is_expired = True
-                self._enter(key, chunk, now)
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import heapq
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -96,7 +96,6 @@ class Notes:
         self._clock = clock
         self._lock = threading.Lock()
         self._uses: Latest[PrefixUse, float] = Latest(MAX_USES)  # time of the latest note
-        self._given_up: dict[bytes, None] = {}
 
     def use(self, use: PrefixUse) -> None:
         """O(1)."""
@@ -104,16 +103,7 @@ class Notes:
         with self._lock:
             self._uses[use] = now
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._given_up |= dict.fromkeys(keys)
-
     def take_use(self) -> tuple[PrefixUse, float] | None:
         """The oldest use, and its time."""
         with self._lock:
             return self._uses.popitem(last=False) if self._uses else None
-
-    def take_given_up(self, limit: int) -> list[bytes]:
-        """Up to ``limit`` keys given up, the latest first."""
-        with self._lock:
-            return [self._given_up.popitem()[0] for _ in range(min(limit, len(self._given_up)))]

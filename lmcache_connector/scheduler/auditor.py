@@ -24,7 +24,7 @@ from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, StoreJob
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -96,14 +96,14 @@ class Auditor:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def learn(self, job: LoadJob | StoreJob | PrefetchJob) -> None:
+    def learn(self, job: LoadJob | StoreJob) -> None:
         """Track which chunks in the CPU tier this instance computed, from the planned ``job``."""
         if isinstance(job, AuditJob):
             return
         if isinstance(job, StoreJob):
             for key in job.keys:
                 self._own[key] = None
-        elif isinstance(job, PrefetchJob) or job.may_fetch:
+        elif job.may_fetch:
             for key, is_held in zip(job.keys, self.index.has_each(job.keys), strict=True):
                 if not is_held:
                     self._own.pop(key, None)

@@ -125,7 +125,6 @@ def _settings(
         weak_block_hashes=not hashing.prefix_caching_hash_algo.startswith("sha256"),
         load_deadline_seconds=config.load_deadline_seconds,
         step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
-        prefetch_bytes=config.prefetch_bytes,
         has_rings=model.has_rings,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,

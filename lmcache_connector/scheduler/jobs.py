@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
 
 
@@ -17,7 +17,7 @@ class PlannedJob:
     the job ends."""
 
     state: RequestState
-    job: LoadJob | StoreJob | PrefetchJob
+    job: LoadJob | StoreJob
     num_chunks: int
     reads: frozenset[int] = frozenset()
     results: list[JobResult] = field(default_factory=list)
@@ -36,7 +36,7 @@ class PlannedJob:
         }
 
 
-def span_name(job: LoadJob | StoreJob | PrefetchJob) -> str:
+def span_name(job: LoadJob | StoreJob) -> str:
     kind = type(job).__name__.removesuffix("Job").lower()
     return f"{kind} {job.job_id}"
 
@@ -52,7 +52,7 @@ class PlannedJobs:
         self._jobs: dict[int, PlannedJob] = {}
         self.first_id = last_id + 1
         self.last_id = last_id
-        self._unsent: list[LoadJob | StoreJob | PrefetchJob] = []
+        self._unsent: list[LoadJob | StoreJob] = []
         self._cancelled_loads: list[int] = []
         self._vacated_stores: list[int] = []
 
@@ -65,25 +65,21 @@ class PlannedJobs:
         self.last_id += 1
         return self.last_id
 
-    def add(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
+    def add(self, state: RequestState, job: LoadJob | StoreJob) -> None:
         """Hand the job to the workers with the next plan."""
         self._jobs[job.job_id] = planned = PlannedJob(state, job, num_chunks=len(job.keys))
         if isinstance(job, StoreJob):
             planned.reads = job.blocks
         self._unsent.append(job)
 
-    def cancel_load(self, job: LoadJob | PrefetchJob) -> None:
+    def cancel_load(self, job: LoadJob) -> None:
         """Tell the workers with the next plan to cancel the job."""
         self._cancelled_loads.append(job.job_id)
 
     @property
     def has_unattended(self) -> bool:
         """Whether there is an open job that no vLLM request waits for."""
-        return any(
-            isinstance(p.job, StoreJob)
-            or (p.job.in_step if isinstance(p.job, LoadJob) else p.state.request.is_finished())
-            for p in self._jobs.values()
-        )
+        return any(isinstance(p.job, StoreJob) or p.job.in_step for p in self._jobs.values())
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """Cancel and return the stores that read these blocks, which the step being planned may
@@ -138,7 +134,6 @@ class PlannedJobs:
         plan = StepPlan(
             loads=tuple(job for job in unsent if isinstance(job, LoadJob)),
             stores=tuple(job for job in unsent if isinstance(job, StoreJob)),
-            prefetches=tuple(job for job in unsent if isinstance(job, PrefetchJob)),
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=tuple(self._vacated_stores),
             idle=idle,

@@ -14,7 +14,7 @@ from lmcache_connector.kv_parts.blocks import BlocksInUse, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import FetchAhead
+from lmcache_connector.lookup.hit_finder import HitElsewhere
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
@@ -73,12 +73,12 @@ class LoadPlanner:
             load.is_allowed = False
         return num_tokens
 
-    def pays(self, state: RequestState, num_computed_tokens: int, ahead: FetchAhead) -> bool:
+    def pays(self, state: RequestState, num_computed_tokens: int, hit: HitElsewhere) -> bool:
         """Whether the load of a hit that another instance does not offer would be made."""
-        end = min(state.keys.end_of(ahead.stop), state.request.num_tokens)
-        num_bytes = sum(self.policy.bytes_of(key) for *_, key in ahead.missing)
+        end = min(state.keys.end_of(hit.stop), state.request.num_tokens)
+        num_bytes = sum(map(self.policy.bytes_of, hit.missing))
         return all(
-            self.policy.pays_from(tier, num_computed_tokens, end, num_bytes) for tier in ahead.tiers
+            self.policy.pays_from(tier, num_computed_tokens, end, num_bytes) for tier in hit.tiers
         )
 
     def plan(

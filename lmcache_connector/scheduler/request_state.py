@@ -10,7 +10,7 @@ from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import BlockIds, Part, Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import RequestLookup
-from lmcache_connector.plans import Claim, LoadJob, PartRun, PeerSource, PrefetchJob
+from lmcache_connector.plans import Claim, LoadJob, PartRun, PeerSource
 
 RedisAdmission = Literal["all", "reused"]
 """See `ConnectorConfig.redis_admission`."""
@@ -38,7 +38,6 @@ class SchedulerSettings:
     window_interval: int | None = None  # None: eight windows
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
-    prefetch_bytes: int = 0  # limit per rank for requests that wait
     drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
 
     @property
@@ -174,19 +173,6 @@ class AuditState:
 
 
 @dataclass(slots=True)
-class PrefetchState:
-    """Prefetches for a waiting request. Written by the :class:`Prefetcher`.
-
-    ``jobs``: open jobs and the most bytes each may bring. ``keys``: chunks that should be in memory
-    when the request is scheduled. ``held_bytes``: the most bytes that ended jobs may have brought.
-    """
-
-    jobs: dict[int, tuple[PrefetchJob, int]] = field(default_factory=dict)
-    keys: tuple[bytes, ...] = ()
-    held_bytes: int = 0
-
-
-@dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Used on the scheduler thread only. ``claim``: how the
     CPU tier retains its chunks. ``source``: the instance that sends its KV."""
@@ -200,7 +186,6 @@ class RequestState:
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
-    prefetch: PrefetchState = field(default_factory=PrefetchState)
     source: PeerSource | None = None
 
     def __post_init__(self) -> None:

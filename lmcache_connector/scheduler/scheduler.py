@@ -16,7 +16,7 @@ the engine's scheduler thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
-from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
+from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import (
     AuditJob,
@@ -38,7 +38,6 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     PartRun,
-    PrefetchJob,
     PrefillWork,
     RankReport,
     StepPlan,
@@ -51,7 +50,6 @@ from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs, span_name
 from lmcache_connector.scheduler.load_planner import LoadPlanner
-from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
@@ -106,7 +104,6 @@ class Scheduler:
         self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)
-        self.prefetcher = Prefetcher(settings, policy, tally, jobs.new_id, self.index)
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._was_asked = False  # for hits, since the last plan
@@ -155,7 +152,6 @@ class Scheduler:
                 return None, False
             now = self.clock()
             if now < self._ask_until.setdefault(request.request_id, now + _ASK_AGAIN_SECONDS):
-                self.prefetcher.is_next(request.request_id)
                 return None, False
             self._stores.end_a_step_at_the_last_border(request)
             num_tokens = 0
@@ -176,8 +172,6 @@ class Scheduler:
         if self.settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
-            if not self.transfers.is_coming(request.request_id):
-                self.prefetcher.queued(state)
         return state
 
     def _find(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -199,9 +193,9 @@ class Scheduler:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if state.source is not None and hit is not PENDING:
-            elsewhere = self.hits.find_ahead(state.lookup, num_computed_tokens)
+            elsewhere = self.hits.known_elsewhere(state.lookup, num_computed_tokens)
             if (
-                isinstance(elsewhere, FetchAhead)
+                elsewhere is not None
                 and elsewhere.stop > hit.stop
                 and self._loads.pays(state, num_computed_tokens, elsewhere)
             ):
@@ -237,12 +231,11 @@ class Scheduler:
         return self._loads.plan(state, block_ids, num_external_tokens, self.in_use)
 
     def load_planned(self, request: Request, job: LoadJob, num_external_tokens: int) -> None:
-        """Hand ``job`` to the workers, and stop prefetching for the request."""
+        """Hand ``job`` to the workers."""
         self._ask_until.pop(request.request_id, None)
         self._refused = ("", 0)
         state = self.book.states[request.request_id]
         self._loads.planned(state, job, num_external_tokens)
-        self._stop_prefetch(state, frozenset(job.keys))
         self._start(state, job)
         if job.in_step:
             self.witness.loaded(state, job, len(job.keys))
@@ -253,8 +246,6 @@ class Scheduler:
         """vLLM has scheduled the request without a load, or after its load."""
         self._ask_until.pop(request.request_id, None)
         self._begins(request, request.num_tokens - request.num_computed_tokens)
-        if (state := self.book.get(request.request_id)) is not None:
-            self._stop_prefetch(state)
 
     def _begins(self, request: Request, num_tokens: int) -> None:
         """``num_tokens`` of the request remain to compute."""
@@ -299,9 +290,6 @@ class Scheduler:
         if self.book.adapters.looks:
             self.book.adapters.next_step()
         self._plan_stores(scheduler_output)
-        if self.prefetcher.waiting:
-            for state, job in self.prefetcher.plan(self.hits):
-                self._start(state, job)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked = False
@@ -322,7 +310,6 @@ class Scheduler:
             prefill=work if not has_loads else None,
             probe=probe,
             uses=self._uses.take() if self._uses.new else (),
-            unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             weights_question=weights.take_question() if weights.question else 0,
             asks_again=weights.take_asks_again() if weights.asks_again else False,
@@ -452,7 +439,6 @@ class Scheduler:
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what remains of a finished request, and cancel its load."""
         self.auditor.drop(state)
-        self._stop_prefetch(state)
         request = state.request
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until the load is reported.
@@ -535,7 +521,6 @@ class Scheduler:
         assert len(self.jobs) == 0, f"{len(self.jobs)} jobs have not ended"
         assert not self.policy.num_open, "the cost model counts jobs that have ended"
         assert self.index.num_planned == 0, "chunks are still planned"
-        self.prefetcher.check_integrity()
         assert not self.held.num_pins, "blocks are still pinned"
         assert not self._ask_until, "vLLM is still to ask for a request again"
         assert not self._to_compute, "requests are still excluded from loads"
@@ -548,7 +533,7 @@ class Scheduler:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def _start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
+    def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
         """Hand the job to the workers with the next plan."""
         for run in job.runs if self.book.has_current_keys(state) else ():
             if run.part == 0:  # one event per chunk, not per part
@@ -571,17 +556,11 @@ class Scheduler:
             state.request, run.chunks[index], state.keys.keys, *sizes, shared=shared
         )
 
-    def _stop_prefetch(self, state: RequestState, loaded: Collection[bytes] = ()) -> None:
-        """The request no longer waits; it loads ``loaded`` now."""
-        for job in self.prefetcher.release(state, loaded):
-            self.jobs.cancel_load(job)
-
     def _abandon(self, states: Iterable[RequestState]) -> None:
-        """Cancel loads, prefetches and audits of requests whose keys have changed or are void."""
+        """Cancel loads and audits of requests whose keys have changed or are void."""
         for state in states:
             if state.load.job is not None:
                 self.jobs.cancel_load(state.load.job)
-            self._stop_prefetch(state)
             self.auditor.drop(state)
 
     def _drop_unsent_stores(self) -> None:
@@ -622,11 +601,6 @@ class Scheduler:
             if job.source is None or job.source.is_trusted:
                 self.witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
-        elif isinstance(job, PrefetchJob):
-            for other in self.prefetcher.ended(state, job, planned.results):
-                self.jobs.cancel_load(other)
-            if state.load.job is None:
-                state.load.restart()  # decide again: more of the hit is in memory now
         elif isinstance(job, AuditJob):
             if (root := self.auditor.ended(state, job, planned.results)) is not None:
                 self.kv_events.clear()  # of all roots: mismatches are rare

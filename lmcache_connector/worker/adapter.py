@@ -224,10 +224,6 @@ class WorkerAdapter:
         self._before = None
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
-        if plan.unwanted:
-            self._engine.evict_unused_first(plan.unwanted)
-        for prefetch in plan.prefetches:
-            self._jobs.submit(prefetch, None)
 
     def end_forward(self, plan: StepPlan) -> None:
         """After the forward pass was submitted: store its blocks."""
@@ -269,7 +265,7 @@ class WorkerAdapter:
             if call == "start_forward":  # the forward pass needs these: they are made nevertheless
                 made += plan.loads_in_step()
             loads = [job for job in plan.loads if job not in made]
-            self._jobs.refuse((*loads, *plan.stores, *plan.prefetches))
+            self._jobs.refuse((*loads, *plan.stores))
         if plan is not None:
             self._transfers.apply(plan.transfers)
         self._gate.open()

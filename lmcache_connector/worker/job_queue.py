@@ -7,9 +7,7 @@ one:
   blocks, and a moment longer unless another job or instance waits for it;
 - the *audit lane* runs audits, which start like stores and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
-- *fetch lanes* run loads that may need Redis or a peer;
-- the *prefetch lane* fetches chunks into the CPU tier, one job after the other, and starts none
-  while a load that may fetch waits or runs.
+- *fetch lanes* run loads that may need Redis or a peer.
 
 A load waits for the store that it depends on. If another job is fetching a load's chunk, the
 load waits for that job, and then finds the chunk in the CPU tier: each chunk is fetched once. A
@@ -33,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
 from lmcache_connector.threads import start_thread
 from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate, WaitingJobs
 
@@ -77,18 +75,16 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
-        self._fetching: set[bytes] = set()  # by the fetch lanes and the prefetch lane
+        self._fetching: set[bytes] = set()  # by the fetch lanes
         # Jobs that no lane has begun.
         waiting = partial(WaitingJobs, self._open.keys(), self._fetching)
         self._stores, self._audits = waiting(), waiting()
-        self._cpu_loads, self._fetching_loads, self._prefetches = waiting(), waiting(), waiting()
-        self._loads = (self._cpu_loads, self._fetching_loads, self._prefetches)
+        self._loads = self._cpu_loads, self._fetching_loads = waiting(), waiting()
         self._ended: list[tuple[Job, JobResult]] = []
         self._stopping = False
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-fetch-{i}", self._fetching_loads) for i in range(num_fetch_lanes)]
-        lanes += [("lmc-prefetch", self._prefetches)] if num_fetch_lanes else []
         self._lanes = [start_thread(name, self._work, waiting) for name, waiting in lanes]
 
     # -- the engine's step thread --------------------------------------------------------------
@@ -114,8 +110,6 @@ class JobQueue:
                 (self._audits if isinstance(job, AuditJob) else self._stores).add(queued)
                 if job.is_awaited:  # stores run in order
                     self._begin_stores()
-            elif isinstance(job, PrefetchJob):
-                self._prefetches.add(queued)
             else:
                 (self._fetching_loads if job.may_fetch else self._cpu_loads).add(queued)
             self._open[job.job_id] = queued
@@ -123,7 +117,7 @@ class JobQueue:
             if isinstance(job, StoreJob):
                 self._store_came.notify_all()
                 return
-            if isinstance(job, LoadJob) and job.after_job in self._open:
+            if job.after_job in self._open:
                 self._begin_stores()
             self._load_may_run.notify_all()
 
@@ -216,7 +210,7 @@ class JobQueue:
             except Exception:  # keep the lane alive, and report the job
                 logger.exception("The end of a job of request %s", queued.job.request_id)
             with self._lock:
-                if self._fetches(waiting):
+                if waiting is self._fetching_loads:
                     self._fetching.difference_update(queued.job.keys)
                 self._end(queued, result)
 
@@ -226,10 +220,8 @@ class JobQueue:
         with self._lock:
             while True:
                 self._end_overdue()
-                must_wait = waiting is self._prefetches and (self._fetching_loads or self._fetching)
-                queued = None if must_wait else waiting.next(self._clock())
-                if queued is not None:
-                    if self._fetches(waiting):
+                if (queued := waiting.next(self._clock())) is not None:
+                    if waiting is self._fetching_loads:
                         self._fetching.update(queued.job.keys)
                     return queued
                 if self._stopping and not waiting:
@@ -265,12 +257,8 @@ class JobQueue:
         if delayed:
             self._store_came.notify_all()
 
-    def _fetches(self, waiting: WaitingJobs) -> bool:
-        """Whether the lane of ``waiting`` fetches chunks."""
-        return waiting is self._fetching_loads or waiting is self._prefetches
-
     def _end_overdue(self) -> None:
-        """End waiting loads and prefetches whose deadline has passed."""
+        """End waiting loads whose deadline has passed."""
         now = self._clock()
         for waiting in self._loads:
             for queued in waiting.overdue(now):

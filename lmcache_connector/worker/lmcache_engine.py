@@ -41,7 +41,6 @@ from lmcache_connector.plans import (
     LoadJob,
     PartRun,
     PeerSource,
-    PrefetchJob,
     PrefixUse,
     StoreJob,
 )
@@ -262,30 +261,6 @@ class LMCacheEngineAdapter:
         for use in uses:
             here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
             self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
-
-    def fetch(self, job: PrefetchJob, queued: QueuedJob, deadline: float) -> RunTransfer:
-        """Fetch the job's chunks that the CPU tier lacks from Redis or peers. ``deadline`` is a
-        reading of ``time.monotonic``."""
-        missing = tuple(key for key in job.keys if self._is_missing(key))
-        transfer = RunTransfer(PartRun(0, missing, (), ()), self._parts[0], queued)
-        if self._remote is None or not missing:
-            return transfer
-        with self._expecting(job.tenant, self._bytes_missing(missing)):
-            is_cancelled = queued.cancelled.is_set
-            transfer.num_chunks, took = self._remote.fetch(missing, deadline, is_cancelled)
-            with self._cpu.cpu_lock:
-                for run in job.runs:
-                    self._ledger.fetched(run.keys, job.tenant, run.parents)
-        self._announce_ahead()
-        if queued.cancelled.is_set():  # the request may have left before the chunks came
-            self.evict_unused_first(missing)
-        transfer.fetched = tuple(took.fetched)
-        transfer.num_bytes = sum(each.num_bytes for each in took.fetched)
-        return transfer
-
-    def evict_unused_first(self, keys: Sequence[bytes]) -> None:
-        """Evict these prefetched chunks first, unless a job has used them."""
-        self._ledger.notes.give_up(keys)
 
     def offer_due(self) -> float:
         """Offer chunks that Redis may lack. Returns the seconds until the next call."""

@@ -71,17 +71,6 @@ class RemoteTiers:
                 memory.ref_count_down()
         return _leading(objects)
 
-    def fetch(
-        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool]
-    ) -> tuple[int, LoadContext]:
-        """Fetch chunks that memory lacks. Returns how many leading chunks memory has now, and the
-        load's results. ``deadline``: a reading of the tier's clock."""
-        context = LoadContext(deadline, cancelled)
-        objects = self.load(keys, context)
-        for memory in objects:
-            memory.ref_count_down()
-        return len(objects), context
-
     def _read(
         self,
         names: Sequence[bytes],

@@ -17,7 +17,6 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
-    PrefetchJob,
     StoreJob,
 )
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
@@ -53,12 +52,9 @@ class WorkerMetrics:
         self.tally = Tally()
         self._next_look = _AT_ONCE
 
-    def job_ended(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
+    def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         if isinstance(job, LoadJob):
             self._load_ended(result)
-        elif isinstance(job, PrefetchJob):
-            self.tally.count("prefetched_bytes", amount=result.fetched_bytes)
-            self._count_fetched(result)
         elif not isinstance(job, AuditJob):  # counted by the scheduler side
             self._store_ended(result)
         self._next_look = _AT_ONCE
@@ -82,9 +78,6 @@ class WorkerMetrics:
             self.tally.count("failed_loads", result.outcome.value)
         self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
         self._observe("load", "cpu", result.num_bytes, result.copy_seconds)
-        self._count_fetched(result)
-
-    def _count_fetched(self, result: JobResult) -> None:
         for fetched in result.fetched:
             tier = fetched.tier.value
             self.tally.count("loaded_bytes", tier, amount=fetched.num_bytes)

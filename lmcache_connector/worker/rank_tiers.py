@@ -20,7 +20,6 @@ from lmcache_connector.plans import (
     ForwardTime,
     JobResult,
     Outcome,
-    PrefetchJob,
     PrefillWork,
     StoreJob,
     Tier,
@@ -129,9 +128,6 @@ class RankTiers:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             runs = [self.engine.compare(job, queued, partial(self.jobs.has_read, queued))]
-        elif isinstance(job, PrefetchJob):
-            # A deadline of its own: the wait behind loads would make a tier look stalled.
-            runs = [self.engine.fetch(job, queued, started + job.deadline_seconds)]
         elif isinstance(job, StoreJob):
             runs = self.engine.store(job, queued)
         else:

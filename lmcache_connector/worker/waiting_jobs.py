@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import LoadJob, PrefetchJob, StoreJob
+from lmcache_connector.plans import LoadJob, StoreJob
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Job = LoadJob | StoreJob | PrefetchJob
+Job = LoadJob | StoreJob
 
 _AGE_PER_CHUNK_SECONDS = 0.010
 """A load overtakes another one that came up to this much earlier per chunk of size difference. The
@@ -95,7 +95,7 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a load or prefetch gives up, a reading of the queue's clock."""
+        """When a load gives up, a reading of the queue's clock."""
         job = self.job
         seconds = inf if isinstance(job, StoreJob) else job.deadline_seconds
         if self.fenced_at is None:
@@ -119,8 +119,6 @@ class QueuedJob:
         """Jobs with smaller ones begin first; among equals, those that were planned first."""
         if isinstance(self.job, StoreJob):
             return 0.0
-        if isinstance(self.job, PrefetchJob):
-            return self.submitted_at
         return self.submitted_at + len(self.job.keys) * _AGE_PER_CHUNK_SECONDS
 
 
@@ -195,8 +193,6 @@ class WaitingJobs:
         job = queued.job
         if isinstance(job, StoreJob):
             return now < queued.not_before
-        if isinstance(job, PrefetchJob):
-            return False
         if job.after_job in self._open_jobs:
             return True
         return job.may_fetch and not self._fetching.isdisjoint(job.keys)

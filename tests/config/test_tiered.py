@@ -79,7 +79,6 @@ def test_keys_of_vllm_and_of_the_other_connector_are_named_as_such() -> None:
         {"redis_ttl_seconds": 0},
         {"redis_ttl_seconds": 10**400},
         {"window_interval": 10**400},
-        {"prefetch": 1},
         {"lmcache": {"a": 1}},
         {"host_folder": "/a\0b"},
         {"peers": "host:7450"},
@@ -174,7 +173,6 @@ def test_ranks_share_the_cpu_tier_of_their_host() -> None:
     assert config.rank_gib == 4.0
     of_eight = config.fitted(256, 8)
     assert (of_eight.cpu_gib, of_eight.rank_gib) == (4.0, 0.5)
-    assert of_eight.prefetch_bytes == 128 << 20
     redis = of_eight.redis_tier_config()
     assert redis is not None
     assert redis.write_queue_bytes == 128 << 20

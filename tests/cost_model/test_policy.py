@@ -383,7 +383,6 @@ def test_a_look_up_is_waited_for_if_one_tier_is_quick(sharing: LoadPolicy, clock
     assert sharing.lookup_seconds(0, PROMPT, {Tier.PEER: 5.0, Tier.REDIS: 0.0}) == 0.0
     load(sharing, 9, 0, 0.2, Tier.PEER, failed=True)
     assert sharing.lookup_seconds(0, PROMPT, {}) == 0.0
-    assert sharing.are_tiers_stalled
 
 
 def test_a_trial_of_a_model_with_a_window_in_every_layer(clock: Clock) -> None:

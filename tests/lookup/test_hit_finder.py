@@ -22,7 +22,7 @@ from lmcache_connector.lookup.background_lookup import (
     RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
+from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
@@ -185,19 +185,6 @@ def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
     assert num_found(pending(first)) == 4
     no_turn.wait(10.0)
     return second
-
-
-def test_an_expired_look_up_is_repeated_for_a_fetch_ahead(scene: Scene) -> None:
-    """Many requests came at once."""
-    second = asked_without_a_turn(scene, 6.0, 0.0)
-    scene.clock.now -= 6.0  # right after the look-up was sent
-    assert scene.finder.find_ahead(second, 0) is PENDING
-    scene.clock.now += 1.0
-    assert scene.finder.find_ahead(second, 0) is PENDING
-    assert num_found(pending(second)) == 4
-    ahead = scene.finder.find_ahead(second, 0)
-    assert isinstance(ahead, FetchAhead)
-    assert (ahead.stop, len(ahead.missing)) == (4, 4)
 
 
 def test_an_expired_look_up_tells_of_no_missing_chunk(scene: Scene) -> None:

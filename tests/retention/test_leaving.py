@@ -122,17 +122,14 @@ class World:
             rank.leaving.note_acked(plan.acked[rank.number])
         for _ in range(self.chance.randrange(4)):  # other threads, beside the forward pass
             key = self.chance.choice(KEYS)
-            act = self.chance.randrange(7)
+            act = self.chance.randrange(6)
             if act < 3:
                 rank.store(key)
             elif act == 3 and key in rank.held:
                 rank.ledger.use([key], Claim(), [b""])
-            elif act == 4:
-                rank.ledger.notes.give_up([key])
-                rank.ledger.settle()
-            elif act == 5 and rank.held:
+            elif act == 4 and rank.held:
                 rank.ledger.announce(min(len(rank.held), 3), lambda key: True)
-            elif act == 6 and key in rank.held and self.chance.random() < 0.7:
+            elif act == 5 and key in rank.held and self.chance.random() < 0.7:
                 self.num_unannounced += 1
                 rank.forget(key)
         rank.check_references()

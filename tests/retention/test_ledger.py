@@ -47,17 +47,6 @@ class Tier:
         self.ledger.expect(claim.tenant, -num_bytes)
         self.ledger.use(keys, claim, [before, *keys[:-1]])
 
-    def fetch(self, keys: Sequence[bytes], tenant: bytes, before: bytes = b"") -> None:
-        self.clock.now += 1
-        self.ledger.expect(tenant, SIZE * len(keys))
-        for key in keys:
-            while len(self.held) >= self.capacity and self.evict():
-                pass
-            self.held.add(key)
-            self.ledger.admit(key, SIZE)
-        self.ledger.fetched(keys, tenant, [before, *keys[:-1]])
-        self.ledger.expect(tenant, -SIZE * len(keys))
-
     def evict(self) -> list[bytes]:
         victims = self.ledger.evict(1, lambda key: key not in self.busy)
         for key in victims:
@@ -200,21 +189,6 @@ def test_a_flood_evicts_no_tenant_within_its_share() -> None:
         tier.store(prompt(f"b{i}-", 5), Claim(B))
     assert tier.has(prompt("a", 10)) == 10
     assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
-
-
-def test_chunks_fetched_ahead_evict_no_tenant_within_its_share() -> None:
-    tier = Tier(capacity=20, tenant_share=0.5)
-    tier.store(prompt("a", 10), Claim(A))
-    tier.store(prompt("b", 10), Claim(B))
-    tier.fetch(prompt("ahead", 5), B)
-    assert tier.has(prompt("a", 10)) == 10
-    assert tier.has(prompt("b", 10)) == 5
-    assert tier.has(prompt("ahead", 5)) == 5
-    tier.fetch(prompt("more", 5), B)
-    assert tier.has(prompt("a", 10)) == 10
-    assert sum(n for _, n in tier.ledger.holdings().tenant_bytes) == 20 * SIZE
-    list(tier.going())
-    assert not tier.ledger._tenants
 
 
 def test_chunks_without_tenant_go_first() -> None:

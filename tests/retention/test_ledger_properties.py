@@ -64,35 +64,6 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.parents[key] and self.parents[key] not in self.held
         }
 
-    @rule(
-        tenant=st.integers(0, 3),
-        path=PATHS,
-        fetched_from=st.integers(0, 5),
-        is_given_up=st.booleans(),
-    )
-    def fetch(self, tenant: int, path: list[int], fetched_from: int, is_given_up: bool) -> None:
-        """Fetched ahead of a request that may not use them. It brings its own TTL: no chunk may
-        have one that could end earlier."""
-        keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
-        self.ledger.settle()
-        chunks = self.ledger._chunks
-        if any(chunks[key].expires_at < float("inf") for key in self.held.intersection(keys)):
-            return
-        parents = [b"", *keys[:-1]]
-        self.parents.update(zip(keys, parents, strict=True))
-        self.ledger.expect(TENANTS[tenant], SIZE * len(keys))
-        for key in keys[fetched_from:]:
-            if key not in self.held:
-                while len(self.held) >= CAPACITY:
-                    self.make_room()
-                self.held.add(key)
-                self.ledger.admit(key, SIZE)
-        self.ledger.fetched(keys[fetched_from:], TENANTS[tenant], parents[fetched_from:])
-        self.ledger.expect(TENANTS[tenant], -SIZE * len(keys))
-        self.note_orphans(keys)
-        if is_given_up:
-            self.ledger.notes.give_up(keys[fetched_from:])
-
     @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS)
     def use_by_the_step(self, tenant: int, path: list[int], claim: Claim) -> None:
         """A request whose prompt ends with a chunk of the tier."""

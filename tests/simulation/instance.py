@@ -27,7 +27,6 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     PartRun,
-    PrefetchJob,
     StepPlan,
     StoreJob,
     Tier,
@@ -317,11 +316,10 @@ class Instance:
         return Step(passes, tables, output.has_sync_kv_loads)
 
     def _trace_step(self, plan: StepPlan, passes: list[Pass], tables: dict[str, list[int]]) -> None:
-        if passes or plan.loads or plan.stores or plan.prefetches:
+        if passes or plan.loads or plan.stores:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
-        jobs: tuple[LoadJob | StoreJob | PrefetchJob, ...]
-        jobs = (*plan.loads, *plan.stores, *plan.prefetches)
+        jobs: tuple[LoadJob | StoreJob, ...] = (*plan.loads, *plan.stores)
         for job in jobs:
             kind = type(job).__name__
             keys = [key.hex()[:6] for key in job.keys]
@@ -337,9 +335,6 @@ class Instance:
             first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
             assert run.chunks[0] == first
             self._name_keys(load.request_id, run, load.claim.tenant)
-        for prefetch in plan.prefetches:
-            self.counts["fetched ahead"] += len(prefetch.keys)
-            self._name_keys(prefetch.request_id, prefetch.runs[0], prefetch.tenant)
         for store in plan.stores:
             is_audit, tenant = isinstance(store, AuditJob), store.claim.tenant
             for run in store.runs:

@@ -113,8 +113,6 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         settings["hash_key"] = "a secret of more than 16 bytes"
     if chance.random() < 0.2:
         settings["redis_admission"] = "reused"
-    if chance.random() < 0.2:
-        settings["prefetch"] = False
     if chance.random() < 0.3:
         settings["redis_codec"] = "blosc2"
     if is_slow:

@@ -39,7 +39,7 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
 
 _COMMON = ("requests", "hits from redis", "values checked", "handed over")
 # Not in any twenty worlds.
-_RARE = ("hits from memory", "loads inside steps", "fetched ahead", "pinned", "resets", "healed")
+_RARE = ("hits from memory", "loads inside steps", "pinned", "resets", "healed")
 
 
 def _run(

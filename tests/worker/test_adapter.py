@@ -29,8 +29,6 @@ from lmcache_connector.plans import (
     Fetched,
     LoadJob,
     Outcome,
-    PartRun,
-    PrefetchJob,
     PrefillWork,
     RankStart,
     StepPlan,
@@ -337,27 +335,6 @@ def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
     instance.run(StepPlan(idle=True))  # no forward pass
     assert told == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
-
-
-def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
-    reader: SteppedWorker, link: SlowLink
-) -> None:
-    """It would be left alone from then on, with all the hits that it holds. Nobody but the CPU tier
-    refers to what has come."""
-    connected(reader)
-    link.set(bytes_per_second=10 * GEOMETRY.chunk_bytes)  # a second for each
-    jobs = []
-    for number in (1, 2):
-        keys = tuple(KEYS[10 * number : 10 * number + 10])
-        run = PartRun(0, keys, tuple(range(10)), ())
-        jobs.append(PrefetchJob(number, f"r{number}", (run,), deadline_seconds=1.6))
-    reader.run(StepPlan(prefetches=tuple(jobs)))
-    for job in jobs:
-        assert reader.wait_for(job.job_id).outcome is Outcome.DONE
-        assert not reader.results[job.job_id].has_fetch_failed
-    held = reader.worker._engine._cpu.hot_cache.values()
-    assert len(held) >= 20
-    assert all(memory.get_ref_count() == 1 for memory in held)
 
 
 # -- quiet steps -----------------------------------------------------------------------------------

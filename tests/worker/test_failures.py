@@ -18,7 +18,7 @@ import torch
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.errors import FailureLog
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.jobs import load_job, store_job
@@ -92,11 +92,7 @@ class Rank:
         job_id = next(self._ids)
         return load_job(job_id, f"r{job_id}", KEYS[:4], (tuple(LOADED),), deadline_seconds=20.0)
 
-    def prefetch(self) -> PrefetchJob:
-        job_id = next(self._ids)
-        return PrefetchJob(job_id, f"r{job_id}", self.load().runs, 20.0)
-
-    def finish(self, *jobs: LoadJob | StoreJob | PrefetchJob) -> None:
+    def finish(self, *jobs: LoadJob | StoreJob) -> None:
         """Until all are reported, and each load's request once."""
         until = time.monotonic() + 20
         while not all(job.job_id in self.results for job in jobs):
@@ -144,15 +140,14 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     check_hit(rank)
     num_failed = 0
     for depth in range(1, 40):
-        early, late, load, first = rank.store(), rank.prefetch(), rank.load(), rank.load()
-        store = rank.store()
+        early, store, load, first = rank.store(), rank.store(), rank.load(), rank.load()
         rank.step(StepPlan(loads=(first,), stores=(early,)))
         forget(rank)
         with monkeypatch.context() as patch:
             patch.setattr(rank.instance.worker, call, getattr(rank.instance.worker, call))
             planter = Planter(rank.instance.worker, call, 0, depth)
-            rank.step(StepPlan(loads=(load,), stores=(store,), prefetches=(late,)))
-            rank.finish(early, late, load, first, store)
+            rank.step(StepPlan(loads=(load,), stores=(store,)))
+            rank.finish(early, load, first, store)
         after = rank.instance.blocks(LOADED)
         if (outcome := rank.results[load.job_id].outcome) is Outcome.DONE:
             assert all(map(torch.equal, after, rank.instance.blocks(range(8))))

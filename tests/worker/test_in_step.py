@@ -13,7 +13,7 @@ import torch
 
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, PrefetchJob, StepPlan
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -224,7 +224,7 @@ def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
         assert rank.store(2, 0, CAPACITY - 2) is Outcome.DONE
         assert tier.flush(10.0)
         engine.leaving.await_plans(may_come=True)
-        job = PrefetchJob(3, "r", (PartRun(0, tuple(KEYS[20:24]), (0, 1, 2, 3), ()),), 1.0)
-        assert engine.fetch(job, at_once(job), time.monotonic() + 1.0).num_chunks == 2
+        job = load_job(3, "r", tuple(KEYS[20:24]), ((0, 1, 2, 3),), may_fetch=True)
+        assert sum(each.num_chunks for each in engine.load(job, at_once(job))) == 2
     finally:
         rank.worker.shutdown()

@@ -14,8 +14,6 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
-    PartRun,
-    PrefetchJob,
     StoreJob,
 )
 from lmcache_connector.worker.job_queue import JobQueue
@@ -302,26 +300,3 @@ def test_the_wait_for_a_forward_pass_is_not_on_the_deadlines_time(runner: Runner
     assert result.waited_seconds == pytest.approx(0.3)
     assert seen == [pytest.approx(0.31)]
     assert jobs.close(LONG)
-
-
-def prefetch(job_id: int, keys: tuple[bytes, ...], seconds: float = LONG) -> PrefetchJob:
-    run = PartRun(0, keys, tuple(range(len(keys))), ())
-    return PrefetchJob(job_id, f"r{job_id}", (run,), seconds)
-
-
-def test_a_prefetch_gives_way_to_every_load_from_redis(jobs: JobQueue, runner: Runner) -> None:
-    gates = {job_id: runner.gate(job_id) for job_id in (1, 2, 4)}
-    jobs.submit(load(1, may_fetch=True), None)
-    assert runner.started(1).wait(LONG)
-    for job_id in (2, 3):
-        jobs.submit(prefetch(job_id, (b"a%d" % job_id,)), None)
-    gates[1].set()
-    assert runner.started(2).wait(LONG)
-    jobs.submit(load(4, may_fetch=True), None)  # wants something else: it runs beside it
-    assert runner.started(4).wait(LONG)
-    gates[2].set()
-    jobs.wait_for_result(LONG)
-    assert not runner.started(3).wait(0.05)
-    gates[4].set()
-    wait_all(jobs)
-    assert runner.order == [1, 2, 4, 3]

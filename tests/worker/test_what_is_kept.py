@@ -150,7 +150,6 @@ def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
 
     def step() -> None:
         rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
-        rank.engine.evict_unused_first([key(1, 2)])
         rank.engine.holdings()
 
     with rank.engine._cpu.cpu_lock:

@@ -34,7 +34,6 @@ from lmcache_connector.plans import (
     Fetched,
     LoadJob,
     PartRun,
-    PrefetchJob,
     RankReport,
     RankStart,
     StepPlan,
@@ -393,8 +392,7 @@ class ShadowEngine:
     def _name_keys(self, plan: StepPlan, tables: dict[str, BlockIds]) -> None:
         """Say what each key of a plan must hold, from the request's own tokens."""
         size = self.shape.chunk_size
-        jobs: tuple[StoreJob | LoadJob | PrefetchJob, ...]
-        jobs = (*plan.stores, *plan.loads, *plan.prefetches)
+        jobs: tuple[LoadJob | StoreJob, ...] = (*plan.stores, *plan.loads)
         for job in jobs:
             if isinstance(job, AuditJob):
                 continue  # it may name what other weights have computed

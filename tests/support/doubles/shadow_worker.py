@@ -26,7 +26,6 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     PartRun,
-    PrefetchJob,
     RankReport,
     StepPlan,
     StoreJob,
@@ -98,7 +97,6 @@ class Faults:
     no_memory: float = 0.0
     slow: float = 0.5  # a job is left for later
     stuck: bool = False  # while set, no job runs
-    late_prefetches: bool = False  # while set, no prefetch runs
     others_lie: bool = False  # vLLM's own prefix cache or another connector may supply wrong KV
 
 
@@ -143,17 +141,15 @@ class ShadowRank:
         self._stores: deque[StoreJob] = deque()
         self._loads: deque[LoadJob] = deque()
         self._fetch: deque[LoadJob] = deque()
-        self._prefetches: deque[PrefetchJob] = deque()
         self._open: set[int] = set()
         self._gate_is_closed = False
         self._at_gate: list[tuple[StoreJob, list[list[Cells]]]] = []
         self._cancelled: set[int] = set()
-        self._done: list[tuple[LoadJob | StoreJob | PrefetchJob, JobResult]] = []
+        self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
         self.num_loaded_in_step = self.num_loaded_removed = 0
         self.num_stored_chunks = 0
-        self.num_prefetched_chunks = 0
 
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
@@ -180,9 +176,6 @@ class ShadowRank:
         for job in step.plan.loads_and_earlier_stores():
             self._submit(job)
         self._cancelled.update(self._open.intersection(step.plan.cancelled_loads))
-        for prefetch in step.plan.prefetches:
-            self._prefetches.append(prefetch)
-            self._open.add(prefetch.job_id)
         self.run_some_jobs()
         for store in step.plan.later_stores():
             self._submit(store)
@@ -313,13 +306,8 @@ class ShadowRank:
             return False
         ready: list[LoadJob | StoreJob] = [*list(self._stores)[:1]]
         ready += [job for job in (*self._loads, *self._fetch) if job.after_job not in self._open]
-        has_prefetches = self._prefetches and not self.faults.late_prefetches
-        if not (ready or has_prefetches):
+        if not ready:
             return False
-        if not ready or (has_prefetches and not self._fetch and self.chance.random() < 0.5):
-            prefetch = self._prefetches.popleft()
-            self._end(prefetch, self._prefetch(prefetch))
-            return True
         job = self.chance.choice(ready)
         if isinstance(job, StoreJob):
             self._stores.popleft()
@@ -333,7 +321,7 @@ class ShadowRank:
             self._copy(job)
         return True
 
-    def _end(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
+    def _end(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         self._open.discard(job.job_id)
         self._done.append((job, result))
 
@@ -440,17 +428,6 @@ class ShadowRank:
         self.num_loaded_chunks += len(job.keys)
         self.num_loaded_in_step += len(job.keys)
         self._done.append((job, JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)))
-
-    def _prefetch(self, job: PrefetchJob) -> JobResult:
-        if job.job_id in self._cancelled:
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
-        for i, key in enumerate(job.keys):
-            found = self.tier.get(key) or self.remote.get(key)
-            if found is None or self.chance.random() < self.faults.failed_load:
-                return JobResult(job.job_id, Outcome.MISSING, i, 0, 0.0)
-            self._admit(key, found)
-            self.num_prefetched_chunks += 1
-        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
     def _write(self, run: PartRun, cells: list[int]) -> None:
         for block_ids in run.block_ids:
