@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support.peers.held_replies import held_replies
+from tests.support.peers.held_replies import HeldReplies
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
 from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
@@ -126,7 +126,7 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
 
     with open_tier(valkey.url) as tier:
         put_all(tier, range(1))
-    with held_replies(valkey.port) as proxy, open_lookup(proxy.url, clock=clock) as lookup:
+    with HeldReplies(valkey.port) as proxy, open_lookup(proxy.url, clock=clock) as lookup:
         wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
         before = connections(valkey)
         proxy.is_holding = True
@@ -142,7 +142,7 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
 def test_a_server_that_owes_the_end_of_an_answer_is_silent(valkey: Server) -> None:
     with open_tier(valkey.url) as tier:
         put_all(tier, range(1))
-    with held_replies(valkey.port) as proxy, open_lookup(proxy.url) as lookup:
+    with HeldReplies(valkey.port) as proxy, open_lookup(proxy.url) as lookup:
         wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
         before = connections(valkey)
         proxy.is_holding = True
