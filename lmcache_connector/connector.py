@@ -147,7 +147,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Always false. vLLM calls this while it builds its configuration, long before it loads the
         model, so unusable settings end the start here."""
-        check_settings(cls.__name__, extra_config)
+        check_settings({"kv_connector": cls.__name__, "kv_connector_extra_config": extra_config})
         return False
 
     def _parse_config(self) -> ConnectorConfig:

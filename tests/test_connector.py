@@ -142,8 +142,18 @@ def connector(recorder: Recorder) -> LMCacheTieredConnector:
     """A connector's worker side, without an engine."""
     connector = object.__new__(LMCacheTieredConnector)
     connector._worker = recorder  # type: ignore[assignment]
+    connector._kv_transfer_config = KVTransferConfig(engine_id="one")
     connector._step = connector._step_output = connector._scheduler = connector._guard = None
     return connector
+
+
+def planner_of(engine_id: str = "one", **scheduler: Any) -> Any:
+    """The scheduler's side of an engine's connector, with these of its scheduler."""
+    planner: Any = object.__new__(LMCacheTieredConnector)
+    planner._scheduler = SimpleNamespace(**scheduler)
+    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    planner._kv_transfer_config = KVTransferConfig(engine_id=engine_id)
+    return planner
 
 
 def step(connector: LMCacheTieredConnector, plan: str, calls: Sequence[str]) -> None:
@@ -230,31 +240,31 @@ def test_a_step_of_the_first_runner(
     assert recorder.of("first") == recorder.of("second") == EVERYTHING
 
 
-@pytest.mark.usefixtures("in_an_engine")
-def test_a_step_of_the_second_runner(connector: LMCacheTieredConnector, recorder: Recorder) -> None:
+@pytest.fixture
+def second_runner(connector: LMCacheTieredConnector, in_an_engine: None) -> ActiveKVConnector:
     runner = object.__new__(ActiveKVConnector)
     runner.kv_connector = connector
     runner._disabled, runner._pending_load_kwargs = False, None
+    return runner
+
+
+def test_a_step_of_the_second_runner(second_runner: ActiveKVConnector, recorder: Recorder) -> None:
     for plan in ("first", "second"):
-        runner.pre_forward(scheduled(plan))
-        runner.post_forward(set())
+        second_runner.pre_forward(scheduled(plan))
+        second_runner.post_forward(set())
     assert recorder.of("first") == recorder.of("second") == EVERYTHING
 
 
-@pytest.mark.usefixtures("in_an_engine")
 def test_a_step_of_the_second_runner_with_a_speculator(
-    connector: LMCacheTieredConnector, recorder: Recorder
+    second_runner: ActiveKVConnector, recorder: Recorder
 ) -> None:
-    runner = object.__new__(ActiveKVConnector)
-    if not hasattr(runner, "finalize_step"):
+    if not hasattr(second_runner, "finalize_step"):
         pytest.skip("vLLM has it since 0.33: make newer runs this")
-    runner.kv_connector = connector
-    runner._disabled, runner._pending_load_kwargs = False, None
     for plan in ("first", "second"):
-        runner.pre_forward(scheduled(plan))
-        runner.post_forward(set(), defer_finalize=True)
+        second_runner.pre_forward(scheduled(plan))
+        second_runner.post_forward(set(), defer_finalize=True)
         assert "end_forward" not in recorder.of(plan)
-        runner.finalize_step()
+        second_runner.finalize_step()
     assert recorder.of("first") == recorder.of("second") == EVERYTHING
 
 
@@ -272,12 +282,8 @@ def test_stores_of_a_speculator_wait_for_its_pass(
 def test_a_step_that_reached_no_worker_of_the_engine_has_failed(
     connector: LMCacheTieredConnector, recorder: Recorder, engine_id: str, failed: list[str]
 ) -> None:
-    planner: Any = object.__new__(LMCacheTieredConnector)
     plans = iter(["first", "lost", "third", "fourth"])
-    planner._scheduler = SimpleNamespace(build_plan=lambda _: NamedPlan(next(plans)))
-    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
-    for each, name in ((connector, "one"), (planner, engine_id)):
-        each._kv_transfer_config = KVTransferConfig(engine_id=name)
+    planner = planner_of(engine_id, build_plan=lambda _: NamedPlan(next(plans)))
     for is_lost in (False, True, False, False):
         metadata = planner.build_connector_meta(None)
         if engine_id != "one":
@@ -293,12 +299,8 @@ def test_a_step_that_reached_no_worker_of_the_engine_has_failed(
 def test_of_two_steps_that_fail_in_a_row_both_are_known(
     connector: LMCacheTieredConnector, recorder: Recorder
 ) -> None:
-    planner: Any = object.__new__(LMCacheTieredConnector)
     plans = iter(["inputs fail", "never arrives", "third"])
-    planner._scheduler = SimpleNamespace(build_plan=lambda _: NamedPlan(next(plans)))
-    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
-    for each in (connector, planner):
-        each._kv_transfer_config = KVTransferConfig(engine_id="one")
+    planner = planner_of(build_plan=lambda _: NamedPlan(next(plans)))
     connector.handle_preemptions(planner.build_connector_meta(None))
     planner.build_connector_meta(None)
     planner.build_connector_meta(None)
@@ -320,14 +322,9 @@ def test_a_report_that_vllm_has_lost_is_told_again(
         several: Any = object.__new__(MultiConnector)
         several._connectors = [connector]
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", several)
-    planner: Any = object.__new__(LMCacheTieredConnector)
-    planner._scheduler = SimpleNamespace(
-        build_plan=lambda _: None, update_from_reports=lambda reports: ()
-    )
-    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    planner = planner_of(build_plan=lambda _: None, update_from_reports=lambda reports: ())
     planner._kv_cache_manager = None
     for each in (connector, planner):
-        each._kv_transfer_config = KVTransferConfig(engine_id="one")
         each._vllm_config = SimpleNamespace(max_concurrent_batches=num_batches)
     outputs: list[KVConnectorOutput] = []
     for number in range(1, 7):
@@ -370,9 +367,7 @@ def test_a_worker_of_another_process_notices_a_step_that_did_not_arrive(
 def test_steps_may_be_planned_before_earlier_ones_arrive(
     connector: LMCacheTieredConnector, recorder: Recorder
 ) -> None:
-    planner: Any = object.__new__(LMCacheTieredConnector)
-    planner._scheduler = SimpleNamespace(build_plan=lambda _: None)
-    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
+    planner = planner_of(build_plan=lambda _: None)
     for metadata in [planner.build_connector_meta(None) for _ in range(3)]:
         connector.handle_preemptions(metadata)
         connector.clear_connector_metadata()
@@ -383,12 +378,10 @@ def test_after_an_interrupt_in_its_planning_the_next_plan_starts_over() -> None:
     def interrupted(scheduler_output: object) -> None:
         raise KeyboardInterrupt
 
-    planner: Any = object.__new__(LMCacheTieredConnector)
     started_over: list[None] = []
-    planner._scheduler = SimpleNamespace(
+    planner = planner_of(
         build_plan=interrupted, start_over=lambda: started_over.append(None), tally=Tally()
     )
-    planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
     with pytest.raises(KeyboardInterrupt):
         planner.build_connector_meta(None)
     assert started_over == [None]

@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 820},
     {"connector": 590, "stepwise": 1265},
-    {"integrations": 320, "scheduler": 3240, "worker": 3685},
-    {"lookup": 720, "vllm_compat": 2527},
-    {"config": 805, "copy_kv_blocks": 1112, "peers": 2745},
+    {"integrations": 320, "scheduler": 3261, "worker": 3685},
+    {"lookup": 720, "vllm_compat": 2530},
+    {"config": 823, "copy_kv_blocks": 1112, "peers": 2745},
     {
         "audit": 340,
         "cost_model": 1250,

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import TypeAdapter, ValidationError
-
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config, parse_p2p_config
@@ -116,10 +114,8 @@ def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
         if connector_meant(document) == TIERED:
             return parse_config(extra)
         hint = "see the settings in docs/disaggregated.md"
-        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
+        port = document.get("kv_port", DEFAULT_KV_PORT)
         return parse_p2p_config(extra, port, str(document.get("kv_role")))
-    except ValidationError:
-        raise CliError("'kv_port': must be a port from 1 to 65535", hint) from None
     except ConfigError as error:
         raise CliError(str(error), hint) from None
 

@@ -126,7 +126,10 @@ def _resolved(value: object) -> object:
         return value
     if not value:
         raise ValueError("must not be empty")
-    return SecretStr(resolve_secret(value, os.environ))
+    secret = resolve_secret(value, os.environ)
+    if any("\ud800" <= character <= "\udfff" for character in secret):
+        raise ValueError("must be UTF-8 text")
+    return SecretStr(secret)
 
 
 Secret = Annotated[SecretStr, BeforeValidator(_resolved)]

@@ -11,7 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from lmcache_connector.config import limits
 from lmcache_connector.config.strict import (
@@ -361,19 +368,26 @@ _GONE = {
 }
 
 
+_PORT = TypeAdapter(Annotated[int, Field(gt=0, lt=65536)])
+"""Converts as vLLM does."""
+
+
 def parse_p2p_config(
-    extra_config: Mapping[str, Any], kv_port: int = 1, kv_role: str = "kv_producer"
+    extra_config: Mapping[str, Any], kv_port: object = 1, kv_role: str = "kv_producer"
 ) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
     known = {key: value for key, value in extra_config.items() if key not in _GONE}
     problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
-    is_text, is_port = isinstance(bind_host, str), 0 < kv_port < 65536
-    if not is_port:
+    try:
+        port = _PORT.validate_python(kv_port)
+    except ValidationError:
+        port = 1
         problems.append("'kv_port': must be a port from 1 to 65535")
+    is_text = isinstance(bind_host, str)
     listens: dict[str, Any] = {
-        "peer_listen": str(Address(bind_host, kv_port if is_port else 1)) if is_text else bind_host,
+        "peer_listen": str(Address(bind_host, port)) if is_text else bind_host,
         "peer_host": host,
         "peer_insecure": known.pop("insecure", False),
     }
@@ -405,23 +419,25 @@ def parse_p2p_config(
     return config
 
 
-_PARSERS: dict[str | None, Callable[[Mapping[str, Any]], ConnectorConfig]] = {
-    "LMCacheTieredConnector": parse_config,
-    "LMCacheP2PConnector": parse_p2p_config,
-}
-
-
-def check_settings(
-    connector: str | None, extra_config: Mapping[str, Any], block_size: int | None = None
-) -> None:
-    """Check the settings of each of our connectors in vLLM's ``kv_connector_extra_config``, also
-    inside a ``MultiConnector``. Raises :class:`ConfigError`."""
-    if (parse_settings := _PARSERS.get(connector)) is not None:
-        config = parse_settings(extra_config)
-        if block_size:
-            fit_chunk_size(config.wanted_chunk_size, block_size)
-    elif connector == "MultiConnector":
-        for each in extra_config.get("connectors", ()):
-            if isinstance(each, Mapping):  # else vLLM refuses it
-                extra = each.get("kv_connector_extra_config") or {}
-                check_settings(each.get("kv_connector"), extra, block_size)
+def check_settings(transfer: Mapping[str, Any], block_size: int | None = None) -> None:
+    """Check the settings of each of our connectors in a ``kv_transfer_config`` of vLLM, also inside
+    a ``MultiConnector``. An unknown port or role is left out. Raises :class:`ConfigError`, but not
+    for what vLLM itself refuses."""
+    connector, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        return
+    if connector == "MultiConnector":
+        children = extra.get("connectors")
+        for each in children if isinstance(children, list) else ():
+            if isinstance(each, Mapping):
+                check_settings(each, block_size)
+        return
+    if connector == "LMCacheTieredConnector":
+        config = parse_config(extra)
+    elif connector == "LMCacheP2PConnector":
+        beside = {key: transfer[key] for key in ("kv_port", "kv_role") if key in transfer}
+        config = parse_p2p_config(extra, **beside)
+    else:
+        return
+    if block_size:
+        fit_chunk_size(config.wanted_chunk_size, block_size)

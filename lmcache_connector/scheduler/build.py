@@ -38,7 +38,7 @@ from lmcache_connector.scheduler.scheduler import Scheduler
 from lmcache_connector.scheduler.transfers import RequestTransfers
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import make_spans
-from lmcache_connector.vllm_compat.lora_loads import adapter_folder
+from lmcache_connector.vllm_compat.lora_loads import adapter_folder, adapters_leak
 from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity
@@ -128,6 +128,7 @@ def _settings(
         has_rings=model.has_rings,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
+        adapters_leak=adapters_leak(vllm_config.lora_config),
         num_batches=vllm_config.max_concurrent_batches,
     )
 

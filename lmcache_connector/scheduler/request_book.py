@@ -57,6 +57,7 @@ class RequestBook:
     def __post_init__(self) -> None:
         self.adapters = self.identifier.adapters
         self._encoders = EncoderWitness()
+        self._adapted: set[str] = set()  # requests with an adapter, if adapters leak
         self._states: dict[str, RequestState] = {}
         self.states: Mapping[str, RequestState] = self._states
 
@@ -95,17 +96,30 @@ class RequestBook:
         """Whether vLLM would still compute what the keys name. ``UNREAD``: ask again."""
         return self.identifier.is_current(request, wait)
 
-    def computes_its_own(self, state: RequestState, num_tokens: int) -> tuple[bool, bool]:
+    def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether the step computes a request with an adapter, maybe one that bypasses. Called for
+        each step where adapters leak."""
+        self._adapted -= scheduler_output.finished_req_ids
+        new = (each for each in scheduler_output.scheduled_new_reqs if each.lora_request)
+        self._adapted.update(each.req_id for each in new)
+        return not self._adapted.isdisjoint(scheduler_output.num_scheduled_tokens)
+
+    def computes_its_own(
+        self, state: RequestState, num_tokens: int, *, leaks: bool
+    ) -> tuple[bool, bool]:
         """Whether vLLM computes the next ``num_tokens`` from what the request's keys name, and
-        whether all later tokens too, as long as no rank reports other adapters."""
+        whether all later tokens too, as long as no rank reports other adapters. ``leaks``: the
+        step's adapters leak."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
         end, spans = start + num_tokens, identity.multimodal
+        if leaks and identity.lora is None:
+            return False, False
         if not self.identifier.adapters.may_compute(state.request, identity.lora):
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
         # A rank lists an adapter that it reloads in place only after the reload.
-        is_sure = identity.lora is None or start > 0
+        is_sure = start > 0 if identity.lora is not None else not self.settings.adapters_leak
         return True, is_sure and all(span.end <= end for span in spans)
 
     def is_shared(self, state: RequestState) -> bool:

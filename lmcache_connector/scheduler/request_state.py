@@ -39,6 +39,7 @@ class SchedulerSettings:
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
     drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
+    adapters_leak: bool = False  # into requests without an adapter, from others of their step
 
     @property
     def is_prefix_only(self) -> bool:

@@ -289,7 +289,8 @@ class Scheduler:
             self.book.step_planned(scheduler_output)
         if self.book.adapters.looks:
             self.book.adapters.next_step()
-        self._plan_stores(scheduler_output)
+        leaks = self.settings.adapters_leak and self.book.leaks_adapters(scheduler_output)
+        self._plan_stores(scheduler_output, leaks=leaks)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked = False
@@ -320,7 +321,7 @@ class Scheduler:
             transfers.updates.clear()
         return plan
 
-    def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
+    def _plan_stores(self, scheduler_output: SchedulerOutput, *, leaks: bool) -> None:
         """Plan the stores and audits of the KV that a step computes."""
         if self.held.is_holding:
             self.held.next_step(is_crowded=self._was_asked)
@@ -332,19 +333,24 @@ class Scheduler:
         max_len = self.settings.drafted_len
         is_drafted = max_len is None or _is_drafted(scheduler_output, max_len)
         for state in self.witness.due(scheduled, self.book.states, offers):
-            self._plan_stores_of(state, scheduler_output, is_drafted=is_drafted)
+            self._plan_stores_of(state, scheduler_output, is_drafted=is_drafted, leaks=leaks)
         if self.held.is_holding:
             # Assume that the next step computes as many tokens.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
             self.held.unpin_for(self._num_groups * (num_blocks + len(scheduled)))
 
     def _plan_stores_of(
-        self, state: RequestState, scheduler_output: SchedulerOutput, *, is_drafted: bool
+        self,
+        state: RequestState,
+        scheduler_output: SchedulerOutput,
+        *,
+        is_drafted: bool,
+        leaks: bool,
     ) -> None:
         request_id = state.request.request_id
         block_state = scheduler_output.kv_connector_block_state
         num_tokens = scheduler_output.num_scheduled_tokens[request_id]
-        is_own, is_sure = self.book.computes_its_own(state, num_tokens)
+        is_own, is_sure = self.book.computes_its_own(state, num_tokens, leaks=leaks)
         num_own = num_tokens if is_own and is_drafted else 0
         is_sure &= self.settings.drafted_len is None  # with a limit, each step is checked
         may_be_more = self.witness.scheduled(state, num_own, is_sure=is_sure)

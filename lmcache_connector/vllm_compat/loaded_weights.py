@@ -283,11 +283,7 @@ def watch_loading() -> None:
         @wraps(init)
         def made(worker: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
             if (transfer := vllm_config.kv_transfer_config) is not None:
-                check_settings(
-                    transfer.kv_connector,
-                    transfer.kv_connector_extra_config,
-                    vllm_config.cache_config.block_size,
-                )
+                check_settings(vars(transfer), vllm_config.cache_config.block_size)
             _hidden.worker_made_at = time.time()
             setattr(worker, _MADE_AT, _hidden.worker_made_at)
             init(worker, vllm_config, *args, **kwargs)

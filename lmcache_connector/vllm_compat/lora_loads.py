@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.platforms import current_platform
 
 from lmcache_connector.plans import LoadedAdapterList
 from lmcache_connector.requests.adapters import (
@@ -47,6 +48,12 @@ def adapter_folder(lora_path: str) -> Path | None:
         return Path(snapshot_download(lora_path, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def adapters_leak(lora_config: LoRAConfig | None) -> bool:
+    """Whether a request without an adapter may be computed with that of another in its step: for
+    "none", -1, vLLM's operators for CPUs take the last adapter in memory."""
+    return lora_config is not None and current_platform.is_cpu()
 
 
 @dataclass(slots=True)

@@ -11,17 +11,10 @@ from itertools import chain
 import pytest
 
 from lmcache_connector.storage.redis import admin
+from tests.support import ROOT
 from tests.support.command_line import Cli, transfer
-from tests.support.redis.chunks import (
-    chunk_data,
-    chunk_key,
-    config,
-    get_all,
-    open_tier,
-    put_all,
-)
+from tests.support.redis.chunks import chunk_data, chunk_key, config, get_all, open_tier, put_all
 from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.redis.rights import PASSWORD, grant
 from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
@@ -39,8 +32,21 @@ from tests.support.redis.servers import (
 )
 from tests.support.waits import wait_until
 
+PASSWORD = "pass-word"
 VALUES_PER_CHUNK = 4
 VALKEY = valkey_binary() or "valkey-server"
+
+
+def grant(server: Server, user: str, *, leave_out: frozenset[str] = frozenset()) -> None:
+    """Give the user its documented rights, but for lines with a rule to ``leave_out``."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    lines = re.findall(rf"^ACL SETUSER {user} (.*)$", text, re.MULTILINE)
+    assert lines
+    with server.client() as client:
+        for line in lines:
+            rules = line.replace("PASSWORD", PASSWORD).split()
+            if leave_out.isdisjoint(rules):
+                client.execute_command("ACL", "SETUSER", user, *rules)
 
 
 @dataclass

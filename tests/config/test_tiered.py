@@ -178,38 +178,51 @@ def test_ranks_share_the_cpu_tier_of_their_host() -> None:
     assert redis.write_queue_bytes == 128 << 20
 
 
+def test_a_secret_is_text() -> None:
+    for name in ("router_secret", "hash_key", "redis_url"):
+        with pytest.raises(ConfigError, match=f"'{name}': must be UTF-8 text"):
+            parse_config({name: "\udcff" * 32})
+
+
+def transfer_of(connector: Any, extra: Any, **beside: Any) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_connector_extra_config": extra, **beside}
+
+
+_ELSEWHERE = {"host": "10.0.0.7", "insecure": True}
+
+
 @pytest.mark.parametrize(
-    ("connector", "extra"),
+    ("transfer", "problem"),
     [
-        ("LMCacheTieredConnector", {"cpu_gb": 1}),
-        ("LMCacheP2PConnector", {"cpu_gb": 1}),
-        (
-            "MultiConnector",
-            {
-                "connectors": [
-                    {"kv_connector": "NixlConnector"},
-                    {
-                        "kv_connector": "LMCacheTieredConnector",
-                        "kv_connector_extra_config": {"cpu_gb": 1},
-                    },
-                ]
-            },
-        ),
+        (transfer_of("LMCacheTieredConnector", {"cpu_gb": 1}), "did you mean 'cpu_gib'"),
+        (transfer_of("LMCacheP2PConnector", {"cpu_gb": 1}), "did you mean 'cpu_gib'"),
+        (transfer_of("LMCacheP2PConnector", {}, kv_port=0), "'kv_port'"),
+        (transfer_of("LMCacheP2PConnector", _ELSEWHERE, kv_role="kv_consumer"), "'peer_hosts'"),
+        (transfer_of("LMCacheP2PConnector", {"chunk_size": 100}), "not a multiple"),
+        (transfer_of("LMCacheTieredConnector", {"chunk_size": 100}), "not a multiple"),
     ],
 )
-def test_settings_inside_multiconnector_are_checked(connector: str, extra: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
-        check_settings(connector, extra, 16)
-    check_settings("NixlConnector", extra, 16)
+def test_settings_are_checked_before_an_engine_is_built(
+    transfer: dict[str, Any], problem: str
+) -> None:
+    among = [{"kv_connector": "NixlConnector"}, transfer]
+    for each in (transfer, transfer_of("MultiConnector", {"connectors": among})):
+        with pytest.raises(ConfigError, match=problem):
+            check_settings(each, 16)
+    check_settings(transfer_of("NixlConnector", {"cpu_gb": 1}), 16)
 
 
-def test_a_chunk_size_is_checked_against_a_known_block_size() -> None:
-    with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
-        check_settings("LMCacheP2PConnector", {"chunk_size": 100}, 16)
-    with pytest.raises(ConfigError, match="not a multiple of the block size 16"):
-        check_settings("LMCacheTieredConnector", {"chunk_size": 100}, 16)
+def test_what_is_unknown_or_refused_by_vllm_is_not_checked() -> None:
+    check_settings(transfer_of("LMCacheP2PConnector", _ELSEWHERE))  # may be a producer's
     for extra, block_size in (({"chunk_size": 96}, 16), ({"chunk_size": 100}, None), ({}, 200)):
-        check_settings("LMCacheTieredConnector", extra, block_size)
+        check_settings(transfer_of("LMCacheTieredConnector", extra), block_size)
+    malformed: tuple[Any, ...] = (None, 5, [None, 5, "x"], [{"kv_connector": []}])
+    for children in malformed:
+        check_settings(transfer_of("MultiConnector", {"connectors": children}), 16)
+    unfit: tuple[Any, ...] = (None, [1], "x")
+    for each in unfit:
+        child = transfer_of("LMCacheTieredConnector", each)
+        check_settings(transfer_of("MultiConnector", {"connectors": [child]}), 16)
 
 
 @pytest.mark.parametrize(

@@ -87,18 +87,6 @@ def test_the_deadline_is_a_multiple_of_a_quick_load() -> None:
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)
 
 
-@pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
-def test_queued_bytes_count(queued_bytes: int, num_chunks: int) -> None:
-    model = make_model()
-    calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.0)
-    asked = offer(*[REDIS] * 32, queued_bytes={REDIS: queued_bytes})
-    decision = model.decide(asked)
-    assert decision.num_chunks == num_chunks
-    # The log shows the predicted time of a rejected load too.
-    chunks = 32 * asked.chunk_bytes
-    assert decision.predicted_load_seconds == pytest.approx((queued_bytes + chunks) / 1e8)
-
-
 def test_a_load_is_cut_to_the_deadline_cap() -> None:
     model = make_model(max_deadline_seconds=0.32)
     calibrate(model, REDIS, bytes_per_second=1e8, latency_seconds=0.02)

@@ -87,6 +87,13 @@ def load(
     policy.load_ended(job_id, [fetched(job_id, num_bytes, seconds, tier=tier, **more)])
 
 
+def run_steps(policy: LoadPolicy, clock: Clock, seconds: float) -> None:
+    """Other requests decode, in steps of ``seconds``."""
+    for _ in range(8):
+        policy.step_planned(4, 0, has_prefill=False)
+        clock.now += seconds
+
+
 def test_a_copy_is_part_of_a_load_from_redis(policy: LoadPolicy) -> None:
     copy = policy.model.tiers[Tier.CPU].bytes_per_second
     load = policy.model.tiers[Tier.REDIS].bytes_per_second
@@ -106,8 +113,7 @@ def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
 
 
 def test_a_load_cut_off_stalls_redis_until_a_probe_arrives(policy: LoadPolicy) -> None:
-    policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
-    policy.load_ended(1, [fetched(1, 0, 0.2, failed=True)])
+    load(policy, 1, 0, 0.2, Tier.REDIS, failed=True)
     decision = policy.decide(0, PROMPT, KEYS, [Tier.REDIS] * len(KEYS))
     assert (decision.num_chunks, decision.reason) == (0, Reason.SOURCE_STALLED)
     policy.observe_reports([probed(1 << 23, 0.01)])
@@ -146,9 +152,7 @@ def test_a_step_is_lost_for_an_answer_where_an_oracle_would(
     """Requests come right before a step, beside others that decode, and are scheduled before Redis
     answers. The oracle knows how many of them are hits; it has all of them wait for the next step,
     or none."""
-    for _ in range(8):
-        policy.step_planned(4, 0, has_prefill=False)
-        clock.now += step_seconds
+    run_steps(policy, clock, step_seconds)
     asks_again = policy.is_worth_a_step(
         0, PROMPT, len(KEYS) * CHUNK_BYTES, share_held, LOOKUP_SHARE * RECOMPUTE
     )
@@ -164,9 +168,7 @@ def test_a_step_is_lost_for_an_answer_where_an_oracle_would(
 
 def test_a_crowd_waits_where_one_request_would_not(policy: LoadPolicy, clock: Clock) -> None:
     """While one waits, the others are computed, and it would have waited for them."""
-    for _ in range(8):
-        policy.step_planned(4, 0, has_prefill=False)
-        clock.now += 0.25
+    run_steps(policy, clock, 0.25)
     question = (0, PROMPT, len(KEYS) * CHUNK_BYTES, 0.2, 0.0)
     policy.request_arrived("r0")
     assert not policy.is_worth_a_step(*question)
@@ -204,8 +206,7 @@ def reader(clock: Clock) -> LoadPolicy:
 
 def test_a_read_only_redis_is_used_again_after_a_stall(reader: LoadPolicy) -> None:
     assert decide(reader, KEYS) == 32
-    reader.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
-    reader.load_ended(1, [fetched(1, 0, 0.05, failed=True)])
+    load(reader, 1, 0, 0.05, Tier.REDIS, failed=True)
     assert decide(reader, KEYS) == 0
     reader.observe_reports([probed(0, 1.0)])
     assert decide(reader, KEYS) == 0, "it is still silent"
@@ -223,18 +224,10 @@ def test_a_redis_that_stalls_every_load_costs_a_load_a_minute(
         clock.now += 0.1
         if reader.lookup_seconds(0, PROMPT, {}) > 0.0 and decide(reader, KEYS) > 0:
             num_loads += 1
-            reader.load_planned(load_job(i, KEYS), [Tier.REDIS] * len(KEYS))
-            reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
+            load(reader, i, 0, 0.05, Tier.REDIS, failed=True)
         if reader.probes.take():
             reader.observe_measured([[ANSWERED]])
     assert 1 <= num_loads <= 70
-
-
-def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, count: int = 8) -> None:
-    """Other requests decode, in steps of ``seconds``."""
-    for _ in range(count):
-        policy.step_planned(4, 0, has_prefill=False)
-        clock.now += seconds
 
 
 @pytest.mark.parametrize(("step", "loads"), [(0.010, True), (0.250, False)])

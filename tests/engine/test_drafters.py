@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import (
-    check_integrity,
-    draft_counts,
-    forget,
-    wait_for_writes,
-)
+from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import Served

@@ -8,6 +8,7 @@ content, or reach others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, ask
+from tests.support.engines.asks import Ask, add, ask
 from tests.support.engines.calls import check_integrity, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
@@ -184,6 +185,34 @@ def test_adapters_are_their_weights(
     engine.reset_prefix_cache()
     namesake = replace(plain, lora=("one", 104, second))
     assert_same_kv(asked(engine, namesake), cold["two"], FULL)
+
+
+def serve_beside(probe: EngineProbe, adapted: Ask, plain: Ask) -> None:
+    """Serve ``plain`` in steps that compute ``adapted``, too."""
+    started = time.perf_counter()
+    names = [add(probe, adapted)]
+    while not probe.scheduler.running:
+        probe.engine.step()
+    probe.finish([*names, add(probe, plain)], started)
+
+
+def test_kv_into_which_an_adapter_leaks_is_not_stored(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    """On CPUs, vLLM computes requests without an adapter with that of another in their step."""
+    engine, other = adapted
+    path = str(build_adapter(tmp_path / "leaking", 5))
+    plain = Ask("plain-", random_prompt(11, 700), salt="leak")
+    beside = Ask("beside-", random_prompt(12, 700), 40, salt="leak", lora=("leaking", 105, path))
+    engine.call(serve_beside, beside, plain)
+    engine.call(wait_for_writes)
+    alone = asked(other, replace(plain, salt="alone"))
+    assert asked(other, plain).block_digests == alone.block_digests
+    engine.reset_prefix_cache()
+    assert asked(engine, plain).block_digests == alone.block_digests
+    engine.reset_prefix_cache()
+    assert_same_kv(asked(engine, plain), alone, FULL)
+    assert asked(other, replace(beside, max_tokens=2)).external_hit_tokens == FULL
 
 
 def test_prompt_embeddings(adapted: tuple[VllmInstance, VllmInstance]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -120,30 +120,26 @@ def test_two_ranks_pause_and_sleep_during_stores(
         check_pauses(api)
 
 
-def check_hit(instance: VllmInstance) -> None:
+def check_hit(
+    instance: VllmInstance, seed: int = 1, in_between: Callable[[], None] = lambda: None
+) -> None:
     """A prompt's second run is a hit with the same bytes."""
-    prompt = random_prompt(1, NUM_TOKENS)
+    prompt = random_prompt(seed, NUM_TOKENS)
     cold = instance.serve(prompt)
     instance.reset_prefix_cache()
+    in_between()
     hit = instance.serve(prompt)
     assert hit.external_hit_tokens == FULL
     assert () != hit.block_digests == cold.block_digests
 
 
 @pytest.mark.soak  # starts an engine
-def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -> None:
+def test_one_rank_under_an_external_launcher(start: StartInstance) -> None:
     """Training frameworks start engines so, one per GPU."""
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with VllmInstance(
-        tiny_model,
-        kv_transfer(),
-        tmp_path / "log",
-        partial(set_environment, launched),
-        distributed_executor_backend="external_launcher",
-        kv_cache_memory_bytes=256 << 20,
-        max_model_len=8192,
-    ) as instance:
+    prepare = partial(set_environment, launched)
+    with start(prepare=prepare, distributed_executor_backend="external_launcher") as instance:
         check_hit(instance)
 
 
@@ -157,16 +153,9 @@ def an_engine_before(model: str) -> None:
     cleanup_dist_env_and_memory()
 
 
-def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_second_engine_of_a_process(start: StartInstance, tiny_model: Path) -> None:
     """The second engine starts as without the connector, and hits."""
-    with VllmInstance(
-        tiny_model,
-        kv_transfer(),
-        tmp_path / "log",
-        partial(an_engine_before, str(tiny_model)),
-        kv_cache_memory_bytes=256 << 20,
-        max_model_len=8192,
-    ) as instance:
+    with start(prepare=partial(an_engine_before, str(tiny_model))) as instance:
         check_hit(instance)
 
 
@@ -184,11 +173,9 @@ def refusal_of_another(probe: EngineProbe, model: str) -> str:
 def test_two_engines_in_one_process(instance: VllmInstance, tiny_model: Path) -> None:
     """vLLM would have one connector copy for both. The first engine goes on, with its own
     blocks."""
-    prompt = random_prompt(4, NUM_TOKENS)
-    cold = instance.serve(prompt)
-    instance.reset_prefix_cache()
-    assert "end the other engine first" in instance.call(refusal_of_another, str(tiny_model))
-    hit = instance.serve(prompt)
-    assert hit.external_hit_tokens == FULL
-    assert () != hit.block_digests == cold.block_digests
+
+    def is_refused() -> None:
+        assert "end the other engine first" in instance.call(refusal_of_another, str(tiny_model))
+
+    check_hit(instance, 4, is_refused)
     instance.call(at_rest)

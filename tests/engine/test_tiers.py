@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from examples.tiny_model import TINY
-from tests.support.engines.calls import (
-    check_integrity,
-    forget,
-    reset_everything,
-    wait_for_writes,
-)
+from tests.support.engines.calls import check_integrity, forget, reset_everything, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.engines.instance import VllmInstance
+from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.limits import PATIENT
@@ -51,21 +51,16 @@ def namespaces(server: Server) -> set[str]:
     return {name[len("lmc:{") :].decode().split(":")[0] for name in value_names(server)}
 
 
-def test_an_unverified_vllm_runs_apart(
-    tiny_model: Path, valkey: Server, newer: str, tmp_path: Path
-) -> None:
+def test_an_unverified_vllm_runs_apart(start: StartInstance, valkey: Server, newer: str) -> None:
     transfer = kv_transfer(redis_url=valkey.url)
     prompt = random_prompt(18, NUM_TOKENS)
-    with VllmInstance(tiny_model, transfer, tmp_path / "tested", limits=LIMITS, **ENGINE) as tested:
+    with start(transfer, **ENGINE) as tested:
         tested.serve(prompt)
         wait_for_values(valkey, HIT // CHUNK_SIZE * NUM_HEADS)
         assert "self-test passed" in tested.log
         assert "was not tested" not in tested.log
     assert namespaces(valkey) == {"default"}
-    log = tmp_path / "unverified"
-    with VllmInstance(
-        tiny_model, transfer, log, partial(pretend, newer), limits=LIMITS, **ENGINE
-    ) as unverified:
+    with start(transfer, prepare=partial(pretend, newer), **ENGINE) as unverified:
         cold = unverified.serve(prompt)
         assert cold.external_hit_tokens == 0
         wait_for_values(valkey, 2 * HIT // CHUNK_SIZE * NUM_HEADS)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.audits import (
-    build_other_layers,
-)
+from tests.support.engines.audits import build_other_layers
 from tests.support.engines.calls import check_integrity, forget, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served

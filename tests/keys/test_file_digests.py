@@ -13,12 +13,7 @@ import pytest
 from lmcache_connector.keys import file_digests as module
 from lmcache_connector.keys.file_digests import file_digests
 from lmcache_connector.keys.kept_digests import MAX_ENTRIES, KeptDigests, Signature
-from lmcache_connector.keys.weights_digest import (
-    code_files,
-    files_digest,
-    side_files,
-    weight_files,
-)
+from lmcache_connector.keys.weights_digest import code_files, files_digest, side_files, weight_files
 
 
 @pytest.fixture

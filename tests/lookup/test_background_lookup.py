@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
-from lmcache_connector.lookup.background_lookup import (
-    MISS,
-    BackgroundLookup,
-    PendingLookup,
-    Places,
-)
+from lmcache_connector.lookup.background_lookup import MISS, BackgroundLookup, PendingLookup, Places
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState

@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
-from lmcache_connector.lookup.chunk_index import (
-    ChunkIndex,
-    PrefixUses,
-)
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 KEYS = [bytes([i]) * 32 for i in range(4)]

@@ -22,12 +22,7 @@ from tests.peers.test_tier import at, reading, topology_of
 from tests.support.peers.chunks import CountedLease, HeldChunks, bit_by_bit, serving
 from tests.support.peers.dials import once_dialled
 from tests.support.peers.hosts import read
-from tests.support.redis.chunks import (
-    GEOMETRY,
-    PARTS,
-    chunk_data,
-    chunk_key,
-)
+from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
 
 BIG = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)  # 8 MiB a chunk, 4 MiB a value
 BIG_PARTS = PartGeometries((BIG,))

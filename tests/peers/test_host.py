@@ -55,11 +55,8 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
 def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
     """A look-up that a thread maintains, as on the scheduler side."""
     peers = PeerLookup(CONFIG, [PARTS], topology(path, own))
-    lookup = AnyLookup({Tier.PEER: peers}, time.monotonic)
-    try:
+    with closing(AnyLookup({Tier.PEER: peers}, time.monotonic)) as lookup:
         yield lookup
-    finally:
-        lookup.close()
 
 
 def names_in(path: Path) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
@@ -34,7 +34,7 @@ from tests.support.clock import Clock
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled
-from tests.support.peers.held_replies import HeldReplies, held_replies
+from tests.support.peers.held_replies import HeldReplies
 from tests.support.peers.hosts import read
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -54,9 +54,11 @@ def settings(**more: object) -> RedisTierConfig:
     return config("redis://peers", **{"connect_timeout_seconds": 0.3} | more)
 
 
-def topology_of(addresses: Sequence[str], rank: int = 0, greeting: Greeting = OWN) -> PeerTopology:
+def topology_of(
+    addresses: Sequence[str], greeting: Greeting = OWN, share: Share | None = None
+) -> PeerTopology:
     parsed = [Address.parse(each, may_be_dns=True) for each in addresses]
-    return PeerTopology(settings(), parsed, greeting, Share(rank), time.monotonic)
+    return PeerTopology(settings(), parsed, greeting, share or Share(0), time.monotonic)
 
 
 def at(*servers: PeerServer | HeldReplies | int) -> list[str]:
@@ -65,8 +67,13 @@ def at(*servers: PeerServer | HeldReplies | int) -> list[str]:
 
 
 @contextmanager
-def reading(addresses: Sequence[str], **more: object) -> Iterator[PeerTier]:
-    tier = PeerTier(settings(**more), PARTS, topology_of(addresses))
+def reading(
+    addresses: Sequence[str],
+    parts: PartGeometries = PARTS,
+    share: Share | None = None,
+    **more: object,
+) -> Iterator[PeerTier]:
+    tier = PeerTier(settings(**more), parts, topology_of(addresses, share=share))
     try:
         yield tier
     finally:
@@ -91,15 +98,9 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
     indices = [i for i in range(2000) if chunk_key(i)[-1] < 2][:4]  # the key names its part
     share = Share(0, Owners((((0,),), ((0,),))))
-    with serving(HeldChunks(indices)) as server:
-        addresses = [Address.parse(each, may_be_dns=True) for each in at(server)]
-        topology = PeerTopology(settings(), addresses, OWN, share, time.monotonic)
-        tier = PeerTier(settings(), PARTS, topology)
-        try:
-            assert read_once_connected(tier, indices).hits == [True] * 4
-            assert read(tier, [])[0].hits == []
-        finally:
-            assert tier.close(5.0)
+    with serving(HeldChunks(indices)) as server, reading(at(server), share=share) as tier:
+        assert read_once_connected(tier, indices).hits == [True] * 4
+        assert read(tier, [])[0].hits == []
 
 
 def silent_server() -> socket.socket:
@@ -161,11 +162,8 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 def looking(addresses: Sequence[str], url: str = "") -> Iterator[AnyLookup]:
     peers = PeerLookup(settings(), [PARTS], topology_of(addresses))
     redis = {Tier.REDIS: RedisLookup(config(url), [PARTS])} if url else {}
-    lookup = AnyLookup({Tier.PEER: peers, **redis}, time.monotonic)
-    try:
+    with closing(AnyLookup({Tier.PEER: peers, **redis}, time.monotonic)) as lookup:
         yield lookup
-    finally:
-        lookup.close()
 
 
 def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
@@ -186,18 +184,19 @@ def test_a_malformed_reply_misses_and_opens_the_circuit(said: bytes) -> None:
     with (
         patch.object(Commands, "_holds", lambda *_: Reply((said, b"\r\n"))),
         serving(HeldChunks([0, 1])) as liar,
+        closing(
+            PeerLookup(settings(), [PARTS], topology_of(at(liar)), connect_share=1.0)
+        ) as lookup,
     ):
-        lookup = PeerLookup(settings(), [PARTS], topology_of(at(liar)), connect_share=1.0)
         keys = [chunk_key(0), chunk_key(1)]
         for _ in range(3):
             assert lookup.exist(keys, time.monotonic() + 1.0) == [False, False]
         assert dict(lookup.servers())[at(liar)[0]] is CircuitState.OPEN
-        lookup.close()
 
 
 @contextmanager
 def late_peer(indices: Sequence[int]) -> Iterator[HeldReplies]:
-    with serving(HeldChunks(indices)) as server, held_replies(server.port) as late:
+    with serving(HeldChunks(indices)) as server, HeldReplies(server.port) as late:
         yield late
 
 
@@ -376,12 +375,6 @@ def a_pair(indices: Sequence[int]) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-def pair_topology(address: str, rank: int) -> PeerTopology:
-    parsed = [Address.parse(address)]
-    greeting = Greeting(2, "the reader")
-    return PeerTopology(settings(), parsed, greeting, SHARES[rank], time.monotonic)
-
-
 def read_heads(tier: PeerTier, count: int, source: PeerSource | None = None) -> list[bool]:
     """The hits among the first ``count`` chunks."""
     buffers = [bytearray(HEAD.chunk_bytes) for _ in range(count)]
@@ -394,41 +387,32 @@ def read_heads(tier: PeerTier, count: int, source: PeerSource | None = None) -> 
 
 def test_the_owner_is_asked_for_a_chunk() -> None:
     with a_pair(range(8)) as address:
-        lookup = PeerLookup(
-            settings(), [ONE_HEAD] * 2, pair_topology(address, 0), connect_share=1.0
-        )
+        topology = topology_of([address], Greeting(2, "the reader"), SHARES[0])
+        lookup = PeerLookup(settings(), [ONE_HEAD] * 2, topology, connect_share=1.0)
         keys, found = [chunk_key(i) for i in range(12)], list[bool]()
 
         def is_whole() -> bool:
             found[:] = lookup.exist(keys, time.monotonic() + 5.0)
             return all(found[:8])
 
-        try:
+        with closing(lookup):
             once_dialled(is_whole)
             assert found == [True] * 8 + [False] * 4
-        finally:
-            lookup.close()
 
 
 def test_an_engine_of_one_rank_reads_from_the_owners_of_two() -> None:
     with a_pair(range(8)) as address:
         host, _, port = address.partition(":")
         source = PeerSource(host, int(port), 2, is_trusted=True)
-        tier = PeerTier(settings(), ONE_HEAD, topology_of([]))
-        try:
+        with reading([], ONE_HEAD) as tier:
             once_dialled(lambda: read_heads(tier, 8, source) == [True] * 8)
-        finally:
-            assert tier.close(5.0)
 
 
 def test_all_ranks_are_asked_what_an_engine_holds() -> None:
     with a_pair(range(8)) as address:
-        watch = TransferWatch(settings(connect_timeout_seconds=1.0), "reader")
-        try:
-            keys = [chunk_key(i) for i in range(12)]
+        keys = [chunk_key(i) for i in range(12)]
+        with closing(TransferWatch(settings(connect_timeout_seconds=1.0), "reader")) as watch:
             awaited = watch.ask(Address.parse(address), "", 60.0, keys)
             assert awaited.wait(10.0)
             assert awaited.value is not None
             assert [awaited.value.holds(key) for key in keys] == [True] * 8 + [False] * 4
-        finally:
-            watch.close()

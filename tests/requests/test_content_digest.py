@@ -15,11 +15,7 @@ from vllm.multimodal.inputs import (
 )
 
 from lmcache_connector.requests import content_digest
-from lmcache_connector.requests.content_digest import (
-    ItemDigests,
-    NoContentError,
-    item_digest,
-)
+from lmcache_connector.requests.content_digest import ItemDigests, NoContentError, item_digest
 
 
 def item(field: Any = None, **values: Any) -> MultiModalKwargsItem:

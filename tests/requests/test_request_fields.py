@@ -12,11 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from lmcache_connector.requests.request_fields import (
-    UnknownFields,
-    fixed_fields,
-    known_fields,
-)
+from lmcache_connector.requests.request_fields import UnknownFields, fixed_fields, known_fields
 
 FIXED = [
     LoRARequest,

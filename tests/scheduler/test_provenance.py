@@ -100,3 +100,38 @@ def test_steps_without_the_drafter_leave_nothing_to_store(model: Path) -> None:
         engine.add(prompt(seed, length), max_tokens=1)
     engine.run_until_idle()
     assert engine.ranks[0].num_stored_chunks == 2 + 0
+
+
+@pytest.mark.parametrize("bypasses", [False, True])
+def test_kv_into_which_an_adapter_leaks_is_not_stored(
+    model: Path, monkeypatch: pytest.MonkeyPatch, bypasses: bool
+) -> None:
+    """That of another request in the step; that request's own KV is stored."""
+    monkeypatch.setattr("lmcache_connector.scheduler.build.adapters_leak", lambda config: True)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, CALM)
+    adapted = engine.add(prompt(6, 4 * BLOCK_SIZE), 5, adapter="lora-a", bypasses=bypasses)
+    engine.step()
+    engine.step()
+    engine.add(PROMPT, 1)
+    engine.step()
+    assert not engine.requests[adapted].is_finished()
+    num_adapted = 0 if bypasses else 1
+    assert num_stores(engine) == num_adapted
+    engine.add(prompt(7, 4 * BLOCK_SIZE + 1), 1)
+    assert num_stores(engine) == num_adapted + 1
+
+
+def test_an_adapter_that_leaks_inside_a_block_ends_what_is_stored(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_connector.scheduler.build.adapters_leak", lambda config: True)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, CALM)
+    engine.add(PROMPT, 4 * BLOCK_SIZE)
+    engine.step()
+    engine.step()
+    adapted = engine.add(prompt(6, 5), 1, adapter="lora-a")
+    while not engine.requests[adapted].is_finished():
+        engine.step()
+    engine.run_until_idle()
+    engine.check_whole()
+    assert engine.ranks[0].num_stored_chunks == len(PROMPT) // engine.shape.chunk_size

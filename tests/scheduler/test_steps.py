@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.plans import (
-    Fetched,
-    PrefillWork,
-    RankReport,
-    RankStart,
-    StepPlan,
-    Tier,
-)
+from lmcache_connector.plans import Fetched, PrefillWork, RankReport, RankStart, StepPlan, Tier
 from lmcache_connector.scheduler.engine_start import EngineStart
 from tests.support.clock import Clock
 from tests.support.costs import product_frames

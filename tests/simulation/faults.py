@@ -25,8 +25,7 @@ _LIE_CHANCE = 0.05
 class Deployment:
     """The servers of one world. ``url`` is what instances are configured with. ``damaged`` holds
     values that a fault has put there, by name. ``sentinel`` names the master among the servers,
-    which have one set of data. ``slow``: one that takes little and never fails. ``liars`` have
-    answered with something else at times."""
+    which have one set of data. ``slow``: one that takes little and never fails."""
 
     kernel: Kernel
     network: Network
@@ -36,7 +35,6 @@ class Deployment:
     sentinel: RedisModel | None = None
     slow: RedisModel | None = None
     damaged: dict[bytes, bytes] = field(default_factory=dict)
-    liars: set[RedisModel] = field(default_factory=set)
 
     def owner_of(self, key: bytes) -> RedisModel | None:
         """Who of a cluster should have a chunk."""
@@ -273,7 +271,6 @@ class LyingServer(_Changes, tamper=None):
             return chance.choice(_LIES)(chance, reply) if chance.random() < _LIE_CHANCE else reply
 
         server.tamper = tamper
-        world.liars.add(server)
 
 
 class MovingSlots(Fault):

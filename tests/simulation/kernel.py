@@ -52,15 +52,14 @@ class Process:
 
 
 class Task:
-    """A simulated thread. ``ticket`` grows whenever it goes on: a wake-up with an old one is void.
-    ``local`` holds its thread-local values."""
+    """A simulated thread. ``ticket`` grows whenever it goes on: a wake-up with an old one is
+    void."""
 
     def __init__(self, kernel: Kernel, process: Process, run: Callable[[], None], name: str):
         self.process = process
         self.name = name
         self.ticket = 0
         self.is_done = False
-        self.local: dict[int, dict[str, Any]] = {}
         self.joiners: list[Waiter] = []
         self.ident = kernel.new_id()
         self.greenlet = greenlet(self._main, kernel.hub)

@@ -434,7 +434,6 @@ socket = Stand(
     {
         "socket": SimSocket,
         "getaddrinfo": _resolve,
-        "gethostname": lambda: RUNTIME.process.name,
     },
 )
 fcntl = Stand(real_fcntl, {"ioctl": lambda sock, request, argument: bytes(len(argument))})

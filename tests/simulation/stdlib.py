@@ -233,18 +233,6 @@ class Thread:
         return self._task is not None and not self._task.is_done
 
 
-class Local:
-    """``threading.local``: instance attributes are per task."""
-
-    def __getattribute__(self, name: str) -> Any:
-        task = RUNTIME.kernel.current
-        own = task.local.get(id(self), {}) if task is not None else {}
-        return own[name] if name in own else object.__getattribute__(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        RUNTIME.task.local.setdefault(id(self), {})[name] = value
-
-
 def _ident() -> int:
     task = RUNTIME.kernel.current
     return task.ident if task is not None else 0
@@ -259,7 +247,6 @@ threading = Stand(
         "Event": Event,
         "Semaphore": Semaphore,
         "Thread": Thread,
-        "local": Local,
         "get_ident": _ident,
         "get_native_id": _ident,
     },
@@ -321,7 +308,6 @@ os = Stand(
         "cpu_count": lambda: RUNTIME.process.num_cores,
         "getpriority": lambda *_: 0,
         "setpriority": _ignore,
-        "sched_getaffinity": lambda *_: set(range(RUNTIME.process.num_cores)),
     },
 )
 random = Stand(

@@ -15,12 +15,7 @@ from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.tiers import UnwrittenGate, read_settings
-from tests.support.engines.stepped_model import (
-    VOCABULARY,
-    SteppedEngine,
-    SteppedModel,
-    sequence,
-)
+from tests.support.engines.stepped_model import VOCABULARY, SteppedEngine, SteppedModel, sequence
 from tests.support.redis.servers import Server
 from tests.support.torch_threads import one_torch_thread
 

@@ -15,14 +15,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import ModelShape
-from tests.support.engines.asks import (
-    Answer,
-    Ask,
-    add,
-    ask,
-    ask_all,
-    prefill,
-)
+from tests.support.engines.asks import Answer, Ask, add, ask, ask_all, prefill
 from tests.support.engines.calls import check_integrity, forget
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, log_stats, metrics
 from tests.support.engines.probe import EngineProbe

@@ -17,9 +17,7 @@ import pytest
 from vllm.model_executor import models as vllm_models
 
 from lmcache_connector.vllm_compat import weights as weights_module
-from lmcache_connector.vllm_compat.weights import (
-    weights_identity,
-)
+from lmcache_connector.vllm_compat.weights import weights_identity
 from lmcache_connector.weight_names import WeightFiles
 from tests.support.vllm_configs import vllm_config
 

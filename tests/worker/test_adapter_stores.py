@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lmcache_connector.plans import (
-    AdapterRef,
-    LoadedAdapterList,
-    Outcome,
-    StepPlan,
-)
+from lmcache_connector.plans import AdapterRef, LoadedAdapterList, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads

@@ -9,13 +9,7 @@ import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
-from tests.support.redis.chunks import (
-    GEOMETRY,
-    chunk_data,
-    get_all,
-    open_tier,
-    put_all,
-)
+from tests.support.redis.chunks import GEOMETRY, chunk_data, get_all, open_tier, put_all
 from tests.support.redis.servers import Server, running_server
 
 # A few MiB: an empty server takes one or two.

@@ -19,14 +19,7 @@ from lmcache_connector.storage.chunk_codec import (
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.redis.chunks import (
-    chunk_data,
-    chunk_key,
-    get_all,
-    kv_data,
-    open_tier,
-    put_all,
-)
+from tests.support.redis.chunks import chunk_data, chunk_key, get_all, kv_data, open_tier, put_all
 from tests.support.redis.servers import Server
 
 # Chunk 1 of three is spoiled, by each of these means.

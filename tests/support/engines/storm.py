@@ -63,21 +63,7 @@ class StormReport:
     loaded_requests: int = 0
     nearest: float = 0.0
     far: list[tuple[int, str, int, float]] = field(default_factory=list)
-    counts: Samples = field(default_factory=Samples)
-
-    def __str__(self) -> str:
-        counts = self.counts
-        return (
-            f"{self.requests} requests ({self.aborted} aborted), {self.resets} resets, "
-            f"{self.updates} updates, {self.damaged} values damaged, "
-            f"{self.preemptions} preemptions, hits: "
-            f"{counts.total('hit_tokens', 'cpu'):.0f} tokens from memory, "
-            f"{counts.total('hit_tokens', 'redis'):.0f} from Redis, "
-            f"failed loads {counts.by_label('failed_loads')}, "
-            f"dropped stores {counts.total('dropped_stores'):.0f}, {self.checked_blocks} blocks of "
-            f"{self.loaded_requests} loaded requests checked, {len(self.far)} far, "
-            f"others at most {self.nearest:.3f} away"
-        )
+    counts: Samples = field(default_factory=Samples, repr=False)
 
 
 @dataclass

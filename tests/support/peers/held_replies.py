@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 from tests.support.redis.loopback_proxy import LoopbackProxy, cut
 
@@ -52,13 +51,3 @@ class HeldReplies(LoopbackProxy):
                         held.clear()
                     self._changed.notify_all()
         self._end(client, server)
-
-
-@contextlib.contextmanager
-def held_replies(target_port: int) -> Iterator[HeldReplies]:
-    """A proxy to ``target_port``, closed afterwards."""
-    proxy = HeldReplies(target_port)
-    try:
-        yield proxy
-    finally:
-        proxy.close()

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
@@ -98,11 +98,8 @@ def put_all(
 
 def count_found(url: str, count: int) -> int:
     """How many of the first ``count`` chunks a look-up finds, up to the first that is missing."""
-    lookup = RedisLookup(config(url), [PARTS])
-    try:
+    with closing(RedisLookup(config(url), [PARTS])) as lookup:
         return lookup.exists_prefix([chunk_key(i) for i in range(count)], time.monotonic() + 5.0)
-    finally:
-        lookup.close()
 
 
 def get_all(
