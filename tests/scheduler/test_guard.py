@@ -193,6 +193,24 @@ def wait_for(engine: ShadowEngine, is_so: Callable[[], bool]) -> None:
     raise AssertionError("it does not come to that")
 
 
+@pytest.mark.parametrize("call", ["build_connector_meta", "take_events"])
+def test_no_block_stays_pinned_after_a_call_that_raises(model: Path, call: str) -> None:
+    """Nobody ends the stores that are forgotten."""
+    faults = Faults(stuck=True)
+    engine = ShadowEngine(model, Shape(num_blocks=60, prefix_caching=False), 0, faults)
+    for number in range(2):
+        engine.add(prompt(number, 100), 2)
+    engine.add(prompt(2, 100), 40)
+    wait_for(engine, lambda: len(engine.live) == 1)
+    assert engine.adapter.held.num_pins > 0
+    planter = Planter(engine.connector, call, 0, 1)
+    engine.step()
+    assert planter.has_raised
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
+
+
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_load_that_was_promised_when_a_call_raised_is_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch, is_sent: bool

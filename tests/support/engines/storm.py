@@ -141,7 +141,8 @@ class Storm:
         chance = self._chance
         prefix = chance.choice(self._prefixes)
         prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([1, 5, 60, 300]))]
-        wanted = chance.choice([2, 10, 60, 150])
+        room = self._probe.scheduler.max_model_len - len(prompt)
+        wanted = min(chance.choice([2, 10, 60, 150]), room)
         name = self._probe.add(prompt, wanted)
         self._prompts[name], self._wanted[name] = prompt, wanted
         self.report.requests += 1
@@ -160,7 +161,8 @@ class Storm:
                 self._kept.append(_Kept(number, prompt, blocks, self._weights))
                 self.report.loaded_requests += 1
         if output.finished:
-            assert len(answer) == self._wanted.pop(name), name
+            wanted, reason = self._wanted.pop(name), output.outputs[0].finish_reason
+            assert len(answer) == wanted, (name, len(prompt), len(answer), wanted, reason)
             if len(prompt) + len(answer) < 1700 and self._chance.random() < 0.3:
                 self._prefixes[self._chance.randrange(len(self._prefixes))] = [*prompt, *answer]
 
