@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.kv_parts.owners import Owners, Share
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, HostSocket
 from lmcache_connector.peers.tier import PeerTier
@@ -150,6 +151,26 @@ def test_what_cannot_be_read_any_more_is_stored_here(pair: Pair) -> None:
         if loaded[-1] < 4:  # computed again, and stored as what is computed is
             pair.store(1)
     assert loaded[-4:] == [4] * 4, loaded
+
+
+def test_the_first_load_that_finds_nothing_is_the_last(pair: Pair) -> None:
+    """Even if the rank that could not read had a copy of its own until then."""
+    index = ChunkIndex(2)
+    index.share(PAIR.needed([rank.engine.share.reads for rank in pair.ranks]), PAIR.numbers)
+    pair.store(1)
+    first, chunk = pair.ranks[0], key(1, 1)
+    first.engine.share.reads = frozenset()  # as while its owner was away
+    first.store(1, MINE)
+    first.engine.share.reads = frozenset({1})
+    for number, rank in enumerate(pair.ranks):
+        index.apply(number, rank.engine.take_events())
+    assert chunk in index
+    first.engine.forget(chunk)
+    pair.ranks[1].engine.forget(chunk)
+    pair.ranks[1].engine.take_events()  # lost, or late
+    assert first.load(1, MINE) == 1
+    index.apply(0, first.engine.take_events())
+    assert chunk not in index
 
 
 def test_an_owner_that_answers_is_not_away(tmp_path: Path) -> None:
