@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.plans import StoreJob
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.engines.api_server import running_api
 from tests.support.engines.calls import check_integrity, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
@@ -51,11 +53,11 @@ def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
     engine, begun, over = worker_of(probe)._engine, threading.Event(), threading.Event()
     store = engine.store
 
-    def endless(job: Any, fence: Any, cancelled: threading.Event, *more: Any) -> Any:
+    def endless(job: StoreJob, queued: QueuedJob) -> Any:
         begun.set()
-        while not cancelled.wait(0.01) and not over.is_set():
+        while not queued.cancelled.wait(0.01) and not over.is_set():
             pass
-        return store(job, fence, cancelled, *more)
+        return store(job, queued)
 
     engine.store = endless
     try:
