@@ -424,9 +424,8 @@ class Scheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Give the request's blocks back to vLLM; stores read them until vLLM reuses them. If vLLM
         ``is_updating`` from a step's output, they are pinned until :meth:`take_events` at least.
-        Returns
-        True if vLLM must keep the blocks until all ranks have stored them for another instance, and
-        the parameters for the router."""
+        Returns True if vLLM must keep the blocks until all ranks have stored them for another
+        instance, and the parameters for the router."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)

@@ -28,6 +28,18 @@ def open_lookup(
         lookup.close()
 
 
+@contextmanager
+def lookup_behind(
+    proxy: SlowProxy | HeldReplies, server: Server, clock: Callable[[], float] = time.monotonic
+) -> Iterator[RedisLookup]:
+    """A look-up that has found the first chunk through ``proxy``."""
+    with open_tier(server.url) as tier:
+        put_all(tier, range(1))
+    with proxy, open_lookup(proxy.url, clock=clock) as lookup:
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+        yield lookup
+
+
 def ask(lookup: RedisLookup, indices: range, seconds: float = 5.0) -> int:
     return lookup.exists_prefix([chunk_key(i) for i in indices], time.monotonic() + seconds)
 
@@ -79,10 +91,7 @@ def test_a_look_up_past_its_deadline_misses(valkey: Server) -> None:
 
 def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
     link = SlowLink()
-    with open_tier(valkey.url) as tier:
-        put_all(tier, range(1))
-    with SlowProxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
-        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+    with lookup_behind(SlowProxy(valkey.port, link), valkey) as lookup:
         link.set(stalled=True)
         talks_again = threading.Timer(8.0, link.set)
         talks_again.start()
@@ -101,11 +110,7 @@ def connections(server: Server) -> set[str]:
 
 def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
     link = SlowLink()
-    with open_tier(valkey.url) as tier:
-        put_all(tier, range(1))
-
-    with SlowProxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
-        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+    with lookup_behind(SlowProxy(valkey.port, link), valkey) as lookup:
         before = connections(valkey)
         link.set(stalled=True)
         assert ask(lookup, range(1), seconds=0.1) == 0
@@ -124,10 +129,8 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
         lost += pause
         return time.monotonic() + lost
 
-    with open_tier(valkey.url) as tier:
-        put_all(tier, range(1))
-    with HeldReplies(valkey.port) as proxy, open_lookup(proxy.url, clock=clock) as lookup:
-        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+    proxy = HeldReplies(valkey.port)
+    with lookup_behind(proxy, valkey, clock) as lookup:
         before = connections(valkey)
         proxy.is_holding = True
         assert ask(lookup, range(1), seconds=0.01) == 0
@@ -140,10 +143,8 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
 
 
 def test_a_server_that_owes_the_end_of_an_answer_is_silent(valkey: Server) -> None:
-    with open_tier(valkey.url) as tier:
-        put_all(tier, range(1))
-    with HeldReplies(valkey.port) as proxy, open_lookup(proxy.url) as lookup:
-        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+    proxy = HeldReplies(valkey.port)
+    with lookup_behind(proxy, valkey) as lookup:
         before = connections(valkey)
         proxy.is_holding = True
         assert ask(lookup, range(400), seconds=0.01) == 0
