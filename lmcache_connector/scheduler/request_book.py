@@ -57,7 +57,7 @@ class RequestBook:
     def __post_init__(self) -> None:
         self.adapters = self.identifier.adapters
         self._encoders = EncoderWitness()
-        self._adapted: set[str] = set()  # requests with an adapter, if adapters leak
+        self._plain: set[str] = set()  # running requests without an adapter, if adapters leak
         self._states: dict[str, RequestState] = {}
         self.states: Mapping[str, RequestState] = self._states
 
@@ -97,12 +97,12 @@ class RequestBook:
         return self.identifier.is_current(request, wait)
 
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the step computes a request with an adapter, maybe one that bypasses. Called for
-        each step where adapters leak."""
-        self._adapted -= scheduler_output.finished_req_ids
-        new = (each for each in scheduler_output.scheduled_new_reqs if each.lora_request)
-        self._adapted.update(each.req_id for each in new)
-        return not self._adapted.isdisjoint(scheduler_output.num_scheduled_tokens)
+        """Whether the step may compute a request with an adapter, maybe one that bypasses. Called
+        for each step where adapters leak; requests whose first step a failure lost are unknown."""
+        self._plain -= scheduler_output.finished_req_ids
+        for new in scheduler_output.scheduled_new_reqs:
+            (self._plain.discard if new.lora_request else self._plain.add)(new.req_id)
+        return not self._plain.issuperset(scheduler_output.num_scheduled_tokens)
 
     def computes_its_own(
         self, state: RequestState, num_tokens: int, *, leaks: bool
@@ -141,6 +141,7 @@ class RequestBook:
 
     def forget_all(self) -> None:
         self._states.clear()
+        self._plain.clear()
         self._encoders.clear()
         self.identifier.forget_all()
 

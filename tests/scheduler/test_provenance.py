@@ -135,3 +135,25 @@ def test_an_adapter_that_leaks_inside_a_block_ends_what_is_stored(
     engine.run_until_idle()
     engine.check_whole()
     assert engine.ranks[0].num_stored_chunks == len(PROMPT) // engine.shape.chunk_size
+
+
+def test_a_step_that_a_failure_lost_hides_no_adapter(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request with the adapter began in it, and runs on."""
+    monkeypatch.setattr("lmcache_connector.scheduler.build.adapters_leak", lambda config: True)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, CALM)
+    engine.add(PROMPT, 1)
+    assert num_stores(engine) == 1
+    adapted = engine.add(prompt(6, 5), 60, adapter="lora-a")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "build_plan", lambda _: 1 / 0)
+        while not engine.requests[adapted].num_computed_tokens:
+            engine.step()
+    plain = engine.add(prompt(7, 4 * BLOCK_SIZE + 1), 1)
+    while not engine.requests[plain].is_finished():
+        engine.step()
+    assert not engine.requests[adapted].is_finished()
+    assert num_stores(engine) == 1
+    engine.add(prompt(8, 4 * BLOCK_SIZE + 1), 1)
+    assert num_stores(engine) == 2
