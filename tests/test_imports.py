@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 512,
         "requests": 958,
         "retention": 755,
-        "storage/redis": 2935,
+        "storage/redis": 2815,
         "tracing": 85,
         "weight_names": 280,
     },
@@ -47,7 +47,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "errors": 55,
         "keys": 605,
         "kv_parts": 425,
-        "net": 500,
+        "net": 485,
         "threads": 165,
     },
 )
