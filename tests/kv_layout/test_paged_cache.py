@@ -81,7 +81,7 @@ def test_layers_of_different_width_may_share_blocks() -> None:
     view = PagedLayout.from_kv_caches(
         {"wide": wide, "narrow": narrow}, {"wide": SPEC, "narrow": LayerSpec(2, 16, 8)}
     )
-    assert view.table.content_bytes.tolist() == [24, 8]
+    assert view.layers.content_bytes.tolist() == [24, 8]
     assert view.spans.tolist() == [[wide.data_ptr(), narrow[4].data_ptr() + 2 * 16 * 8]]
 
 
