@@ -34,7 +34,6 @@ it, end its stalls. Peers are not probed: their stalls end by a trial.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import takewhile
 from math import ceil, inf
 from typing import Literal
@@ -151,24 +150,33 @@ class CostModel:
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
         """Decide one request, once: the decision may put a tier on trial."""
-        compute_seconds = self._rest_seconds(offer, 0)
-        if not offer.tiers:
-            return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
+        compute_seconds = self.compute_seconds(offer.context_tokens, offer.prompt_tokens) or 0.0
         if self.mode == "always" or not self._prefill.known:
-            *_, longest = (Prefix(), *self._to_compare(offer))
-            if self.mode != "always":
-                return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
-            answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
-            whole, seconds = len(offer.tiers), self._max_deadline_seconds
-            return replace(answer, num_chunks=whole, deadline_seconds=seconds)
-        best = self._best_with_trial(offer, compute_seconds)
-        if best.num_chunks:
-            reason = Reason.LOAD_FASTER if best.all_known else Reason.UNMEASURED
-        elif self.tiers[offer.tiers[0]].stalled:
-            reason = Reason.SOURCE_STALLED
+            *_, prefix = (Prefix(), *self._to_compare(offer))
+            reason = Reason.ALWAYS if self.mode == "always" else Reason.UNMEASURED
         else:
-            reason = Reason.COMPUTE_FASTER
-        return self._answer(offer, best, compute_seconds, reason)
+            prefix = self._best_with_trial(offer, compute_seconds)
+            if prefix.num_chunks:
+                reason = Reason.LOAD_FASTER if prefix.all_known else Reason.UNMEASURED
+            elif self.tiers[offer.tiers[0]].stalled:
+                reason = Reason.SOURCE_STALLED
+            else:
+                reason = Reason.COMPUTE_FASTER
+        num_chunks, deadline_seconds = prefix.num_chunks, 0.0
+        if num_chunks:
+            deadline_seconds = self._deadline_seconds(offer, prefix, compute_seconds)
+        else:
+            prefix = self._prefix(offer, len(offer.tiers))
+        if reason is Reason.ALWAYS:
+            num_chunks, deadline_seconds = len(offer.tiers), self._max_deadline_seconds
+        return LoadDecision(
+            num_chunks=num_chunks,
+            num_hit_chunks=len(offer.tiers),
+            deadline_seconds=deadline_seconds,
+            predicted_load_seconds=prefix.load_seconds,
+            predicted_compute_seconds=compute_seconds,
+            reason=reason,
+        )
 
     # -- the choice ----------------------------------------------------------------------------
 
@@ -207,7 +215,8 @@ class CostModel:
         end = offer.end_up_to(start + min(len(list(run)), most))
         while end > first:
             load_seconds = offer.bytes_of(end)[tier] * last_seconds / last_bytes
-            if load_seconds + self._rest_seconds(offer, end) <= longest:
+            rest_seconds = self.compute_seconds(offer.tokens_after(end), offer.prompt_tokens)
+            if load_seconds + (rest_seconds or 0.0) <= longest:
                 return end
             end = offer.end_up_to((start + end) // 2)
         return first
@@ -261,8 +270,8 @@ class CostModel:
             own_seconds += speed.seconds(num_bytes) * _CAUTION
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
-        rest_seconds = self._rest_seconds(offer, num_chunks)
-        times = (load_seconds, risky_seconds, own_seconds, rest_seconds)
+        rest_seconds = self.compute_seconds(offer.tokens_after(num_chunks), offer.prompt_tokens)
+        times = (load_seconds, risky_seconds, own_seconds, rest_seconds or 0.0)
         return Prefix(num_chunks, *times, failure_rate, all_known)
 
     def _ends(self, offer: LoadOffer) -> list[int]:
@@ -302,25 +311,3 @@ class CostModel:
             too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)
-
-    def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
-        start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
-        return self.compute_seconds(start, offer.prompt_tokens) or 0.0
-
-    def _answer(
-        self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason
-    ) -> LoadDecision:
-        if prefix.num_chunks:
-            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
-            load_seconds = prefix.load_seconds
-        else:
-            deadline = 0.0
-            load_seconds = self._prefix(offer, len(offer.tiers)).load_seconds
-        return LoadDecision(
-            num_chunks=prefix.num_chunks,
-            num_hit_chunks=len(offer.tiers),
-            deadline_seconds=deadline,
-            predicted_load_seconds=load_seconds,
-            predicted_compute_seconds=compute_seconds,
-            reason=reason,
-        )

@@ -13,7 +13,6 @@ from lmcache_connector.plans import Tier
 class Reason(Enum):
     """The reason for a decision; a metrics label."""
 
-    NO_HIT = "no_hit"
     ALWAYS = "always"
     UNMEASURED = "unmeasured"
     LOAD_FASTER = "load_faster"
@@ -23,7 +22,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on.
+    """A hit to decide on, of at least one chunk.
 
     ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
     there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes

@@ -182,6 +182,8 @@ class LoadPolicy:
         for tier in self.remote_tiers if self._fetching else ():
             shared = sum(self.bytes_of(key) for key in keys if (key, tier) in self._fetching)
             queued[tier] = max(0, queued[tier] - shared)
+        is_late = self._clock() - self._late_at < _FORGET_LATE_SECONDS
+        late_seconds = self._late_seconds if is_late else 0.0
         step_seconds = self._step_seconds()
         decision = self.model.decide(
             LoadOffer(
@@ -191,7 +193,7 @@ class LoadPolicy:
                 chunk_bytes=self._chunk_bytes,
                 tiers=tuple(tiers),
                 queued_bytes=queued,
-                wait_seconds=self._wait_seconds(after_job),
+                wait_seconds=late_seconds + self._stores.wait_seconds(after_job),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
                 ends=ends,
@@ -311,7 +313,7 @@ class LoadPolicy:
         for key, tier in places:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        copy_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[Tier.CPU].bytes_per_second
+        copy_seconds = self._queued_bytes[Tier.CPU] * self.model.tiers[Tier.CPU].seconds_per_byte
         wait_seconds = copy_seconds + self._stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
@@ -322,12 +324,8 @@ class LoadPolicy:
         """Every request of the step being planned waits for this copy."""
         self._copy_seconds += self.model.load_seconds(Tier.CPU, num_bytes)
 
-    def load_ended_in_step(self, results: Sequence[JobResult]) -> None:
-        """The slowest rank counts."""
-        self._observe_load(max(results, key=lambda result: result.seconds))
-
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """The rank that failed, or else the slowest, counts."""
+        """A load beside the steps has ended."""
         running = self._running.pop(job_id)
         for tier, count in running.num_bytes.items():
             self._queued_bytes[tier] -= count
@@ -335,13 +333,12 @@ class LoadPolicy:
         for fetch in running.fetches:
             if not self._fetching[fetch]:
                 del self._fetching[fetch]
-        slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
+        slowest = self.observe_load(results)
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
             late = min(late, running.deadline_seconds)  # more can only be a long forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
-        self._observe_load(slowest)
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -400,14 +397,11 @@ class LoadPolicy:
         now = (self._step_seconds(), self._num_others)
         return self.model.gain_seconds(tier, start, end, num_bytes, *now)
 
-    def _wait_seconds(self, after_job: int) -> float:
-        """Time before a load can begin, without the loads ahead of it."""
-        late = self._late_seconds if self._clock() - self._late_at < _FORGET_LATE_SECONDS else 0.0
-        return late + self._stores.wait_seconds(after_job)
-
-    def _observe_load(self, result: JobResult) -> None:
-        """Learn from a load. The copy's time counts as the tier's, even if the load was cut off,
-        because deadlines include it."""
+    def observe_load(self, results: Sequence[JobResult]) -> JobResult:
+        """Learn from a load, beside the steps or inside one. The rank that failed, or else the
+        slowest, counts; returns its result. The copy's time counts as the tier's, even if the load
+        was cut off, because deadlines include it."""
+        result = max(results, key=lambda each: (each.has_fetch_failed, each.seconds))
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
         now = self._clock()
@@ -419,17 +413,18 @@ class LoadPolicy:
             note(now, fetched.num_bytes, seconds)
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
+        return result
 
     def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
         if loads[0].has_failed:
             self.model.tiers[tier].cut_off(self._clock(), 0, loads[0].seconds)
             return
-        copy_speed = inf if tier is Tier.CPU else self.model.tiers[Tier.CPU].bytes_per_second
+        per_byte = 0.0 if tier is Tier.CPU else self.model.tiers[Tier.CPU].seconds_per_byte
         brought = [each for each in loads if each.num_bytes]
         if brought and self.model.is_stalled(tier):
             self.probes.restart()
-        copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
+        copied = [(each.num_bytes, each.seconds + each.num_bytes * per_byte) for each in brought]
         self.model.tiers[tier].measured(self._clock(), copied)
 
 

@@ -600,7 +600,7 @@ class Scheduler:
         if self.spans.is_on:
             self.spans.end(state.request, span_name(job), planned.span_attributes())
         if isinstance(job, LoadJob) and job.in_step:
-            self.policy.load_ended_in_step(planned.results)
+            self.policy.observe_load(planned.results)
         elif isinstance(job, LoadJob):
             self.transfers.drop_source(job.request_id)
             if job.source is None or job.source.is_trusted:
