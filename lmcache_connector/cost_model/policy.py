@@ -41,7 +41,6 @@ from lmcache_connector.plans import (
     Outcome,
     PrefillWork,
     RankReport,
-    StoreJob,
     Tier,
 )
 
@@ -118,6 +117,7 @@ class LoadPolicy:
     the largest share. Every chunk is needed of the first ``num_prefix_parts`` parts. A prompt
     passes ``num_stages`` pipeline stages one after the other. ``clock`` is monotonic, in seconds.
     ``remote_tiers``: the configured tiers below the CPU tier. ``probes``: when to measure Redis.
+    ``stores``: open stores, which the scheduler side reports to it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LoadPolicy:
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
         self._fetching: Counter[tuple[bytes, Tier]] = Counter()
-        self._stores = StoreBacklog(self._clock)
+        self.stores = StoreBacklog(self._clock)
         self._num_requests = 0
         self._waiting: set[str] = set()
         self._prompt_tokens = 0  # left of requests that run or begin
@@ -193,7 +193,7 @@ class LoadPolicy:
                 chunk_bytes=self._chunk_bytes,
                 tiers=tuple(tiers),
                 queued_bytes=queued,
-                wait_seconds=late_seconds + self._stores.wait_seconds(after_job),
+                wait_seconds=late_seconds + self.stores.wait_seconds(after_job),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
                 ends=ends,
@@ -294,17 +294,10 @@ class LoadPolicy:
         self._waiting.discard(request_id)
         self._num_requests = num_requests
 
-    def store_planned(self, job: StoreJob) -> None:
-        self._stores.planned(job.job_id)
-
-    def store_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """The slowest rank counts. Without results, no rank has received the job."""
-        self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
-
     @property
     def num_open(self) -> int:
         """Stores, and loads beside the steps, that have not ended."""
-        return len(self._stores) + len(self._running)
+        return len(self.stores) + len(self._running)
 
     def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
         """``tiers``: the tier of each of the job's chunks."""
@@ -314,7 +307,7 @@ class LoadPolicy:
             num_bytes[tier] += self.bytes_of(key)
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
         copy_seconds = self._queued_bytes[Tier.CPU] * self.model.tiers[Tier.CPU].seconds_per_byte
-        wait_seconds = copy_seconds + self._stores.wait_seconds(job.after_job)
+        wait_seconds = copy_seconds + self.stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():

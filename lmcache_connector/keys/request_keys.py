@@ -106,14 +106,6 @@ class RequestKeys:
     def num_hashed_tokens(self) -> int:
         return len(self.keys) * self._hasher.chunk_size
 
-    @property
-    def has_extras(self) -> bool:
-        return self.identity.has_extras
-
-    def extras(self, start: int, end: int) -> bytes:
-        """The part of a key besides tokens, for tokens ``[start, end)``."""
-        return self.identity.extras(start, end) if self.has_extras else b""
-
     def parent(self, chunk: int) -> bytes:
         """The key that the chunk's key is chained to."""
         return self.keys[chunk - 1] if chunk else self._root
@@ -125,7 +117,7 @@ class RequestKeys:
         end = self._hasher.num_chunks(len(token_ids)) * chunk_size
         if end <= start:
             return
-        starts = range(start, end, chunk_size) if self.has_extras else ()
+        starts = range(start, end, chunk_size) if self.identity.has_extras else ()
         extras = [self.identity.extras(at, at + chunk_size + lookahead) for at in starts]
         self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
         self._tail = self.keys[-1]
@@ -138,7 +130,7 @@ class RequestKeys:
         start, known = chunk * size, end + lookahead
         if end > start:
             key = self._hasher.tail_key(
-                self.parent(chunk), prompt[start:known], self.extras(start, known)
+                self.parent(chunk), prompt[start:known], self.identity.extras(start, known)
             )
             self.tail, self.loads_tail = Tail(chunk, end, key), loads
 

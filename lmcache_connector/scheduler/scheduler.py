@@ -552,7 +552,7 @@ class Scheduler:
         if isinstance(job, StoreJob):
             self.held.pin_passing(job)
             if not isinstance(job, AuditJob):  # no load waits for one
-                self.policy.store_planned(job)
+                self.policy.stores.planned(job.job_id)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self.settings.chunk_size, self.witness.hash_block_size
@@ -612,7 +612,8 @@ class Scheduler:
                 self.witness.invalidate_all()
                 self._abandon(self.book.separate(root, self.jobs.states))
         else:
-            self.policy.store_ended(job.job_id, planned.results)
+            seconds = [each.waited_seconds + each.seconds for each in planned.results]
+            self.policy.stores.ended(job.job_id, seconds)
             self._stores.ended(job, planned.results)
         self.kv_events.settle(job.keys, job.job_id)
         return [short] if short is not None else []

@@ -317,10 +317,9 @@ def test_one_long_forward_pass_prevents_no_load(policy: LoadPolicy, clock: Clock
 
 def test_a_load_waits_for_the_store_of_its_chunks(policy: LoadPolicy, clock: Clock) -> None:
     for job_id in range(1, 9):
-        policy.store_planned(jobs.store_job(job_id, "s", (b"k",), ((1,),)))
-        done = JobResult(job_id, Outcome.DONE, 1, 1, 0.5, waited_seconds=4.0)
-        policy.store_ended(job_id, [done])
-    policy.store_planned(jobs.store_job(9, "s", (b"k",), ((1,),)))
+        policy.stores.planned(job_id)
+        policy.stores.ended(job_id, [4.5])
+    policy.stores.planned(9)
 
     def decided(after_job: int) -> LoadDecision:
         return policy.decide(0, PROMPT + 100, KEYS, [Tier.CPU] * len(KEYS), after_job=after_job)
