@@ -26,7 +26,7 @@ Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -180,7 +180,7 @@ class LoadPolicy:
         queued = dict(self._queued_bytes)
         # Chunks that other loads fetch already will be copied from memory.
         for tier in self.remote_tiers if self._fetching else ():
-            shared = sum(self.bytes_of(key) for key in keys if (key, tier) in self._fetching)
+            shared = self.bytes_of([key for key in keys if (key, tier) in self._fetching])
             queued[tier] = max(0, queued[tier] - shared)
         is_late = self._clock() - self._late_at < _FORGET_LATE_SECONDS
         late_seconds = self._late_seconds if is_late else 0.0
@@ -266,9 +266,12 @@ class LoadPolicy:
         """Whether a load from memory costs less inside the step being planned than beside it."""
         return self.model.load_seconds(Tier.CPU, num_bytes) <= self._in_step_seconds()
 
-    def bytes_of(self, key: bytes) -> int:
-        """Size of the data stored under ``key``, on the rank with the largest share."""
-        return self._value_bytes[part_of(key, len(self._value_bytes))]
+    def bytes_of(self, keys: Collection[bytes]) -> int:
+        """Size of the data stored under these keys, on the rank with the largest share."""
+        sizes = self._value_bytes
+        if len(sizes) == 1:
+            return len(keys) * sizes[0]
+        return sum(sizes[part_of(key, len(sizes))] for key in keys)
 
     # -- measurements --------------------------------------------------------------------------
 
@@ -302,9 +305,9 @@ class LoadPolicy:
     def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
         """``tiers``: the tier of each of the job's chunks."""
         places = list(zip(job.keys, tiers, strict=True))
-        num_bytes = dict.fromkeys(Tier, 0)
-        for key, tier in places:
-            num_bytes[tier] += self.bytes_of(key)
+        num_bytes = {
+            tier: self.bytes_of([key for key, each in places if each is tier]) for tier in Tier
+        }
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
         copy_seconds = self._queued_bytes[Tier.CPU] * self.model.tiers[Tier.CPU].seconds_per_byte
         wait_seconds = copy_seconds + self.stores.wait_seconds(job.after_job)
@@ -341,7 +344,8 @@ class LoadPolicy:
         for work, seconds in slowest.items():
             in_all = seconds * self._num_stages
             self.model.observe_prefill(work.num_tokens, work.context_tokens, in_all)
-        self.observe_measured([report.measured for report in reports])
+        if any(report.measured for report in reports):
+            self.observe_measured([report.measured for report in reports])
 
     def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
         """Measurements of each rank, at its start or by a probe. The slowest rank counts."""

@@ -224,7 +224,7 @@ class HitFinder:
         return self.policy.is_worth_a_step(
             min(num_known, num_tokens - 1),
             num_tokens,
-            sum(map(self.policy.bytes_of, asked.asked_keys)),
+            self.policy.bytes_of(asked.asked_keys),
             found_share,
             seconds,
         )
