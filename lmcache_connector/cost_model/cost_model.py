@@ -51,7 +51,7 @@ MIN_DEADLINE_SECONDS = 0.010
 UNMEASURED_LOAD_SECONDS = 0.250
 """Longest predicted load while the time to compute is unknown; also the assumed load time of an
 unknown tier."""
-_MIN_GAIN_SHARE = 0.05
+MIN_GAIN_SHARE = 0.05
 """Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
 """Share of a decode step: a prefill that adds less is lost in the step's noise. Without this, ten
@@ -126,27 +126,6 @@ class CostModel:
         """Whether the tier has delivered nothing lately."""
         speed = self.tiers[tier]
         return speed.stalled and not speed.is_outdated(self._clock())
-
-    def gain_seconds(
-        self,
-        tier: Tier,
-        start: int,
-        end: int,
-        num_bytes: int,
-        step_seconds: float | None = None,
-        waiting_requests: int = 0,
-    ) -> float:
-        """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
-        tokens ``[start, end)``, less the error of predictions. Negative if compute is faster;
-        infinite if unknown, or if every hit is loaded. Other arguments: see :class:`LoadOffer`."""
-        speed = self.tiers[tier]
-        compute_seconds = self.compute_seconds(start, end)
-        if self.mode == "always" or compute_seconds is None or not speed.known:
-            return inf
-        load_seconds = speed.seconds(num_bytes)
-        lost_seconds = self.steps.wait_seconds(load_seconds, step_seconds) - load_seconds
-        price_seconds = load_seconds + lost_seconds / (1 + waiting_requests)
-        return compute_seconds * (1 - _MIN_GAIN_SHARE) - price_seconds
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
         """Decide one request, once: the decision may put a tier on trial."""
@@ -229,7 +208,7 @@ class CostModel:
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
             saved_seconds = compute_seconds - prefix.rest_seconds
-            if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
+            if price_seconds > saved_seconds * (1 - MIN_GAIN_SHARE):
                 continue
             if saved_seconds - price_seconds > best_gain:
                 best, best_gain = prefix, saved_seconds - price_seconds

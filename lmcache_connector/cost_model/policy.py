@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.cost_model import MIN_GAIN_SHARE, CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.cost_model.steps import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
@@ -390,9 +390,17 @@ class LoadPolicy:
         return min(max(small_seconds, lost_seconds / (1 + others)), _MAX_IN_STEP_SECONDS)
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
-        """Gain over compute beside the steps that run now."""
-        now = (self._step_seconds(), self._num_others)
-        return self.model.gain_seconds(tier, start, end, num_bytes, *now)
+        """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
+        tokens ``[start, end)`` beside the steps that run now, less the error of predictions.
+        Negative if compute is faster; infinite if unknown, or if every hit is loaded."""
+        compute_seconds = self.compute_seconds(start, end)
+        load_seconds = self.model.load_seconds(tier, num_bytes)
+        if inf in (compute_seconds, load_seconds):
+            return inf
+        lost_seconds = self.model.steps.wait_seconds(load_seconds, self._step_seconds())
+        lost_seconds -= load_seconds
+        price_seconds = load_seconds + lost_seconds / (1 + self._num_others)
+        return compute_seconds * (1 - MIN_GAIN_SHARE) - price_seconds
 
     def observe_load(self, results: Sequence[JobResult]) -> JobResult:
         """Learn from a load, beside the steps or inside one. The rank that failed, or else the
