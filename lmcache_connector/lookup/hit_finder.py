@@ -67,7 +67,10 @@ class HitFinder:
         if isinstance(places, Pending):
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
-        while (whole := self._up_to_stores(asked, num_computed_tokens, keys, hit)) is not hit:
+        while hit and self.index.needed is not None:
+            whole = self._up_to_stores(asked, num_computed_tokens, keys, hit)
+            if whole is hit:
+                break
             if self._waits_for_stores(asked, num_computed_tokens, whole.stop, hit.stop):
                 return PENDING
             hit = whole
@@ -233,8 +236,6 @@ class HitFinder:
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
     ) -> Hit:
         """``hit``, cut short before chunks that other ranks are still storing."""
-        if self.index.needed is None or not hit:
-            return hit
         for part, of_part in zip(self.parts, keys, strict=True):
             end = asked.keys.end_of(hit.stop)
             chunks = chunks_to_load(part, self.chunk_size, num_computed_tokens, end)
