@@ -16,15 +16,13 @@ from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_pre
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
     MISS,
-    PENDING,
     BackgroundLookup,
-    Pending,
     RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 
 # An older answer is renewed before a request is scheduled: while the request queued, other requests
 # may have stored shared chunks, and the CPU tier may have evicted some.

@@ -27,7 +27,6 @@ from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
 from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule
-from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
@@ -44,7 +43,6 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
-from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
@@ -54,7 +52,7 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.scheduler.transfers import RequestTransfers
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -163,7 +161,7 @@ class Scheduler:
 
     def _enter(
         self, request: Request, wait: StepWait | None = None
-    ) -> RequestState | Literal[NotYet.UNREAD] | None:
+    ) -> RequestState | Literal[Pending.PENDING] | None:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
@@ -180,7 +178,7 @@ class Scheduler:
         wait = self._wait if self.is_idle else None
         state = self._enter(request, wait)
         is_current = self.book.is_current(request, wait)
-        if state is UNREAD or is_current is UNREAD:
+        if state is PENDING or is_current is PENDING:
             # Even without a hit: KV computed before the request is identified is not stored.
             return None
         if state is None or not is_current:
