@@ -120,9 +120,7 @@ class BackgroundLookup:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
-            tiers = self._lookup.find(pending.keys, pending.deadline)
-            places = zip(pending.keys, tiers, strict=True)
-            found: Places = {key: tier for key, tier in places if tier is not None}
+            found: Places = self._lookup.find(pending.keys, pending.deadline)
             share = len(found) / max(1, len(pending.keys))
             self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed

@@ -44,12 +44,11 @@ class SlowLookup(GatedLookup):
         self.num_held: int | None = None
         self.gate.set()
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
         assert self.gate.wait(30.0)
         self._time.now += self.seconds[0]
         self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
-        num_held = len(keys) if self.num_held is None else self.num_held
-        return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
+        return dict.fromkeys(keys[: self.num_held], Tier.REDIS)
 
 
 class Told(KvEventLog):
