@@ -276,7 +276,7 @@ class CostModel:
             if self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds:
                 return own_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
-        return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
+        return own_seconds + (wait_seconds - own_seconds) / offer.num_waiting
 
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See "The deadline" in the module's docstring."""
@@ -287,6 +287,6 @@ class CostModel:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
             saved = compute_seconds - prefix.rest_seconds
-            too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
+            too_late = saved * offer.num_waiting + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)

@@ -29,7 +29,7 @@ class LoadOffer:
     per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
     load, which can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
-    ``waiting_requests``: other requests with no token yet, and none being computed.
+    ``num_waiting``: requests with no token yet, and none being computed, this one included.
 
     ``ends`` lists, in ascending order, the numbers of chunks after which a load may end; empty: any
     number. A load of ``n`` chunks also needs ``other_bytes(n)`` of each tier.
@@ -45,7 +45,7 @@ class LoadOffer:
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
     wait_seconds: float = 0.0
     step_seconds: float | None = None
-    waiting_requests: int = 0
+    num_waiting: int = 1
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
     num_firm: int = 0

@@ -195,7 +195,7 @@ class LoadPolicy:
                 queued_bytes=queued,
                 wait_seconds=late_seconds + self.stores.wait_seconds(after_job),
                 step_seconds=step_seconds,
-                waiting_requests=self._num_others,
+                num_waiting=max(1, len(self._waiting)),
                 ends=ends,
                 other_bytes=other_bytes,
                 num_firm=num_firm,
@@ -249,7 +249,7 @@ class LoadPolicy:
         chunks asked for. ``found_share``: share of chunks found by recent lookups.
         ``left_seconds``: rest of the wait that :meth:`lookup_seconds` allows.
         """
-        lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
+        lost_seconds = (self._step_seconds() or 0.0) / max(1, len(self._waiting))
         if lost_seconds <= left_seconds:
             return True
         asked = context_tokens, prompt_tokens, num_bytes
@@ -361,11 +361,6 @@ class LoadPolicy:
         """Remote tiers that are not known to have stalled."""
         return [tier for tier in self.remote_tiers if not self.model.is_stalled(tier)]
 
-    @property
-    def _num_others(self) -> int:
-        """Waiting requests beside the one in question."""
-        return max(0, len(self._waiting) - 1)
-
     def _step_seconds(self) -> float | None:
         """Length of the steps after the one being planned; ``None`` if nothing runs in them. The
         remaining prompt tokens are computed in this step and, if too many, in later ones."""
@@ -399,7 +394,7 @@ class LoadPolicy:
             return inf
         lost_seconds = self.model.steps.wait_seconds(load_seconds, self._step_seconds())
         lost_seconds -= load_seconds
-        price_seconds = load_seconds + lost_seconds / (1 + self._num_others)
+        price_seconds = load_seconds + lost_seconds / max(1, len(self._waiting))
         return compute_seconds * (1 - MIN_GAIN_SHARE) - price_seconds
 
     def observe_load(self, results: Sequence[JobResult]) -> JobResult:
