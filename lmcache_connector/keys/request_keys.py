@@ -97,7 +97,7 @@ class RequestKeys:
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
         self.identity = identity
-        self._root = self._tail = hasher.root_key(identity.root())
+        self._root = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
         self.tail: Tail | None = None
         self.loads_tail = False
@@ -119,8 +119,8 @@ class RequestKeys:
             return
         starts = range(start, end, chunk_size) if self.identity.has_extras else ()
         extras = [self.identity.extras(at, at + chunk_size + lookahead) for at in starts]
-        self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
-        self._tail = self.keys[-1]
+        parent = self.parent(len(self.keys))
+        self.keys += self._hasher.extend(parent, token_ids[start : end + lookahead], extras)
 
     def name_tail(self, prompt: Sequence[int], *, loads: bool) -> None:
         """Name the tail of a transferred prompt. Its last token is computed by the receiver."""
@@ -155,4 +155,3 @@ class RequestKeys:
     def shorten(self, num_tokens: int) -> None:
         """Forget keys of chunks that are incomplete in the first ``num_tokens``."""
         del self.keys[num_tokens // self._hasher.chunk_size :]
-        self._tail = self.keys[-1] if self.keys else self._root
