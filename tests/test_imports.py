@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 820},
     {"connector": 590, "stepwise": 1265},
-    {"integrations": 320, "scheduler": 3261, "worker": 3685},
+    {"integrations": 320, "scheduler": 3245, "worker": 3675},
     {"lookup": 705, "vllm_compat": 2530},
     {"config": 823, "copy_kv_blocks": 1095, "peers": 2745},
     {
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 755,
-        "storage/redis": 2970,
+        "storage/redis": 2935,
         "tracing": 85,
         "weight_names": 280,
     },
