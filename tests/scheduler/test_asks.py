@@ -82,7 +82,7 @@ def unread(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unread_again(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.adapter.book, "is_current", lambda *_: PENDING)
+    monkeypatch.setattr(engine.adapter.book.identifier, "is_current", lambda *_: PENDING)
 
 
 def unanswered(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
