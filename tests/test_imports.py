@@ -35,7 +35,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "kv_layout": 458,
         "metrics": 512,
         "requests": 958,
-        "retention": 755,
+        "retention": 690,
         "storage/redis": 2970,
         "tracing": 85,
         "weight_names": 280,

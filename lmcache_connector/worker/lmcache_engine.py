@@ -45,8 +45,7 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.retention.leaving import WAIT_SECONDS, LeavingChunks
-from lmcache_connector.retention.ledger import Ledger
-from lmcache_connector.retention.queues import Holdings, Limits
+from lmcache_connector.retention.ledger import Holdings, Ledger, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
@@ -260,7 +259,7 @@ class LMCacheEngineAdapter:
         the ledger processes the notes later."""
         for use in uses:
             here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
-            self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
+            self._ledger.note(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def offer_due(self) -> float:
         """Offer chunks that Redis may lack. Returns the seconds until the next call."""

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.retention.queues import Holdings
+from lmcache_connector.retention.ledger import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.setup import ONE_HEAD

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.plans import Fetched, JobResult, Outcome, Tier
-from lmcache_connector.retention.queues import Holdings
+from lmcache_connector.retention.ledger import Holdings
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
