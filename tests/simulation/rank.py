@@ -140,7 +140,7 @@ class Rank:
 
     def pins(self) -> dict[bytes, float]:
         """Until when each pinned chunk is, on the process's clock."""
-        chunks = self._engine._ledger._chunks.items()
+        chunks = self._engine.ledger._chunks.items()
         return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
 
     def keys_in_memory(self) -> set[bytes]:
@@ -153,7 +153,7 @@ class Rank:
 
     @property
     def holdings(self) -> Holdings:
-        return self._engine.holdings()  # type: ignore[no-any-return]
+        return self._engine.ledger.holdings()  # type: ignore[no-any-return]
 
     def meet(self, ranks: Sequence[Rank]) -> None:
         """All ranks of the engine: whose memory this one reads."""

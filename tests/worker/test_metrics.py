@@ -41,7 +41,8 @@ class Rank:
             stats=lambda: TIER, take_write_times=lambda: [times.pop()] if times else []
         )
         jobs: Any = SimpleNamespace(num_open=2)
-        engine: Any = SimpleNamespace(used_bytes=10, holdings=Holdings)
+        ledger = SimpleNamespace(holdings=Holdings)
+        engine: Any = SimpleNamespace(used_bytes=10, ledger=ledger)
         transfers: Any = SimpleNamespace(num_refused=0)
         self.metrics = WorkerMetrics(0, 100, jobs, engine, redis, None, transfers, lambda: self.now)
 
