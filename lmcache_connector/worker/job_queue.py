@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, Outcome, StoreJob
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate, WaitingJobs
+from lmcache_connector.worker.waiting_jobs import BY_TURN, Job, QueuedJob, StepGate, WaitingJobs
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -106,11 +107,12 @@ class JobQueue:
             self.is_busy = True
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay
-                (self._audits if isinstance(job, AuditJob) else self._stores).add(queued)
+                waiting = self._audits if isinstance(job, AuditJob) else self._stores
                 is_awaited, wake = job.is_awaited, self._store_came
             else:
-                (self._fetching_loads if job.may_fetch else self._cpu_loads).add(queued)
+                waiting = self._fetching_loads if job.may_fetch else self._cpu_loads
                 is_awaited, wake = job.after_job in self._open, self._load_may_run
+            insort(waiting, queued, key=BY_TURN)
             if is_awaited:  # stores run in order
                 self._begin_stores()
             wake.notify_all()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import insort
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
@@ -33,7 +32,7 @@ _FENCE_LOOK_SECONDS = 0.001
 """Fences are polled, at a few microseconds each."""
 _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
-_BY_TURN = attrgetter("turn", "job.job_id")
+BY_TURN = attrgetter("turn", "job.job_id")
 """Among equal turns, the job that was planned first."""
 
 
@@ -123,16 +122,13 @@ class QueuedJob:
 
 
 class WaitingJobs(list[QueuedJob]):
-    """Jobs for lanes of one kind, by turn. ``open_jobs``: ids of jobs that have not ended.
+    """Jobs for lanes of one kind, sorted by turn. ``open_jobs``: ids of jobs that have not ended.
     ``fetching``: chunks that lanes are fetching."""
 
     def __init__(self, open_jobs: Collection[int], fetching: Set[bytes]) -> None:
         super().__init__()
         self._open_jobs = open_jobs
         self._fetching = fetching
-
-    def add(self, queued: QueuedJob) -> None:
-        insort(self, queued, key=_BY_TURN)
 
     def next(self, now: float) -> tuple[QueuedJob | None, float]:
         """Remove and return the job that is to begin; ``None``, and the seconds until one may begin

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.worker.waiting_jobs import _FENCE_LOOK_SECONDS, QueuedJob, WaitingJobs
+from lmcache_connector.worker.waiting_jobs import (
+    _FENCE_LOOK_SECONDS,
+    BY_TURN,
+    QueuedJob,
+    WaitingJobs,
+)
 from tests.support.jobs import load_job
 
 
@@ -51,7 +57,7 @@ class Lanes:
         self.fences += fences
         queued = QueuedJob(job, fences[0] if fences else None, self.now)
         self.waiting.append(queued)
-        self.loads.add(queued)
+        insort(self.loads, queued, key=BY_TURN)
 
     def begin(self, _: int = 0) -> None:
         """The next load, and no other than a look at all of them finds."""
