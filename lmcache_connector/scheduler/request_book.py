@@ -92,10 +92,6 @@ class RequestBook:
         state.keys.extend(request.all_token_ids)
         return state
 
-    def is_current(self, request: Request, wait: StepWait | None) -> bool | NotYet:
-        """Whether vLLM would still compute what the keys name. ``UNREAD``: ask again."""
-        return self.identifier.is_current(request, wait)
-
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether the step may compute a request with an adapter, maybe one that bypasses. Called
         for each step where adapters leak; requests whose first step a failure lost are unknown."""

@@ -179,7 +179,7 @@ class Scheduler:
         self._wait.is_idle = self.is_idle
         wait = self._wait if self.is_idle else None
         state = self._enter(request, wait)
-        is_current = self.book.is_current(request, wait)
+        is_current = self.book.identifier.is_current(request, wait)
         if state is UNREAD or is_current is UNREAD:
             # Even without a hit: KV computed before the request is identified is not stored.
             return None
@@ -520,17 +520,6 @@ class Scheduler:
         self.book.weights.reset(is_external=True)
         self._doubt_weights()
 
-    def check_integrity(self) -> None:
-        """Raises ``AssertionError`` if anything is left once all requests are gone."""
-        assert len(self.book) == 0, f"{len(self.book)} requests have not been dropped"
-        assert len(self.jobs) == 0, f"{len(self.jobs)} jobs have not ended"
-        assert not self.policy.num_open, "the cost model counts jobs that have ended"
-        assert self.index.num_planned == 0, "chunks are still planned"
-        assert not self.held.num_pins, "blocks are still pinned"
-        assert not self._ask_until, "vLLM is still to ask for a request again"
-        assert not self._to_compute, "requests are still excluded from loads"
-        assert len(self.transfers) == 0, "KV transfers have not ended"
-
     def shutdown(self) -> None:
         self.hits.close()
         self.book.close()
@@ -596,7 +585,7 @@ class Scheduler:
 
     def _end(self, planned: PlannedJob) -> list[ShortLoad]:
         state, job, short = planned.state, planned.job, None
-        self.held.forget(job.job_id)
+        self.held.ended(job.job_id)
         if self.spans.is_on:
             self.spans.end(state.request, span_name(job), planned.span_attributes())
         if isinstance(job, LoadJob) and job.in_step:

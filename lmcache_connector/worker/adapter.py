@@ -57,8 +57,6 @@ _ADAPTER_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 # Share of the CPU tier that KV transfers to other instances may keep until they are read.
 _TRANSFER_SHARE = 1 / 4
-# After a forward pass on CPU, writes to Redis wait so long for the next one.
-_HOLD_SECONDS = 0.01
 _NO_UPDATES: StepOutput = StepOutput()
 
 
@@ -102,7 +100,6 @@ class WorkerAdapter:
         make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
-        self._clock = clock
         self._lora_loads = lora_loads or LoraLoads(None)
         self._weights = weights
         rank = settings.engine.rank
@@ -121,7 +118,6 @@ class WorkerAdapter:
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
         self._tier = tiers.redis
         self._engine, self._jobs = tiers.engine, tiers.jobs
-        self._hold_writes = tiers.hold_writes
         self.self_test = tiers.self_test
         capacity_bytes, chunks = int(settings.engine.rank_gib * 2**30), self._engine.chunks
         max_bytes = int(capacity_bytes * _TRANSFER_SHARE)
@@ -183,10 +179,7 @@ class WorkerAdapter:
             self._idle = False
             if self._settings.blocks_are_zeroed:
                 self._gate.open()
-            self._hold_writes(float("inf"))
             return
-        if not plan.idle:
-            self._hold_writes(float("inf"))
         self._before = self._copier.fence() if plan.has_earlier_work else None
         self._timer.start(plan.prefill)
 
@@ -238,7 +231,6 @@ class WorkerAdapter:
 
     def finish_step(self) -> StepOutput:
         """Collect ended jobs; an idle step first waits a moment for one."""
-        self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if self._settings.blocks_are_zeroed:
