@@ -379,12 +379,12 @@ class WorkerAdapter:
         )
 
     def _output(self, report: RankReport | None) -> StepOutput:
+        loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
             report = RankReport(self._settings.engine.rank, (), ())
-        ended, self._ended = self._ended, []
-        loaded = [j.request_id for j, _ in ended if isinstance(j, LoadJob) and not j.in_step]
         reports = () if report is None else (report,)
+        self._ended = []  # last: after a failure before, the next report tells of these jobs
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
     def _take_ended(self) -> None:

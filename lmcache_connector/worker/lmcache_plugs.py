@@ -87,9 +87,9 @@ class LoadInStep:
         """The result, after releasing the memory; ``None`` while the device still copies."""
         if not all(copy.is_done for copy in self.copies):
             return None
-        self.release()
         seconds = sum(copy.seconds for copy in self.copies) or self.seconds
         num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in self.copies)
+        self.release()
         return JobResult(
             self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds, copy_seconds=seconds
         )
