@@ -379,12 +379,12 @@ class WorkerAdapter:
         )
 
     def _output(self, report: RankReport | None) -> StepOutput:
+        loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
             report = RankReport(self._settings.engine.rank, (), ())
-        ended, self._ended = self._ended, []
-        loaded = [j.request_id for j, _ in ended if isinstance(j, LoadJob) and not j.in_step]
         reports = () if report is None else (report,)
+        self._ended = []  # last: after a failure before, the next report tells of these jobs
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
     def _take_ended(self) -> None:
@@ -392,12 +392,15 @@ class WorkerAdapter:
             if (result := load.take_result()) is not None:
                 self._in_step.remove(load)
                 self._ended.append((load.job, result))
-        self._ended += self._jobs.take_ended()
+        if self._jobs.is_busy:
+            self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[tuple[Job, JobResult]]) -> RankReport | None:
-        events, written = self._engine.take_events(), self._engine.take_written()
-        start = self._start()
-        forwards, measured = self._timer.take(), self._probe.take()
+        events, writes = self._engine.take_events(), self._engine.writes
+        written = writes.take_written() if writes is not None else ()
+        start = None if self._is_start_told else self._start()
+        forwards = self._timer.take() if self._timer.has_updates else ()
+        measured = self._probe.take() if self._probe.has_updates else ()
         for job, result in ended:
             self._metrics.job_ended(job, result)
         if events:
@@ -419,10 +422,8 @@ class WorkerAdapter:
         )
 
     def _start(self) -> RankStart | None:
-        """The rank's start report: once, when Redis was measured or proved too slow."""
-        if self._is_start_told or self._tiers.is_calibrating:
-            return None
-        if (reads := self._ranks.find()) is None:
+        """The rank's start report, once Redis was measured or proved too slow."""
+        if self._tiers.is_calibrating or (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
         self._engine.share.reads = reads

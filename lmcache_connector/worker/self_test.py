@@ -158,8 +158,7 @@ class _Trial:
         return stored
 
     def _now(self, job: LoadJob | StoreJob) -> QueuedJob:
-        now = self.clock()
-        return QueuedJob(job, self.engine.fence(), now, now, now)
+        return QueuedJob(job, self.engine.fence(), self.clock())
 
     def read(self) -> list[torch.Tensor]:
         """uint8 ``[rows, heads, tokens, content bytes]`` per layer, on the CPU."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from lmcache.v1.cache_controller.message import OpType
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import set_forward_context
@@ -176,19 +175,23 @@ def test_the_end_of_a_kv_transfer_comes_with_a_report(port: int) -> None:
     assert (output.finished_sending, len(output.reports)) == (frozenset({"request"}), 1)
 
 
-def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
-    """LMCache tells of it outside its lock: the chunk may have come back meanwhile."""
+def test_an_event_says_whether_a_chunk_is_here_now(port: int) -> None:
+    """Whatever has become of it since the last report."""
     with make_instance(port) as instance:
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         instance.wait_for(1)
-        cpu = instance.worker._engine._cpu
+        engine = instance.worker._engine
+        cpu, name = engine._cpu, engine._database.engine_key(KEYS[0])
 
         def events() -> tuple[CacheEvent, ...]:
             return sum((r.events for r in instance.worker.finish_step().reports), ())
 
-        cpu.batched_msg_sender.add_kv_op(OpType.EVICT, int.from_bytes(KEYS[0], "big"))
+        memory = cpu.get_blocking(name)
+        engine.forget(KEYS[0])
+        cpu.submit_put_task(name, memory)
+        memory.ref_count_down()
         assert events() == (CacheEvent(KEYS[0], admitted=True),)
-        instance.worker._engine.forget(KEYS[0])
+        engine.forget(KEYS[0])
         assert events() == (CacheEvent(KEYS[0], admitted=False),)
         assert events() == ()
 
