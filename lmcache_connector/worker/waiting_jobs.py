@@ -137,7 +137,7 @@ class WaitingJobs(list[QueuedJob]):
             left = self[0].not_before - now
             return (None, left) if left > 0.0 else (self.pop(0), 0.0)
         behind_passes = [queued for queued in self if not queued.is_passed]
-        behind_passes.sort(key=attrgetter("submitted_at"), reverse=True)
+        behind_passes.sort(key=attrgetter("submitted_at", "job.job_id"), reverse=True)
         while behind_passes and behind_passes[-1].check_fence(now):  # passes end in order
             behind_passes.pop()
         for queued in self:

@@ -142,3 +142,15 @@ def test_nobody_waits_behind_an_endless_stream_of_small_loads() -> None:
         lanes.end(0)
         num_begun += 1
     assert num_begun > 200, "small ones pass it for half a second"
+
+
+def test_of_loads_that_came_at_the_same_time_the_first_to_be_planned_begins_first() -> None:
+    """A coarse clock gives both the same time; the second waits for a later forward pass."""
+    lanes = Lanes()
+    for key in (1, 2):
+        lanes.submit([key], 0, 1, 9.0)
+        lanes.now -= 0.001
+    lanes.reach_fences(1)
+    lanes.begin()
+    assert not lanes.waiting[0].is_passed
+    assert len(lanes.waiting) == 1
