@@ -506,7 +506,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         try:
             samples = side.take_metrics()
-            return TieredStats.of(samples) if samples is not None else None
+            return TieredStats(samples.to_data()) if samples is not None else None
         except Exception as error:  # noqa: BLE001 - logged there
             if guard is not None:
                 guard.failed("get_kv_connector_stats", error)
@@ -516,7 +516,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
-        return TieredStats(data=data) if data is not None else TieredStats.of(Samples())
+        return TieredStats(Samples().to_data() if data is None else data)
 
     @classmethod
     def build_prom_metrics(

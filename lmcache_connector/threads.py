@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar, TypeVarTuple
+from enum import Enum
+from typing import Final, Generic, TypeVar, TypeVarTuple
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,15 @@ class Background:
     def _run(self) -> None:
         while (run := self._tasks.get()) is not None:
             run()
+
+
+class Pending(Enum):
+    """What was asked for is not known yet: ask again in the next step."""
+
+    PENDING = "pending"
+
+
+PENDING: Final = Pending.PENDING
 
 
 class StepWait:

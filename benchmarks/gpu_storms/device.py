@@ -204,7 +204,7 @@ def _places(chunks: Any, block_ids: Sequence[int]) -> list[int]:
 
 
 def _num_bytes(copy: Any) -> int:
-    chunks = copy.src if hasattr(copy.src, "addresses") else copy.dst
+    chunks = copy.src if hasattr(copy.src, "geometry") else copy.dst
     return (
         len(copy.src_block_ids) * int(chunks.geometry.chunk_bytes) // int(chunks.blocks_per_chunk)
     )

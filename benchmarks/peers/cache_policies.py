@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from lmcache_connector.plans import Claim
-from lmcache_connector.retention.ledger import Ledger
-from lmcache_connector.retention.queues import Limits
+from lmcache_connector.retention.ledger import Ledger, Limits
 
 Requests = Sequence[tuple[float, Sequence[int]]]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import QueuedCopy
-from lmcache_connector.copy_kv_blocks.plan import BlockCopy, Move, check_devices
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, Move
 
 HOST = torch.device("cpu")
 STREAM_MIN_JOB_BYTES = 4 << 20
@@ -43,9 +43,7 @@ class CpuCopier:
         self, copies: Sequence[BlockCopy], direction: Literal["h2d", "d2h"], after: object = None
     ) -> int:
         """See :meth:`Copier.copy`."""
-        for copy in copies:
-            check_devices(copy.src, copy.dst, HOST, HOST)
-        plans = [copy.plan() for copy in copies]
+        plans = [copy.plan(HOST, HOST) for copy in copies]
         num_bytes = sum(plan.num_bytes for plan in plans)
         for plan in plans:
             rows = (plan.src.anchor, plan.src.index, plan.dst.anchor, plan.dst.index)

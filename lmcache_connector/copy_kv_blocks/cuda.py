@@ -37,7 +37,7 @@ from lmcache_connector.copy_kv_blocks.cuda_staging import (
     expand,
     stage,
 )
-from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyPlan, Move, check_devices
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyPlan, Move
 from lmcache_connector.kv_layout.chunk_buffers import BlockSpace, ChunkBuffers
 
 DIRECT_MIN_RUN_BYTES = 256 << 10
@@ -260,9 +260,7 @@ class CudaCopier:
         self, pipeline: _Pipeline, copies: Sequence[BlockCopy], to_host: bool, after: Any
     ) -> int:
         ends = (self._device, _HOST) if to_host else (_HOST, self._device)
-        for each in copies:
-            check_devices(each.src, each.dst, *ends)
-        plans = [plan for each in copies if (plan := each.plan()).num_bytes]
+        plans = [plan for each in copies if (plan := each.plan(*ends)).num_bytes]
         if not plans:
             return 0
         hosts = [each.dst if to_host else each.src for each in copies]

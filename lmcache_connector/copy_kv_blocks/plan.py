@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from lmcache_connector.kv_layout.chunk_buffers import BlockSpace
+from lmcache_connector.kv_layout.chunk_buffers import BlockSpace, Layers, layer_table, rows_of
 from lmcache_connector.kv_layout.paged_cache import Int64s, LayerTable, Rows
 
 
@@ -55,9 +55,28 @@ class BlockCopy:
     src_block_ids: Sequence[int]
     dst_block_ids: Sequence[int]
 
-    def plan(self) -> CopyPlan:
-        """Raises :class:`CopyError`."""
-        return plan_copy(self.src, self.dst, self.src_block_ids, self.dst_block_ids)
+    def plan(self, src_device: torch.device, dst_device: torch.device) -> CopyPlan:
+        """Check the copy and prepare it for a copier between these devices: addresses are valid on
+        their device only. Raises :class:`CopyError`."""
+        src, dst = self.src, self.dst
+        if (src.device, dst.device) != (src_device, dst_device):
+            raise CopyError(
+                f"a copy from {src.device} to {dst.device} was given to a copier "
+                f"from {src_device} to {dst_device}"
+            )
+        src_ids = _block_ids("source", self.src_block_ids, src.num_blocks)
+        dst_ids = _block_ids("destination", self.dst_block_ids, dst.num_blocks)
+        if len(src_ids) != len(dst_ids):
+            raise CopyError(f"{len(src_ids)} source blocks for {len(dst_ids)} destination blocks")
+        if len(np.unique(dst_ids)) != len(dst_ids):
+            raise CopyError("a destination block is listed more than once")
+        if src.block_size != dst.block_size:
+            raise CopyError(f"blocks of {src.block_size} tokens into blocks of {dst.block_size}")
+        _check_memory(src.spans, dst.spans)
+        row_tokens = min(src.row_tokens, dst.row_tokens)
+        moves, row_bytes = _moves_and_row_bytes(src.layers, dst.layers, row_tokens)
+        rows = rows_of(src, src_ids, row_tokens), rows_of(dst, dst_ids, row_tokens)
+        return CopyPlan(moves, *rows, _groups(*rows), len(rows[0].index) * row_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,48 +91,15 @@ class CopyPlan:
     num_bytes: int
 
 
-def check_devices(
-    src: BlockSpace, dst: BlockSpace, src_device: torch.device, dst_device: torch.device
-) -> None:
-    """Addresses are valid on their device only. Raises :class:`CopyError`."""
-    if (src.device, dst.device) != (src_device, dst_device):
-        raise CopyError(
-            f"a copy from {src.device} to {dst.device} was given to a copier "
-            f"from {src_device} to {dst_device}"
-        )
-
-
-def plan_copy(
-    src: BlockSpace, dst: BlockSpace, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
-) -> CopyPlan:
-    """Check a copy of blocks and prepare it. Raises :class:`CopyError`."""
-    src_ids = _block_ids("source", src_block_ids, src.num_blocks)
-    dst_ids = _block_ids("destination", dst_block_ids, dst.num_blocks)
-    if len(src_ids) != len(dst_ids):
-        raise CopyError(f"{len(src_ids)} source blocks for {len(dst_ids)} destination blocks")
-    if len(np.unique(dst_ids)) != len(dst_ids):
-        raise CopyError("a destination block is listed more than once")
-    if src.block_size != dst.block_size:
-        raise CopyError(f"blocks of {src.block_size} tokens into blocks of {dst.block_size}")
-    _check_memory(src.spans, dst.spans)
-    row_tokens = min(src.row_tokens, dst.row_tokens)
-    moves, row_bytes = _moves_and_row_bytes(src.layers(row_tokens), dst.layers(row_tokens))
-    src_rows, dst_rows = src.rows(src_ids, row_tokens), dst.rows(dst_ids, row_tokens)
-    return CopyPlan(
-        moves=moves,
-        src=src_rows,
-        dst=dst_rows,
-        groups=_groups(src_rows, dst_rows),
-        num_bytes=len(src_rows.index) * row_bytes,
-    )
-
-
 @lru_cache(maxsize=256)
-def _moves_and_row_bytes(src: LayerTable, dst: LayerTable) -> tuple[Int64s, int]:
-    """The part of :class:`CopyPlan` common to all copies between two layer tables. Cached by
-    identity of the tables, of which an engine has few."""
+def _moves_and_row_bytes(
+    src_layers: Layers, dst_layers: Layers, row_tokens: int
+) -> tuple[Int64s, int]:
+    """The part of :class:`CopyPlan` common to all copies between these layers. Cached, because an
+    engine has few kinds of copies."""
+    src, dst = layer_table(src_layers, row_tokens), layer_table(dst_layers, row_tokens)
     _check_layers(src, dst)
-    return _moves(src, dst), src.row_bytes
+    return _moves(src, dst), int((src.num_heads * src.num_runs * src.content_bytes).sum())
 
 
 def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:

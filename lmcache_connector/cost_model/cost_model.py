@@ -34,7 +34,6 @@ it, end its stalls. Peers are not probed: their stalls end by a trial.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import takewhile
 from math import ceil, inf
 from typing import Literal
@@ -52,7 +51,7 @@ MIN_DEADLINE_SECONDS = 0.010
 UNMEASURED_LOAD_SECONDS = 0.250
 """Longest predicted load while the time to compute is unknown; also the assumed load time of an
 unknown tier."""
-_MIN_GAIN_SHARE = 0.05
+MIN_GAIN_SHARE = 0.05
 """Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
 """Share of a decode step: a prefill that adds less is lost in the step's noise. Without this, ten
@@ -128,47 +127,35 @@ class CostModel:
         speed = self.tiers[tier]
         return speed.stalled and not speed.is_outdated(self._clock())
 
-    def gain_seconds(
-        self,
-        tier: Tier,
-        start: int,
-        end: int,
-        num_bytes: int,
-        step_seconds: float | None = None,
-        waiting_requests: int = 0,
-    ) -> float:
-        """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
-        tokens ``[start, end)``, less the error of predictions. Negative if compute is faster;
-        infinite if unknown, or if every hit is loaded. Other arguments: see :class:`LoadOffer`."""
-        speed = self.tiers[tier]
-        compute_seconds = self.compute_seconds(start, end)
-        if self.mode == "always" or compute_seconds is None or not speed.known:
-            return inf
-        load_seconds = speed.seconds(num_bytes)
-        lost_seconds = self.steps.wait_seconds(load_seconds, step_seconds) - load_seconds
-        price_seconds = load_seconds + lost_seconds / (1 + waiting_requests)
-        return compute_seconds * (1 - _MIN_GAIN_SHARE) - price_seconds
-
     def decide(self, offer: LoadOffer) -> LoadDecision:
         """Decide one request, once: the decision may put a tier on trial."""
-        compute_seconds = self._rest_seconds(offer, 0)
-        if not offer.tiers:
-            return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
+        compute_seconds = self.compute_seconds(offer.context_tokens, offer.prompt_tokens) or 0.0
         if self.mode == "always" or not self._prefill.known:
-            *_, longest = (Prefix(), *self._to_compare(offer))
-            if self.mode != "always":
-                return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
-            answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
-            whole, seconds = len(offer.tiers), self._max_deadline_seconds
-            return replace(answer, num_chunks=whole, deadline_seconds=seconds)
-        best = self._best_with_trial(offer, compute_seconds)
-        if best.num_chunks:
-            reason = Reason.LOAD_FASTER if best.all_known else Reason.UNMEASURED
-        elif self.tiers[offer.tiers[0]].stalled:
-            reason = Reason.SOURCE_STALLED
+            *_, prefix = (Prefix(), *self._to_compare(offer))
+            reason = Reason.ALWAYS if self.mode == "always" else Reason.UNMEASURED
         else:
-            reason = Reason.COMPUTE_FASTER
-        return self._answer(offer, best, compute_seconds, reason)
+            prefix = self._best_with_trial(offer, compute_seconds)
+            if prefix.num_chunks:
+                reason = Reason.LOAD_FASTER if prefix.all_known else Reason.UNMEASURED
+            elif self.tiers[offer.tiers[0]].stalled:
+                reason = Reason.SOURCE_STALLED
+            else:
+                reason = Reason.COMPUTE_FASTER
+        num_chunks, deadline_seconds = prefix.num_chunks, 0.0
+        if num_chunks:
+            deadline_seconds = self._deadline_seconds(offer, prefix, compute_seconds)
+        else:
+            prefix = self._prefix(offer, len(offer.tiers))
+        if reason is Reason.ALWAYS:
+            num_chunks, deadline_seconds = len(offer.tiers), self._max_deadline_seconds
+        return LoadDecision(
+            num_chunks=num_chunks,
+            num_hit_chunks=len(offer.tiers),
+            deadline_seconds=deadline_seconds,
+            predicted_load_seconds=prefix.load_seconds,
+            predicted_compute_seconds=compute_seconds,
+            reason=reason,
+        )
 
     # -- the choice ----------------------------------------------------------------------------
 
@@ -207,7 +194,8 @@ class CostModel:
         end = offer.end_up_to(start + min(len(list(run)), most))
         while end > first:
             load_seconds = offer.bytes_of(end)[tier] * last_seconds / last_bytes
-            if load_seconds + self._rest_seconds(offer, end) <= longest:
+            rest_seconds = self.compute_seconds(offer.tokens_after(end), offer.prompt_tokens)
+            if load_seconds + (rest_seconds or 0.0) <= longest:
                 return end
             end = offer.end_up_to((start + end) // 2)
         return first
@@ -220,7 +208,7 @@ class CostModel:
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
             saved_seconds = compute_seconds - prefix.rest_seconds
-            if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
+            if price_seconds > saved_seconds * (1 - MIN_GAIN_SHARE):
                 continue
             if saved_seconds - price_seconds > best_gain:
                 best, best_gain = prefix, saved_seconds - price_seconds
@@ -261,8 +249,8 @@ class CostModel:
             own_seconds += speed.seconds(num_bytes) * _CAUTION
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
-        rest_seconds = self._rest_seconds(offer, num_chunks)
-        times = (load_seconds, risky_seconds, own_seconds, rest_seconds)
+        rest_seconds = self.compute_seconds(offer.tokens_after(num_chunks), offer.prompt_tokens)
+        times = (load_seconds, risky_seconds, own_seconds, rest_seconds or 0.0)
         return Prefix(num_chunks, *times, failure_rate, all_known)
 
     def _ends(self, offer: LoadOffer) -> list[int]:
@@ -288,7 +276,7 @@ class CostModel:
             if self.load_seconds(Tier.CPU, num_bytes) <= offer.in_step_seconds:
                 return own_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
-        return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
+        return own_seconds + (wait_seconds - own_seconds) / offer.num_waiting
 
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See "The deadline" in the module's docstring."""
@@ -299,28 +287,6 @@ class CostModel:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
             saved = compute_seconds - prefix.rest_seconds
-            too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
+            too_late = saved * offer.num_waiting + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)
-
-    def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
-        start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
-        return self.compute_seconds(start, offer.prompt_tokens) or 0.0
-
-    def _answer(
-        self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason
-    ) -> LoadDecision:
-        if prefix.num_chunks:
-            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
-            load_seconds = prefix.load_seconds
-        else:
-            deadline = 0.0
-            load_seconds = self._prefix(offer, len(offer.tiers)).load_seconds
-        return LoadDecision(
-            num_chunks=prefix.num_chunks,
-            num_hit_chunks=len(offer.tiers),
-            deadline_seconds=deadline,
-            predicted_load_seconds=load_seconds,
-            predicted_compute_seconds=compute_seconds,
-            reason=reason,
-        )

@@ -13,7 +13,6 @@ from lmcache_connector.plans import Tier
 class Reason(Enum):
     """The reason for a decision; a metrics label."""
 
-    NO_HIT = "no_hit"
     ALWAYS = "always"
     UNMEASURED = "unmeasured"
     LOAD_FASTER = "load_faster"
@@ -23,14 +22,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on.
+    """A hit to decide on, of at least one chunk.
 
     ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
     there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes
     per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
     load, which can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
-    ``waiting_requests``: other requests with no token yet, and none being computed.
+    ``num_waiting``: requests with no token yet, and none being computed, this one included.
 
     ``ends`` lists, in ascending order, the numbers of chunks after which a load may end; empty: any
     number. A load of ``n`` chunks also needs ``other_bytes(n)`` of each tier.
@@ -46,7 +45,7 @@ class LoadOffer:
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
     wait_seconds: float = 0.0
     step_seconds: float | None = None
-    waiting_requests: int = 0
+    num_waiting: int = 1
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
     num_firm: int = 0

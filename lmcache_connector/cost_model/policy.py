@@ -26,11 +26,11 @@ Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.cost_model import MIN_GAIN_SHARE, CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.cost_model.steps import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
@@ -41,7 +41,6 @@ from lmcache_connector.plans import (
     Outcome,
     PrefillWork,
     RankReport,
-    StoreJob,
     Tier,
 )
 
@@ -118,6 +117,7 @@ class LoadPolicy:
     the largest share. Every chunk is needed of the first ``num_prefix_parts`` parts. A prompt
     passes ``num_stages`` pipeline stages one after the other. ``clock`` is monotonic, in seconds.
     ``remote_tiers``: the configured tiers below the CPU tier. ``probes``: when to measure Redis.
+    ``stores``: open stores, which the scheduler side reports to it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LoadPolicy:
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
         self._fetching: Counter[tuple[bytes, Tier]] = Counter()
-        self._stores = StoreBacklog(self._clock)
+        self.stores = StoreBacklog(self._clock)
         self._num_requests = 0
         self._waiting: set[str] = set()
         self._prompt_tokens = 0  # left of requests that run or begin
@@ -180,8 +180,10 @@ class LoadPolicy:
         queued = dict(self._queued_bytes)
         # Chunks that other loads fetch already will be copied from memory.
         for tier in self.remote_tiers if self._fetching else ():
-            shared = sum(self.bytes_of(key) for key in keys if (key, tier) in self._fetching)
+            shared = self.bytes_of([key for key in keys if (key, tier) in self._fetching])
             queued[tier] = max(0, queued[tier] - shared)
+        is_late = self._clock() - self._late_at < _FORGET_LATE_SECONDS
+        late_seconds = self._late_seconds if is_late else 0.0
         step_seconds = self._step_seconds()
         decision = self.model.decide(
             LoadOffer(
@@ -191,9 +193,9 @@ class LoadPolicy:
                 chunk_bytes=self._chunk_bytes,
                 tiers=tuple(tiers),
                 queued_bytes=queued,
-                wait_seconds=self._wait_seconds(after_job),
+                wait_seconds=late_seconds + self.stores.wait_seconds(after_job),
                 step_seconds=step_seconds,
-                waiting_requests=self._num_others,
+                num_waiting=max(1, len(self._waiting)),
                 ends=ends,
                 other_bytes=other_bytes,
                 num_firm=num_firm,
@@ -247,7 +249,7 @@ class LoadPolicy:
         chunks asked for. ``found_share``: share of chunks found by recent lookups.
         ``left_seconds``: rest of the wait that :meth:`lookup_seconds` allows.
         """
-        lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
+        lost_seconds = (self._step_seconds() or 0.0) / max(1, len(self._waiting))
         if lost_seconds <= left_seconds:
             return True
         asked = context_tokens, prompt_tokens, num_bytes
@@ -264,9 +266,12 @@ class LoadPolicy:
         """Whether a load from memory costs less inside the step being planned than beside it."""
         return self.model.load_seconds(Tier.CPU, num_bytes) <= self._in_step_seconds()
 
-    def bytes_of(self, key: bytes) -> int:
-        """Size of the data stored under ``key``, on the rank with the largest share."""
-        return self._value_bytes[part_of(key, len(self._value_bytes))]
+    def bytes_of(self, keys: Collection[bytes]) -> int:
+        """Size of the data stored under these keys, on the rank with the largest share."""
+        sizes = self._value_bytes
+        if len(sizes) == 1:
+            return len(keys) * sizes[0]
+        return sum(sizes[part_of(key, len(sizes))] for key in keys)
 
     # -- measurements --------------------------------------------------------------------------
 
@@ -292,27 +297,20 @@ class LoadPolicy:
         self._waiting.discard(request_id)
         self._num_requests = num_requests
 
-    def store_planned(self, job: StoreJob) -> None:
-        self._stores.planned(job.job_id)
-
-    def store_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """The slowest rank counts. Without results, no rank has received the job."""
-        self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
-
     @property
     def num_open(self) -> int:
         """Stores, and loads beside the steps, that have not ended."""
-        return len(self._stores) + len(self._running)
+        return len(self.stores) + len(self._running)
 
     def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
         """``tiers``: the tier of each of the job's chunks."""
         places = list(zip(job.keys, tiers, strict=True))
-        num_bytes = dict.fromkeys(Tier, 0)
-        for key, tier in places:
-            num_bytes[tier] += self.bytes_of(key)
+        num_bytes = {
+            tier: self.bytes_of([key for key, each in places if each is tier]) for tier in Tier
+        }
         fetches = tuple(place for place in places if place[1] is not Tier.CPU)
-        copy_seconds = self._queued_bytes[Tier.CPU] / self.model.tiers[Tier.CPU].bytes_per_second
-        wait_seconds = copy_seconds + self._stores.wait_seconds(job.after_job)
+        copy_seconds = self._queued_bytes[Tier.CPU] * self.model.tiers[Tier.CPU].seconds_per_byte
+        wait_seconds = copy_seconds + self.stores.wait_seconds(job.after_job)
         self._running[job.job_id] = _Running(fetches, num_bytes, wait_seconds, job.deadline_seconds)
         self._fetching.update(fetches)
         for tier, count in num_bytes.items():
@@ -322,12 +320,8 @@ class LoadPolicy:
         """Every request of the step being planned waits for this copy."""
         self._copy_seconds += self.model.load_seconds(Tier.CPU, num_bytes)
 
-    def load_ended_in_step(self, results: Sequence[JobResult]) -> None:
-        """The slowest rank counts."""
-        self._observe_load(max(results, key=lambda result: result.seconds))
-
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
-        """The rank that failed, or else the slowest, counts."""
+        """A load beside the steps has ended."""
         running = self._running.pop(job_id)
         for tier, count in running.num_bytes.items():
             self._queued_bytes[tier] -= count
@@ -335,13 +329,12 @@ class LoadPolicy:
         for fetch in running.fetches:
             if not self._fetching[fetch]:
                 del self._fetching[fetch]
-        slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
+        slowest = self.observe_load(results)
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
             late = min(late, running.deadline_seconds)  # more can only be a long forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
-        self._observe_load(slowest)
 
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -351,7 +344,8 @@ class LoadPolicy:
         for work, seconds in slowest.items():
             in_all = seconds * self._num_stages
             self.model.observe_prefill(work.num_tokens, work.context_tokens, in_all)
-        self.observe_measured([report.measured for report in reports])
+        if any(report.measured for report in reports):
+            self.observe_measured([report.measured for report in reports])
 
     def observe_measured(self, ranks: Sequence[Sequence[Fetched]]) -> None:
         """Measurements of each rank, at its start or by a probe. The slowest rank counts."""
@@ -366,11 +360,6 @@ class LoadPolicy:
     def _usable_tiers(self) -> list[Tier]:
         """Remote tiers that are not known to have stalled."""
         return [tier for tier in self.remote_tiers if not self.model.is_stalled(tier)]
-
-    @property
-    def _num_others(self) -> int:
-        """Waiting requests beside the one in question."""
-        return max(0, len(self._waiting) - 1)
 
     def _step_seconds(self) -> float | None:
         """Length of the steps after the one being planned; ``None`` if nothing runs in them. The
@@ -396,18 +385,23 @@ class LoadPolicy:
         return min(max(small_seconds, lost_seconds / (1 + others)), _MAX_IN_STEP_SECONDS)
 
     def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
-        """Gain over compute beside the steps that run now."""
-        now = (self._step_seconds(), self._num_others)
-        return self.model.gain_seconds(tier, start, end, num_bytes, *now)
+        """Time saved by loading ``num_bytes`` from the tier, without a queue, instead of computing
+        tokens ``[start, end)`` beside the steps that run now, less the error of predictions.
+        Negative if compute is faster; infinite if unknown, or if every hit is loaded."""
+        compute_seconds = self.compute_seconds(start, end)
+        load_seconds = self.model.load_seconds(tier, num_bytes)
+        if inf in (compute_seconds, load_seconds):
+            return inf
+        lost_seconds = self.model.steps.wait_seconds(load_seconds, self._step_seconds())
+        lost_seconds -= load_seconds
+        price_seconds = load_seconds + lost_seconds / max(1, len(self._waiting))
+        return compute_seconds * (1 - MIN_GAIN_SHARE) - price_seconds
 
-    def _wait_seconds(self, after_job: int) -> float:
-        """Time before a load can begin, without the loads ahead of it."""
-        late = self._late_seconds if self._clock() - self._late_at < _FORGET_LATE_SECONDS else 0.0
-        return late + self._stores.wait_seconds(after_job)
-
-    def _observe_load(self, result: JobResult) -> None:
-        """Learn from a load. The copy's time counts as the tier's, even if the load was cut off,
-        because deadlines include it."""
+    def observe_load(self, results: Sequence[JobResult]) -> JobResult:
+        """Learn from a load, beside the steps or inside one. The rank that failed, or else the
+        slowest, counts; returns its result. The copy's time counts as the tier's, even if the load
+        was cut off, because deadlines include it."""
+        result = max(results, key=lambda each: (each.has_fetch_failed, each.seconds))
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
         now = self._clock()
@@ -419,17 +413,18 @@ class LoadPolicy:
             note(now, fetched.num_bytes, seconds)
         if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
+        return result
 
     def _measured(self, tier: Tier, loads: Sequence[Fetched]) -> None:
         """Learn from a measurement. Adds the time of the copy that follows each fetch."""
         if loads[0].has_failed:
             self.model.tiers[tier].cut_off(self._clock(), 0, loads[0].seconds)
             return
-        copy_speed = inf if tier is Tier.CPU else self.model.tiers[Tier.CPU].bytes_per_second
+        per_byte = 0.0 if tier is Tier.CPU else self.model.tiers[Tier.CPU].seconds_per_byte
         brought = [each for each in loads if each.num_bytes]
         if brought and self.model.is_stalled(tier):
             self.probes.restart()
-        copied = [(each.num_bytes, each.seconds + each.num_bytes / copy_speed) for each in brought]
+        copied = [(each.num_bytes, each.seconds + each.num_bytes * per_byte) for each in brought]
         self.model.tiers[tier].measured(self._clock(), copied)
 
 

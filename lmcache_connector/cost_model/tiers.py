@@ -38,9 +38,11 @@ _MIN_SECONDS = 1e-6  # a coarse clock may measure 0
 class TierSpeed:
     """What is known of one tier.
 
-    ``known`` is false until a load was measured. ``stalled`` is true from a load that hung or broke
-    until the next one that arrived. If a tier is not ``probed``, only a request's load can show the
-    end of a stall, so the stall expires like any outdated measurement.
+    A load of ``x`` bytes from the idle tier takes ``latency_seconds + x * seconds_per_byte``; both
+    are 0 if unknown. ``failure_rate``: fading share of loads that stalled or broke; 2 % without
+    any. ``known`` is false until a load was measured. ``stalled`` is true from a load that hung or
+    broke until the next one that arrived. If a tier is not ``probed``, only a request's load can
+    show the end of a stall, so the stall expires like any outdated measurement.
     """
 
     def __init__(self, probed: bool = True) -> None:
@@ -48,35 +50,18 @@ class TierSpeed:
         self.known = self.stalled = False
         # If all loads had one size, bandwidth explains them.
         self._fit = FadingFit(scale=(1.0, 1.0 / _SIZE_OFFSET_BYTES), ridge=(1e-4, 1e-8))
+        self.latency_seconds = self.seconds_per_byte = 0.0
         self.last_load = 0, 0.0  # bytes and seconds, its latency included
         self._num_good = self._num_failed = 0.0
+        self.failure_rate = _PRIOR_FAILURE_RATE
         self._changed_at = 0.0
         self.heard_at = -inf  # the end of the last load or measurement, well or not
         self._quiet_seconds = _FIRST_QUIET_SECONDS
         self._starts_anew = True  # drop the past with the next load
 
-    @property
-    def latency_seconds(self) -> float:
-        return self._fit.coefficients[0]
-
-    @property
-    def seconds_per_byte(self) -> float:
-        return self._fit.coefficients[1]
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Infinite if unknown."""
-        return 1.0 / self.seconds_per_byte if self.seconds_per_byte else float("inf")
-
     def seconds(self, num_bytes: float) -> float:
         """Predicted seconds of one load from an idle tier; 0 if unknown."""
         return self.latency_seconds + num_bytes * self.seconds_per_byte
-
-    @property
-    def failure_rate(self) -> float:
-        """Fading share of loads that stalled or broke; 2 % without any."""
-        failed = self._num_failed + _PRIOR_LOADS * _PRIOR_FAILURE_RATE
-        return failed / (self._num_failed + self._num_good + _PRIOR_LOADS)
 
     def measured(self, now: float, loads: Sequence[tuple[int, float]]) -> None:
         """Bytes and seconds of loads made to measure the tier, as by a probe; empty if the tier
@@ -100,7 +85,7 @@ class TierSpeed:
     def untried(self) -> TierSpeed:
         """The tier for a request that tries it: unknown, but for its failure rate."""
         fresh = TierSpeed(self.probed)
-        fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
+        fresh.failure_rate = self.failure_rate
         return fresh
 
     def tried(self, now: float) -> None:
@@ -138,24 +123,23 @@ class TierSpeed:
 
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
         seconds = max(seconds, _MIN_SECONDS)
-        keep = self._share_to_keep(seconds, self.seconds(num_bytes))
+        predicted = max(self.seconds(num_bytes), _MIN_SECONDS)
+        keep = _KEEP_PER_LOAD
+        if self._starts_anew:
+            keep = 0.0
+        elif seconds * _SURPRISE_FACTOR < predicted:
+            keep = _KEEP_AFTER_FAST_SURPRISE
+        elif seconds > predicted * _SURPRISE_FACTOR:
+            keep = _KEEP_AFTER_SLOW_SURPRISE
         weight = _SIZE_OFFSET_BYTES / (num_bytes + _SIZE_OFFSET_BYTES)
         self._fit.observe(weight, weight * num_bytes, weight * seconds, keep)
+        self.latency_seconds, self.seconds_per_byte = self._fit.coefficients
         self._changed_at, self.last_load = now, (num_bytes, seconds)
         self.known, self._starts_anew = True, False
-
-    def _share_to_keep(self, seconds: float, predicted: float) -> float:
-        """Weight of the past after a load of ``seconds``."""
-        predicted = max(predicted, _MIN_SECONDS)
-        if self._starts_anew:
-            return 0.0
-        if seconds * _SURPRISE_FACTOR < predicted:
-            return _KEEP_AFTER_FAST_SURPRISE
-        if seconds > predicted * _SURPRISE_FACTOR:
-            return _KEEP_AFTER_SLOW_SURPRISE
-        return _KEEP_PER_LOAD
 
     def _count(self, failed: bool) -> None:
         self._num_good = self._num_good * _KEEP_COUNTS + (not failed)
         self._num_failed = self._num_failed * _KEEP_COUNTS + failed
+        num_loads = self._num_good + self._num_failed + _PRIOR_LOADS
+        self.failure_rate = (self._num_failed + _PRIOR_LOADS * _PRIOR_FAILURE_RATE) / num_loads
         self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)

@@ -21,7 +21,9 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from blake3 import blake3
 
@@ -58,9 +60,10 @@ class PrefixHasher:
             raise ValueError(f"chunk_size must be positive, not {chunk_size}")
         self.chunk_size = chunk_size
         self.lookahead = lookahead
-        self._secret = (
-            blake3(secret, derive_key_context=_SECRET_CONTEXT).digest() if secret else None
-        )
+        self._hash: Callable[[bytes], Any] = blake3
+        if secret:
+            key = blake3(secret, derive_key_context=_SECRET_CONTEXT).digest()
+            self._hash = partial(blake3, key=key)
         form = {
             "format": FORMAT_VERSION,
             "identity": IDENTITY_VERSION,
@@ -75,7 +78,7 @@ class PrefixHasher:
         hasher.update(len(self._model_root).to_bytes(8, "little"))
         hasher.update(self._model_root)
         hasher.update(canonical_bytes(request_root))
-        return self._digest(hasher.digest())
+        return bytes(self._hash(hasher.digest()).digest())
 
     def root_digest(self, request_root: Mapping[str, object]) -> str:
         """Twelve hex digits that identify ``key_0`` without revealing it."""
@@ -96,23 +99,19 @@ class PrefixHasher:
         for index in range(num_chunks):
             chunk = packed[index * step : index * step + width]
             extra = extras[index] if index < len(extras) else b""
-            key = self._digest(key + chunk + extra)
+            key = self._hash(key + chunk + extra).digest()
             yield key
 
     def tail_key(self, parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
         """Key of a tail that follows ``parent``. ``token_ids`` end with the lookahead; ``extra``
         covers the same tokens. Raises ``OverflowError`` as `extend`."""
         count = (len(token_ids) - self.lookahead).to_bytes(4, "little")
-        return self._digest(_TAIL_DOMAIN + parent + count + _little_endian_u32(token_ids) + extra)
+        tokens = _little_endian_u32(token_ids)
+        return bytes(self._hash(_TAIL_DOMAIN + parent + count + tokens + extra).digest())
 
     def num_chunks(self, num_tokens: int) -> int:
         """Number of chunks that have a key, given ``num_tokens``."""
         return max(0, num_tokens - self.lookahead) // self.chunk_size
-
-    def _digest(self, data: bytes) -> bytes:
-        if self._secret is None:
-            return bytes(blake3(data).digest())
-        return bytes(blake3(data, key=self._secret).digest())
 
 
 def canonical_bytes(value: object) -> bytes:

@@ -97,7 +97,7 @@ class RequestKeys:
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
         self.identity = identity
-        self._root = self._tail = hasher.root_key(identity.root())
+        self._root = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
         self.tail: Tail | None = None
         self.loads_tail = False
@@ -105,14 +105,6 @@ class RequestKeys:
     @property
     def num_hashed_tokens(self) -> int:
         return len(self.keys) * self._hasher.chunk_size
-
-    @property
-    def has_extras(self) -> bool:
-        return self.identity.has_extras
-
-    def extras(self, start: int, end: int) -> bytes:
-        """The part of a key besides tokens, for tokens ``[start, end)``."""
-        return self.identity.extras(start, end) if self.has_extras else b""
 
     def parent(self, chunk: int) -> bytes:
         """The key that the chunk's key is chained to."""
@@ -125,10 +117,10 @@ class RequestKeys:
         end = self._hasher.num_chunks(len(token_ids)) * chunk_size
         if end <= start:
             return
-        starts = range(start, end, chunk_size) if self.has_extras else ()
+        starts = range(start, end, chunk_size) if self.identity.has_extras else ()
         extras = [self.identity.extras(at, at + chunk_size + lookahead) for at in starts]
-        self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
-        self._tail = self.keys[-1]
+        parent = self.parent(len(self.keys))
+        self.keys += self._hasher.extend(parent, token_ids[start : end + lookahead], extras)
 
     def name_tail(self, prompt: Sequence[int], *, loads: bool) -> None:
         """Name the tail of a transferred prompt. Its last token is computed by the receiver."""
@@ -138,7 +130,7 @@ class RequestKeys:
         start, known = chunk * size, end + lookahead
         if end > start:
             key = self._hasher.tail_key(
-                self.parent(chunk), prompt[start:known], self.extras(start, known)
+                self.parent(chunk), prompt[start:known], self.identity.extras(start, known)
             )
             self.tail, self.loads_tail = Tail(chunk, end, key), loads
 
@@ -163,4 +155,3 @@ class RequestKeys:
     def shorten(self, num_tokens: int) -> None:
         """Forget keys of chunks that are incomplete in the first ``num_tokens``."""
         del self.keys[num_tokens // self._hasher.chunk_size :]
-        self._tail = self.keys[-1] if self.keys else self._root

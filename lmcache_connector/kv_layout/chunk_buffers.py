@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -17,7 +16,6 @@ from lmcache_connector.kv_layout.paged_cache import (
     Plane,
     Rows,
     check_planes,
-    split_rows,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry
 
@@ -52,53 +50,46 @@ class ChunkBuffers:
             raise LayoutError(f"layers {layers} are not listed once each")
         if min(addresses, default=1) <= 0:
             raise LayoutError("a chunk has no memory")
-        self.geometry = geometry
-        self.block_size = block_size
         self.device = torch.device("cpu")
-        self.owners = owners
+        self.block_size = self.row_tokens = block_size
+        self.blocks_per_chunk = geometry.num_tokens // block_size
+        self.num_blocks = len(addresses) * self.blocks_per_chunk
         self.addresses = np.asarray(addresses, np.int64)
-        self._layers = layers
-        for width in {geometry.layer_widths[layer] for layer in layers}:
-            check_planes("a chunk", planes, width)
-        self._planes = planes
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return self.geometry.num_tokens // self.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.addresses) * self.blocks_per_chunk
-
-    @property
-    def row_tokens(self) -> int:
-        return self.block_size
-
-    @property
-    def spans(self) -> Int64s:
         starts = np.sort(self.addresses)
-        return np.stack((starts, starts + self.geometry.chunk_bytes), axis=1)
-
-    def layers(self, row_tokens: int) -> LayerTable:
-        return _chunk_table(self.geometry, self._layers, self._planes, row_tokens)
-
-    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
-        split = self.block_size // row_tokens
-        chunk, block = np.divmod(block_ids, self.blocks_per_chunk)
-        return Rows(np.repeat(self.addresses[chunk], split), split_rows(block, split))
+        self.spans = np.stack((starts, starts + geometry.chunk_bytes), axis=1)
+        self.layers = geometry, layers, planes
+        self.geometry, self.owners = geometry, owners
 
 
 BlockSpace = PagedLayout | ChunkBuffers
-"""One side of a copy."""
+"""One side of a copy. Both have a ``device``, ``num_blocks`` of ``block_size`` tokens, the memory
+used (``spans``), and ``layers``, from which :func:`layer_table` makes a table of rows of up to
+``row_tokens`` tokens. Its rows are in ``addresses``, as :func:`rows_of` finds them."""
+Layers = LayerTable | tuple[ChunkGeometry, tuple[int, ...], tuple[Plane, ...]]
 
 
-@lru_cache(maxsize=256)
-def _chunk_table(
-    geometry: ChunkGeometry, layers: tuple[int, ...], planes: tuple[Plane, ...], row_tokens: int
-) -> LayerTable:
-    """The layers of a chunk, in rows of ``row_tokens`` tokens. Cached for all jobs of an engine."""
-    facts = (_facts(geometry, layer, planes, row_tokens) for layer in layers)
-    return LayerTable.of(row_tokens, chain.from_iterable(facts))
+def layer_table(layers: Layers, row_tokens: int) -> LayerTable:
+    """Layers in rows of ``row_tokens`` tokens. Raises :class:`LayoutError` if there are no such
+    rows."""
+    if not isinstance(layers, LayerTable):
+        geometry, numbers, planes = layers
+        for width in {geometry.layer_widths[number] for number in numbers}:
+            check_planes("a chunk", planes, width)
+        facts = (_facts(geometry, number, planes, row_tokens) for number in numbers)
+        return LayerTable.of(row_tokens, chain.from_iterable(facts))
+    if row_tokens != layers.row_tokens:
+        raise LayoutError(f"rows of {row_tokens} tokens in a cache of {layers.row_tokens}")
+    return layers
+
+
+def rows_of(space: BlockSpace, block_ids: Int64s, row_tokens: int) -> Rows:
+    """The rows of ``row_tokens`` tokens of these blocks, several per block where an attention
+    backend splits blocks."""
+    chunk, row = np.divmod(block_ids, space.num_blocks // max(1, len(space.addresses)))
+    if (split := space.block_size // row_tokens) > 1:
+        chunk = np.repeat(chunk, split)
+        row = (row[:, None] * split + np.arange(split, dtype=np.int64)).ravel()
+    return Rows(space.addresses[chunk], row)
 
 
 def _facts(

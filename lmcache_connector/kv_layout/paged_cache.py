@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,7 @@ class LayerSpec:
 class LayerTable:
     """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
 
-    ``num_runs``: runs of content in one row of one head; without planes each run is a token. A
-    space always returns the same object, so that results computed from two tables can be cached.
+    ``num_runs``: runs of content in one row of one head; without planes each run is a token.
     """
 
     row_tokens: int
@@ -86,11 +85,6 @@ class LayerTable:
     def of(cls, row_tokens: int, entries: Iterable[tuple[int, ...]]) -> LayerTable:
         """``entries``: the other fields, in order, of each layer and plane."""
         return cls(row_tokens, *np.array(list(entries), np.int64).T.copy())
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all layers."""
-        return int((self.num_heads * self.num_runs * self.content_bytes).sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,11 +107,15 @@ class PagedLayout:
     names: tuple[str, ...]
     device: torch.device
     block_size: int
+    row_tokens: int
     num_blocks: int
-    table: LayerTable
+    layers: LayerTable
     spans: Int64s
     owners: tuple[torch.Tensor, ...]
     planes: tuple[Plane, ...] = ()
+
+    addresses: ClassVar[Int64s] = np.zeros(1, np.int64)
+    """Anchors of the rows: all blocks are behind the same, and offsets of layers are addresses."""
 
     @classmethod
     def from_kv_caches(
@@ -144,27 +142,15 @@ class PagedLayout:
             names=tuple(specs),
             device=device,
             block_size=block_size,
+            row_tokens=row_tokens,
             num_blocks=num_rows // split,
-            table=LayerTable.of(
+            layers=LayerTable.of(
                 row_tokens, (fact for tensor in tensors for fact in _facts(tensor, planes))
             ),
             spans=np.array(_spans(tensors), np.int64),
             owners=tuple(tensors),
             planes=planes,
         )
-
-    @property
-    def row_tokens(self) -> int:
-        return self.table.row_tokens
-
-    def layers(self, row_tokens: int) -> LayerTable:
-        if row_tokens != self.row_tokens:
-            raise LayoutError(f"rows of {row_tokens} tokens in a cache of {self.row_tokens}")
-        return self.table
-
-    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
-        index = split_rows(block_ids, self.block_size // row_tokens)
-        return Rows(np.zeros_like(index), index)
 
 
 def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
@@ -215,13 +201,6 @@ def _the_one(what: str, values: Sequence[T]) -> T:
     if len(set(values)) != 1:
         raise LayoutError(f"layers differ in their {what}: {sorted(map(str, set(values)))}")
     return values[0]
-
-
-def split_rows(index: Int64s, parts: int) -> Int64s:
-    """Replace each index by ``parts`` consecutive finer ones."""
-    if parts == 1:
-        return index
-    return (index[:, None] * parts + np.arange(parts, dtype=np.int64)).ravel()
 
 
 def _spans(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -25,13 +25,6 @@ def blocks_between(
     )
 
 
-def blocks_of(
-    part: Part, block_ids: Sequence[Sequence[int]], chunk_size: int, chunk: int
-) -> BlockIds:
-    """Blocks of a whole chunk, per group of the part."""
-    return blocks_between(part, block_ids, chunk * chunk_size, (chunk + 1) * chunk_size)
-
-
 def are_there(blocks: BlockIds, num_blocks: int) -> bool:
     """Whether each group has ``num_blocks`` blocks, and vLLM has freed none of them."""
     return all(len(ids) == num_blocks and NULL_BLOCK not in ids for ids in blocks)

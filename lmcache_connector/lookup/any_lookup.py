@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.peers.lookup import enough
@@ -31,10 +32,10 @@ class AnyLookup:
         for lookup in self._lookups.values():
             lookup.learn_geometries(geometries)
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
-        """For each key the first tier known by ``deadline``, a reading of the clock, to hold it."""
+    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
+        """The first tier of each key known by ``deadline``, a reading of the clock, to hold it."""
         if not keys:
-            return []
+            return {}
         limit, started = Deadline(deadline, self._clock), self._clock()
         asked, asked_at = {}, {}
         for tier, lookup in self._lookups.items():
@@ -48,10 +49,10 @@ class AnyLookup:
             tier: max((q.answered_at or now for q in each), default=asked_at[tier]) - started
             for tier, each in asked.items()
         }
-        places: list[Tier | None] = [None] * len(keys)
+        places = dict[bytes, Tier]()
         for tier in reversed(list(asked)):
-            for index, is_held in enumerate(self._lookups[tier].found(keys, asked[tier])):
-                places[index] = tier if is_held else places[index]
+            are_held = self._lookups[tier].found(keys, asked[tier])
+            places |= dict.fromkeys(compress(keys, are_held), tier)
         return places
 
     def maintain(self) -> None:

@@ -11,7 +11,6 @@ import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,13 +32,6 @@ _FIRST_FOUND_SHARE = 0.5  # before any answer
 _FOUND_WEIGHT = 0.2  # weight of the last answer
 
 
-class Pending(Enum):
-    """What can be loaded is not known yet."""
-
-    PENDING = "pending"
-
-
-PENDING: Final = Pending.PENDING
 Places = Mapping[bytes, Tier]
 """The answer of a lookup: the tier of each key that was found."""
 MISS: Final[Places] = MappingProxyType({})
@@ -128,9 +120,7 @@ class BackgroundLookup:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
-            tiers = self._lookup.find(pending.keys, pending.deadline)
-            places = zip(pending.keys, tiers, strict=True)
-            found: Places = {key: tier for key, tier in places if tier is not None}
+            found: Places = self._lookup.find(pending.keys, pending.deadline)
             share = len(found) / max(1, len(pending.keys))
             self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed

@@ -68,7 +68,8 @@ class ChunkIndex:
 
     def planned_job(self, key: bytes) -> int:
         """The store job that a load of this chunk must wait for; 0 if the chunk is there."""
-        return 0 if self._is_there(key) else self._planned.get(key, 0)
+        job_id = self._planned.get(key, 0)
+        return 0 if job_id and self._is_there(key) else job_id
 
     def first_stored_elsewhere(self, keys: Sequence[bytes]) -> int:
         """Index of the first key whose chunk some rank is storing for other ranks, which cannot

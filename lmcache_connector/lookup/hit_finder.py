@@ -16,15 +16,13 @@ from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_pre
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
     MISS,
-    PENDING,
     BackgroundLookup,
-    Pending,
     RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 
 # An older answer is renewed before a request is scheduled: while the request queued, other requests
 # may have stored shared chunks, and the CPU tier may have evicted some.
@@ -67,7 +65,10 @@ class HitFinder:
         if isinstance(places, Pending):
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
-        while (whole := self._up_to_stores(asked, num_computed_tokens, keys, hit)) is not hit:
+        while hit and self.index.needed is not None:
+            whole = self._up_to_stores(asked, num_computed_tokens, keys, hit)
+            if whole is hit:
+                break
             if self._waits_for_stores(asked, num_computed_tokens, whole.stop, hit.stop):
                 return PENDING
             hit = whole
@@ -86,19 +87,24 @@ class HitFinder:
     ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
         """The keys of each part from the chunk being computed on, which of them are in memory, and
         the hit that memory and ``places`` make."""
-        keys = self._keys_by_part(asked, num_computed_tokens // self.chunk_size)
+        loadable = asked.keys.loadable[num_computed_tokens // self.chunk_size :]
+        num_parts, tail = len(self.parts), asked.keys.loaded_tail
+        keys = [keys_of_part(loadable, number, num_parts) for number in range(num_parts)]
         held = are_in_cpu = [self.index.has_each(each) for each in keys]
         if places:
             held = [
                 [in_cpu or key in places for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
-        return keys, are_in_cpu, self._find(asked, num_computed_tokens, held)
-
-    def _find(self, asked: RequestLookup, num_computed_tokens: int, held: list[list[bool]]) -> Hit:
-        tail, num_tokens = asked.keys.loaded_tail, asked.request.num_tokens
-        end = tail.end if tail is not None else None
-        return find_hit(self.parts, self.chunk_size, num_computed_tokens, num_tokens, held, end)
+        hit = find_hit(
+            self.parts,
+            self.chunk_size,
+            num_computed_tokens,
+            asked.request.num_tokens,
+            held,
+            tail.end if tail is not None else None,
+        )
+        return keys, are_in_cpu, hit
 
     def _to_load(
         self,
@@ -116,11 +122,6 @@ class HitFinder:
             for number, part in reversed(list(enumerate(self.parts if hit else ())))
             for i in chunks_to_load(part, self.chunk_size, num_computed_tokens, end_token)
         ]
-
-    def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
-        """The keys of each part, from chunk ``first`` on."""
-        num_parts, keys = len(self.parts), asked.keys.loadable[first:]
-        return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
 
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Look up chunks that the index lacks, from chunk ``first`` on, ahead of :meth:`find`. Done
@@ -165,18 +166,15 @@ class HitFinder:
 
     def _missing(self, asked: RequestLookup, first: int) -> tuple[bytes, ...]:
         """Keys from chunk ``first`` on that memory lacks and that would make the hit longer."""
-        keys = self._keys_by_part(asked, first)
-        are_in_cpu = [self.index.has_each(each) for each in keys]
-        last, begins = first + len(keys[0]), [first] * len(keys)
-        if not is_prefix_only(self.parts):
-            num_tokens, size = asked.request.num_tokens, self.chunk_size
-            hit = self._find(asked, first * size, are_in_cpu)
-            if asked.keys.loaded_tail is None:
-                last = min(last, (num_tokens - 1) // size)
-            end = asked.keys.end_of(hit.stop + 1)
-            begins = [chunks_to_load(part, size, first * size, end).start for part in self.parts]
-            if hit.stop >= last:
-                return ()
+        size = self.chunk_size
+        keys, are_in_cpu, hit = self._hit(asked, first * size, {})
+        last = first + len(keys[0])
+        if not is_prefix_only(self.parts) and asked.keys.loaded_tail is None:
+            last = min(last, (asked.request.num_tokens - 1) // size)
+        if hit.stop >= last:
+            return ()
+        end = asked.keys.end_of(hit.stop + 1)
+        begins = [chunks_to_load(part, size, first * size, end).start for part in self.parts]
         return tuple(
             each[i]
             for each, in_cpu, begin in zip(keys, are_in_cpu, begins, strict=True)
@@ -227,7 +225,7 @@ class HitFinder:
         return self.policy.is_worth_a_step(
             min(num_known, num_tokens - 1),
             num_tokens,
-            sum(map(self.policy.bytes_of, asked.asked_keys)),
+            self.policy.bytes_of(asked.asked_keys),
             found_share,
             seconds,
         )
@@ -236,8 +234,6 @@ class HitFinder:
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
     ) -> Hit:
         """``hit``, cut short before chunks that other ranks are still storing."""
-        if self.index.needed is None or not hit:
-            return hit
         for part, of_part in zip(self.parts, keys, strict=True):
             end = asked.keys.end_of(hit.stop)
             chunks = chunks_to_load(part, self.chunk_size, num_computed_tokens, end)

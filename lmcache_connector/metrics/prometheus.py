@@ -75,30 +75,24 @@ def traffic(num_bytes: float, seconds: float) -> str:
 class TieredStats(KVConnectorStats):
     """Counts of an interval. ``data`` is a :class:`Samples` as plain data."""
 
-    @classmethod
-    def of(cls, samples: Samples) -> Self:
-        return cls(data=samples.to_data())
-
-    @property
-    def samples(self) -> Samples:
-        return Samples.from_data(self.data)
-
     def reset(self) -> None:
         self.data = Samples().to_data()
 
     def aggregate(self, other: KVConnectorStats) -> Self:
-        """Add another rank's or interval's samples. Returns ``self``."""
-        total = self.samples
-        total.merge(Samples.from_data(other.data))
+        """Add another rank's or interval's samples. Returns ``self``, with new ``data``: several
+        readers of one interval's data each add later ones."""
+        total = Samples()
+        for data in (self.data, other.data):
+            total.merge(Samples(**data))
         self.data = total.to_data()
         return self
 
     def is_empty(self) -> bool:
-        return self.samples.is_empty
+        return not any(self.data.values())
 
     def reduce(self) -> dict[str, Any]:
         """Fields of the periodic log line."""
-        return dict(log_fields(self.samples))
+        return dict(log_fields(Samples(**self.data)))
 
 
 class TablePromMetrics(KVConnectorPromMetrics):

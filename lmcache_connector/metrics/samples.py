@@ -11,7 +11,6 @@ dictionaries, which any serialisation carries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +48,6 @@ class Samples:
         for key, values in later.observations.items():
             self.observations.setdefault(key, []).extend(values)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.counters or self.gauges or self.observations)
-
     def total(self, name: str, label: str | None = None) -> float:
         """Sum of a counter over all label values, or those whose first one is ``label``."""
         wanted = sample_key(name) if label is None else sample_key(name, label)
@@ -76,17 +71,9 @@ class Samples:
         return self.observations.get(sample_key(name, label), [])
 
     def to_data(self) -> dict[str, Any]:
-        """The samples as dictionaries, strings, numbers and lists."""
+        """The samples as dictionaries, strings, numbers and lists: arguments of another object,
+        which shares these dictionaries."""
         return {name: getattr(self, name) for name in ("counters", "gauges", "observations")}
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Samples:
-        """A copy: merging into it leaves ``data`` unchanged."""
-        return cls(
-            dict(data.get("counters", {})),
-            dict(data.get("gauges", {})),
-            {key: list(values) for key, values in data.get("observations", {}).items()},
-        )
 
 
 def sample_key(name: str, *labels: str) -> str:
@@ -98,33 +85,32 @@ def split_key(key: str) -> tuple[str, tuple[str, ...]]:
     return name, tuple(labels)
 
 
-class Tally:
-    """Not thread-safe: one thread counts and takes. ``totals`` holds the counters since the start;
-    gauges and observations are kept only until taken."""
+class Tally(Samples):
+    """Samples since they were last taken. Not thread-safe: one thread counts and takes."""
 
     def __init__(self) -> None:
-        self.totals = Samples()
-        self._new = Samples()
+        super().__init__()
+        self._taken: dict[str, float] = {}  # all counters taken so far
 
-    def count(self, name: str, *labels: str, amount: float = 1) -> None:
-        """See :meth:`Samples.count`."""
-        self.totals.count(name, *labels, amount=amount)
-        self._new.count(name, *labels, amount=amount)
+    @property
+    def totals(self) -> Samples:
+        """The counters since the start."""
+        totals = Samples(dict(self._taken))
+        totals.merge(Samples(self.counters))
+        return totals
 
     def count_up_to(self, name: str, *labels: str, total: float) -> None:
         """Raise a counter to ``total``, which is counted elsewhere since the start."""
-        known = self.totals.counters.get(sample_key(name, *labels), 0)
+        key = sample_key(name, *labels)
+        known = self._taken.get(key, 0) + self.counters.get(key, 0)
         self.count(name, *labels, amount=total - known)
-
-    def set(self, name: str, *labels: str, value: float) -> None:
-        self._new.set(name, *labels, value=value)
-
-    def observe(self, name: str, *labels: str, value: float) -> None:
-        self._new.observe(name, *labels, value=value)
 
     def take(self) -> Samples | None:
         """New samples since the last call; ``None`` if there are none."""
-        if self._new.is_empty:
+        if not (self.counters or self.gauges or self.observations):
             return None
-        taken, self._new = self._new, Samples()
+        for key, amount in self.counters.items():
+            self._taken[key] = self._taken.get(key, 0) + amount
+        taken = Samples(**self.to_data())
+        self.counters, self.gauges, self.observations = {}, {}, {}
         return taken

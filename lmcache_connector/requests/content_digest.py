@@ -14,9 +14,9 @@ from typing import Any
 from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.requests.request_fields import known_fields
+from lmcache_connector.requests.request_fields import KNOWN_FIELDS
 
-_ELEM_FIELDS = known_fields("MultiModalFieldElem")
+_ELEM_FIELDS = KNOWN_FIELDS["MultiModalFieldElem"]
 
 
 class NoContentError(Exception):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
 from lmcache_connector.requests.adapters import Adapters
@@ -21,7 +21,7 @@ from lmcache_connector.requests.content_digest import (
     mask_digest,
 )
 from lmcache_connector.requests.request_fields import UnknownFields
-from lmcache_connector.threads import Background, StepWait, Task
+from lmcache_connector.threads import PENDING, Background, Pending, StepWait, Task
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
@@ -41,13 +41,6 @@ class Bypass(Enum):
     EMBEDDINGS = "embeddings"
 
 
-class NotYet(Enum):
-    """The request's content is still being read."""
-
-    UNREAD = "unread"
-
-
-UNREAD: Final = NotYet.UNREAD
 Identified = RequestIdentity | Bypass
 Spans = tuple[MultimodalSpan, ...]
 
@@ -93,8 +86,8 @@ class RequestIdentifier:
         self._reads = Background("lmc-inputs")
         self._open: dict[str, _Open] = {}
 
-    def identify(self, request: Request, wait: StepWait | None = None) -> Identified | NotYet:
-        """Waits for content being read as ``wait`` allows. ``UNREAD``: ask again, until it runs.
+    def identify(self, request: Request, wait: StepWait | None = None) -> Identified | Pending:
+        """Waits for content being read as ``wait`` allows. ``PENDING``: ask again, until it runs.
         First called when the request arrives; :meth:`forget` when it has ended.
         """
         opened = self._open.get(request.request_id)
@@ -105,7 +98,7 @@ class RequestIdentifier:
         if opened.found is None:
             found = self._settle(opened, wait)
             if found is None:
-                return UNREAD
+                return PENDING
             self._set(opened, found)
         assert opened.found is not None
         return opened.found
@@ -128,9 +121,9 @@ class RequestIdentifier:
         if opened.found is None:
             self._set(opened, _kind(opened.request))
 
-    def is_current(self, request: Request, wait: StepWait | None = None) -> bool | NotYet:
+    def is_current(self, request: Request, wait: StepWait | None = None) -> bool | Pending:
         """Whether vLLM would still compute what was identified, as far as is known. While a request
-        queues, its adapter's files may change and be read again. ``UNREAD``: ask again.
+        queues, its adapter's files may change and be read again. ``PENDING``: ask again.
         """
         opened = self._open.get(request.request_id)
         if (
@@ -143,7 +136,7 @@ class RequestIdentifier:
             self._join_queue(opened)
         reading, name = self.adapters.last_look(request.lora_request), opened.found.lora
         if not _is_read(reading, wait):
-            return UNREAD
+            return PENDING
         return reading.value == name and self.adapters.may_compute(request, name)
 
     def forget(self, request: Request) -> None:

@@ -110,10 +110,8 @@ NOT_PART_OF_IDENTITY = by_class(
 """Class -> field -> reason."""
 
 
-def known_fields(class_name: str) -> frozenset[str]:
-    """All fields of a class in the tables."""
-    return KEYED[class_name] | NOT_PART_OF_IDENTITY[class_name].keys()
-
+KNOWN_FIELDS = {name: KEYED[name] | NOT_PART_OF_IDENTITY[name].keys() for name in KEYED}
+"""Class -> all its fields in the tables."""
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +138,7 @@ class UnknownFields:
         names = self._unknown.get(type(part))
         if names is None:
             fixed = fixed_fields(type(part))
-            names = tuple(sorted(set(fixed or vars(part)) - known_fields(class_name)))
+            names = tuple(sorted(set(fixed or vars(part)) - KNOWN_FIELDS[class_name]))
             if fixed:
                 self._unknown[type(part)] = names
         used = {(class_name, name) for name in names if _is_set(getattr(part, name, None))}

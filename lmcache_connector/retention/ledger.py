@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from lmcache_connector.bounded import Latest
-from lmcache_connector.plans import Claim
+from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention.leaving import LeavingChunks
-from lmcache_connector.retention.queues import AgeQueues, EvictionReason, Holdings, Limits, Notes
 
+MAX_USES = 1 << 14
+"""Limit of noted uses; the oldest are dropped."""
 PIN_SECONDS = 3600.0
 """Longest duration of a pin, from the last request that asked for it."""
 MAX_TOUCHED = 8192
@@ -44,55 +48,90 @@ _LOOKS = 64
 """Passed-over chunks that an eviction considers first."""
 
 
+class EvictionReason(Enum):
+    """Why a chunk was evicted. The values are labels of a metric."""
+
+    EXPIRED = "expired"
+    OVER_SHARE = "over_share"
+    OLDEST = "oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In bytes. ``tenant_bytes``: guaranteed to each tenant. ``pin_bytes``: pinned chunks of all
+    tenants, ``tenant_pin_bytes`` of each."""
+
+    tenant_bytes: float = math.inf
+    pin_bytes: float = 0.0
+    tenant_pin_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, capacity_bytes: float, tenant_share: float, pin_share: float) -> Limits:
+        pin_bytes = capacity_bytes * pin_share
+        return cls(capacity_bytes * tenant_share, pin_bytes, pin_bytes * tenant_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Contents of the tier, and evictions since the start. ``tenant_bytes``: by label, at most 257.
+    ``refused_pins``: how often a prompt was not pinned completely because of the limits.
+    """
+
+    tenant_bytes: tuple[tuple[str, int], ...] = ()
+    pinned_bytes: int = 0
+    refused_pins: int = 0
+    evicted: tuple[tuple[str, int], ...] = ()
+
+
+Queue = OrderedDict[bytes, float]
+"""Keys with the time of their last use, the least recently used first."""
+Queues = defaultdict[int, Queue]
+"""By priority."""
+
+
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """``expected_bytes``: of stores in progress."""
+    """``label``: one of 257, however many salts there are. ``expected_bytes``: of stores in
+    progress."""
 
     name: bytes
+    label: str
     num_bytes: int = 0
     expected_bytes: int = 0
     pinned_bytes: int = 0
-    num_chunks: int = 0
     used_at: float = 0.0
-    queues: AgeQueues = field(default_factory=AgeQueues)
-
-    @property
-    def label(self) -> str:
-        """One of 257 labels, however many salts there are."""
-        return self.name[:1].hex() or "none"
+    queues: Queues = field(default_factory=partial(defaultdict, OrderedDict))
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Is in exactly one state: pinned, expired, passed over (in use at its turn), or queued."""
+    """``places``: the queues that have it. A chunk is pinned (in none), expired, passed over (in
+    use at its turn), or in the queues of its priority, of all tenants and of its own."""
 
     num_bytes: int
     tenant: _Tenant
+    places: tuple[Queue, ...] = ()
     parent: bytes = b""
     is_claimed: bool = False
-    is_expired: bool = False
     priority: int = 0
     expires_at: float = math.inf
     pinned_until: float | None = None
-    change: int = 0  # number of its current entry in `Ledger._changes`
-
-    @property
-    def next_change(self) -> float:
-        return self.expires_at if self.pinned_until is None else self.pinned_until
+    change: int = 0  # number of its current entry in `Ledger._changes`; 0: it has left the tier
 
 
 class Ledger:
     """``clock`` is monotonic, in seconds. The tier's lock guards everything except `holdings` and
-    ``notes``; notes are applied by the next call. ``leaving``: where evictions are announced first;
-    ``None``: evictions are not announced."""
+    `note`. ``leaving``: where evictions are announced first; ``None``: evictions are not
+    announced."""
 
     def __init__(
         self, limits: Limits, clock: Callable[[], float], leaving: LeavingChunks | None = None
     ) -> None:
-        self.notes = Notes(clock)
         self.on_noted_use: Callable[[Iterable[bytes]], None] = lambda keys: None
         """Called with the chunks in use that may be written to Redis."""
         self._leaving = leaving
+        self._noting = threading.Lock()
+        self._noted: Latest[PrefixUse, float] = Latest(MAX_USES)  # time of the latest note
         # Claims on chunks that are still being stored, with their times: of the newest chunks, the
         # first claims of each.
         self._awaited: Latest[bytes, dict[Claim, float]] = Latest(_MAX_AWAITED)
@@ -101,14 +140,16 @@ class Ledger:
         self._latest = -math.inf  # time of the latest use
         self._chunks: dict[bytes, _Chunk] = {}
         self._tenants: dict[bytes, _Tenant] = {}
-        self._unowned = _Tenant(b"")
+        self._unowned = _Tenant(b"", "none")
         self._over: dict[_Tenant, None] = {}  # in the order in which they came over their share
         self._expecting: set[_Tenant] = set()  # tenants with expected bytes
-        self._queues = AgeQueues()  # of all tenants
-        self._expired: OrderedDict[bytes, None] = OrderedDict()
+        self._queues: Queues = defaultdict(OrderedDict)  # of all tenants
+        self._expired: Queue = OrderedDict()
         # Passed over: in use at their turn, for instance waiting to be written to a slow Redis.
-        self._passed_over: OrderedDict[bytes, None] = OrderedDict()
-        self._changes: list[tuple[float, int, bytes]] = []  # a heap of ends of pins and lifetimes
+        self._passed_over: Queue = OrderedDict()
+        # A heap of the ends of pins and lifetimes. Entries with another number than their chunk's
+        # are stale.
+        self._changes: list[tuple[float, int, bytes, _Chunk]] = []
         self._num_changes = 0
         self._pinned_bytes = 0
         self._label_bytes: Counter[str] = Counter()
@@ -117,6 +158,14 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def note(self, use: PrefixUse) -> None:
+        """Note a use by the engine's step, which thus never waits while the ledger walks a prompt.
+        The next call applies it; a prompt noted repeatedly until then is walked once. Thread-safe,
+        O(1)."""
+        now = self._clock()
+        with self._noting:
+            self._noted[use] = now
 
     # -- called by the tier --------------------------------------------------------------------
 
@@ -127,7 +176,7 @@ class Ledger:
         self.drop(key)
         now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._unowned)
-        self._account(chunk, num_bytes, 1)
+        self._account(chunk.tenant, num_bytes)
         self._enter(key, chunk, now)
 
     def expect(self, name: bytes, num_bytes: int) -> None:
@@ -136,7 +185,7 @@ class Ledger:
         tenant = self._tenant(name)
         tenant.expected_bytes += num_bytes
         (self._expecting.add if tenant.expected_bytes else self._expecting.discard)(tenant)
-        self._weigh(tenant)
+        self._account(tenant)
 
     def use(self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes] = ()) -> None:
         """A request with ``claim`` used these chunks, in prompt order: they become the newest, the
@@ -156,8 +205,9 @@ class Ledger:
         """Apply notes, oldest first, up to `MAX_TOUCHED` chunks; the next call goes on. Returns the
         time."""
         num_left = MAX_TOUCHED
-        while num_left > 0 and (noted := self.notes.take_use()) is not None:
-            use, at = noted
+        while num_left > 0 and self._noted:
+            with self._noting:
+                use, at = self._noted.popitem(last=False)
             self._latest = max(self._latest, at)  # another method may have read the clock later
             used = self._use(use.keys, use.claim, (), self._latest)
             num_left -= 1 + len(used)
@@ -179,7 +229,8 @@ class Ledger:
         if chunk is not None:
             self._leave(key, chunk)
             self._unpin(chunk)
-            self._account(chunk, -chunk.num_bytes, -1)
+            chunk.change = 0
+            self._account(chunk.tenant, -chunk.num_bytes)
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
         """The next ``count`` chunks in eviction order among those that ``may_go``; the caller drops
@@ -242,7 +293,15 @@ class Ledger:
     ) -> dict[bytes, _Chunk]:
         """Returns the chunks used, predecessors of ``keys`` included."""
         self._lapse(now)
-        tail_first = self._prefix(keys, parents)
+        for key, parent in zip(keys, parents, strict=False):
+            if (known := self._chunks.get(key)) is not None:
+                known.parent = parent
+        tail_first: dict[bytes, _Chunk] = {}
+        for start in reversed(keys):
+            key = start
+            while key not in tail_first and (chunk := self._chunks.get(key)) is not None:
+                tail_first[key] = chunk
+                key = chunk.parent
         pins = claim.pin
         for key, chunk in reversed(tail_first.items()):
             self._leave(key, chunk)
@@ -250,7 +309,6 @@ class Ledger:
             chunk.tenant.used_at = now
         for key, chunk in tail_first.items():
             self._enter(key, chunk, now)
-            self._watch(key, chunk)
         if self._leaving is not None:
             self._leaving.keep(tail_first)
         return tail_first
@@ -273,10 +331,10 @@ class Ledger:
                 yield from self._excess(tenant, now, may_go)
         if is_shared and self._only_over_share_expected():
             for tenant in (self._unowned, *self._over):
-                for key in tenant.queues.oldest_first(now):
+                for key in _oldest_first(tenant.queues, now):
                     yield EvictionReason.OLDEST, key
             return
-        for key in chain(self._queues.oldest_first(now), self._passed_over):
+        for key in chain(_oldest_first(self._queues, now), self._passed_over):
             yield EvictionReason.OLDEST, key
 
     def _excess(
@@ -285,7 +343,7 @@ class Ledger:
         """The tenant's oldest chunks above its share. Chunks that may not go do not count towards
         it: with a slow Redis, most of the oldest wait to be written."""
         num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
-        for key in tenant.queues.oldest_first(now):
+        for key in _oldest_first(tenant.queues, now):
             if num_bytes <= 0:
                 return
             if may_go(key):
@@ -300,24 +358,10 @@ class Ledger:
 
     def _is_oldest_idle(self, now: float) -> bool:
         """Whether the least recently used chunk belongs to an idle tenant."""
-        oldest = next(self._queues.oldest_first(now), None)
+        oldest = next(_oldest_first(self._queues, now), None)
         if oldest is None or (tenant := self._chunks[oldest].tenant) is self._unowned:
             return False
         return now - tenant.used_at > _IDLE_SECONDS
-
-    def _prefix(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> dict[bytes, _Chunk]:
-        """The cached chunks of ``keys``, which follow ``parents``, and their predecessors, last
-        first."""
-        for key, parent in zip(keys, parents, strict=False):
-            if (known := self._chunks.get(key)) is not None:
-                known.parent = parent
-        found: dict[bytes, _Chunk] = {}
-        for start in reversed(keys):
-            key = start
-            while key not in found and (chunk := self._chunks.get(key)) is not None:
-                found[key] = chunk
-                key = chunk.parent
-        return found
 
     # -- claims --------------------------------------------------------------------------------
 
@@ -328,7 +372,9 @@ class Ledger:
             chunk.expires_at = max(chunk.expires_at, expires_at)
             chunk.priority = max(chunk.priority, claim.priority)
         else:
-            self._give(chunk, claim.tenant)
+            self._account(chunk.tenant, -chunk.num_bytes)
+            chunk.tenant = self._tenant(claim.tenant)
+            self._account(chunk.tenant, chunk.num_bytes)
             chunk.expires_at, chunk.priority, chunk.is_claimed = expires_at, claim.priority, True
         if not (pins and self._pin(chunk)):
             return False
@@ -357,89 +403,86 @@ class Ledger:
             self._pinned_bytes -= chunk.num_bytes
             chunk.tenant.pinned_bytes -= chunk.num_bytes
 
-    def _watch(self, key: bytes, chunk: _Chunk) -> None:
-        """Schedule the end of the chunk's pin or lifetime. Among equal times, the chunk scheduled
-        last comes last."""
-        self._num_changes += 1
-        chunk.change = self._num_changes
-        if chunk.next_change < math.inf:
-            heapq.heappush(self._changes, (chunk.next_change, chunk.change, key))
-        if len(self._changes) > 4 * len(self._chunks):  # most entries are stale
-            self._changes = [change for change in self._changes if self._is_watched(change)]
-            heapq.heapify(self._changes)
-
-    def _is_watched(self, change: tuple[float, int, bytes]) -> bool:
-        _, number, key = change
-        chunk = self._chunks.get(key)
-        return chunk is not None and chunk.change == number
-
     def _lapse(self, now: float) -> bool:
         """End pins and lifetimes that have passed; a chunk whose pin ends counts as just used.
         Returns False if more are left."""
         for _ in range(MAX_TOUCHED):
             if not (self._changes and self._changes[0][0] <= now):
                 return True
-            change = heapq.heappop(self._changes)
-            if not self._is_watched(change):
-                continue
-            key = change[2]
-            chunk = self._chunks[key]
-            self._leave(key, chunk)
-            self._unpin(chunk)
-            chunk.is_expired = chunk.expires_at <= now
-            self._enter(key, chunk, now)
-            if not chunk.is_expired:
-                self._watch(key, chunk)
+            _, number, key, chunk = heapq.heappop(self._changes)
+            if chunk.change == number:
+                self._leave(key, chunk)
+                self._unpin(chunk)
+                self._enter(key, chunk, now)
         return False
 
     # -- queues and accounts -------------------------------------------------------------------
 
     def _enter(self, key: bytes, chunk: _Chunk, now: float) -> None:
-        if chunk.is_expired:
-            self._expired[key] = None
-        elif chunk.pinned_until is None:
-            self._queues.put(key, chunk.priority, now)
-            chunk.tenant.queues.put(key, chunk.priority, now)
+        """Put a chunk that is in no queue where it belongs, as the newest, and schedule the end of
+        its pin or lifetime. Among equal times, the chunk scheduled last comes last."""
+        if chunk.pinned_until is not None:
+            ends_at = chunk.pinned_until
+        elif chunk.expires_at <= now:
+            ends_at, chunk.places = math.inf, (self._expired,)
+        else:
+            ends_at = chunk.expires_at
+            chunk.places = self._queues[chunk.priority], chunk.tenant.queues[chunk.priority]
+        for place in chunk.places:
+            place[key] = now
+        self._num_changes += 1
+        chunk.change = self._num_changes
+        if ends_at < math.inf:
+            heapq.heappush(self._changes, (ends_at, chunk.change, key, chunk))
+        if len(self._changes) > 4 * len(self._chunks):  # most entries are stale
+            self._changes = [entry for entry in self._changes if entry[3].change == entry[1]]
+            heapq.heapify(self._changes)
 
     def _pass_over(self, key: bytes) -> None:
         """Remove a chunk in use from its queues; it is evicted once it is free."""
         chunk = self._chunks[key]
-        if not chunk.is_expired and key not in self._passed_over:
+        if key not in self._expired and key not in self._passed_over:
             self._leave(key, chunk)
-            self._passed_over[key] = None
+            chunk.places = (self._passed_over,)
+            self._passed_over[key] = self._latest
 
     def _leave(self, key: bytes, chunk: _Chunk) -> None:
-        """Remove the chunk from its queue, the expired or the passed-over chunks."""
-        self._expired.pop(key, None)
-        self._passed_over.pop(key, None)
-        chunk.is_expired = False
-        self._queues.discard(key, chunk.priority)
-        chunk.tenant.queues.discard(key, chunk.priority)
+        for place in chunk.places:
+            del place[key]
+        chunk.places = ()
 
     def _tenant(self, name: bytes) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, used_at=self._clock())
+            label = name[:1].hex() or "none"
+            tenant = self._tenants[name] = _Tenant(name, label, used_at=self._clock())
         return tenant
 
-    def _give(self, chunk: _Chunk, name: bytes) -> None:
-        self._account(chunk, -chunk.num_bytes, -1)
-        chunk.tenant = self._tenant(name)
-        self._account(chunk, chunk.num_bytes, 1)
-
-    def _account(self, chunk: _Chunk, num_bytes: int, num_chunks: int) -> None:
-        tenant = chunk.tenant
+    def _account(self, tenant: _Tenant, num_bytes: int = 0) -> None:
+        """Count bytes that the tenant has gained or lost, and whether it is above its share; forget
+        one without chunks and stores."""
         tenant.num_bytes += num_bytes
-        tenant.num_chunks += num_chunks
         self._label_bytes[tenant.label] += num_bytes
-        if tenant is not self._unowned:
-            self._weigh(tenant)
-
-    def _weigh(self, tenant: _Tenant) -> None:
-        """Update whether the tenant is above its share; forget one without chunks and stores."""
+        if tenant is self._unowned:
+            return
         if tenant.num_bytes + tenant.expected_bytes > self._limits.tenant_bytes:
             self._over[tenant] = None
         else:
             self._over.pop(tenant, None)
-        if not (tenant.num_chunks or tenant.expected_bytes):
+        if not (tenant.num_bytes or tenant.expected_bytes):
             del self._tenants[tenant.name]
+
+
+def _oldest_first(queues: Mapping[int, Queue], now: float) -> Iterator[bytes]:
+    """Keys by age, least recently used first. A chunk of priority p ages ``2**p`` times slower;
+    among equal ages, low priority comes first. One comparison per used priority for each key. The
+    queues must not change meanwhile."""
+    used = sorted(priority for priority, queue in queues.items() if queue)
+    if len(used) == 1:
+        return iter(queues[used[0]])
+
+    def weighed(priority: int) -> Iterator[tuple[float, bytes]]:
+        slowness = 2.0**-priority
+        return (((at - now) * slowness, key) for key, at in queues[priority].items())
+
+    return (key for _, key in heapq.merge(*map(weighed, used), key=lambda item: item[0]))

@@ -19,7 +19,7 @@ from itertools import chain
 
 from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.bounded import Latest
-from lmcache_connector.kv_parts.blocks import are_there, blocks_of
+from lmcache_connector.kv_parts.blocks import are_there, blocks_between
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -131,7 +131,8 @@ class Auditor:
         chunk have left the window."""
         audit, part, size = state.audit, self.settings.parts[0], self.settings.chunk_size
         assert audit.chunk is not None
-        blocks = blocks_of(part, resolve_block_ids(), size, audit.chunk)
+        start = audit.chunk * size
+        blocks = blocks_between(part, resolve_block_ids(), start, start + size)
         if not are_there(blocks, size // part.block_size):
             self.drop(state)
             return None

@@ -353,7 +353,7 @@ class BlockWitness:
 
     def _lineages_of(self, state: RequestState, size: int, first: int, end: int) -> list[bytes]:
         """Lineages of the request's blocks ``[first, end)`` of ``size`` tokens each."""
-        if self._names_tokens or self._lookahead or state.keys.has_extras:
+        if self._names_tokens or self._lookahead or state.keys.identity.has_extras:
             return [self._full_lineage(state, size, block) for block in range(first, end)]
         lineages: list[bytes] = []
         per_chunk = self._chunk_size // size
@@ -367,7 +367,7 @@ class BlockWitness:
         """The parent key with all other inputs of the block's KV, hashed."""
         chunk = block // (self._chunk_size // size)
         start, end = chunk * self._chunk_size, (block + 1) * size + self._lookahead
-        parent, more = state.keys.parent(chunk), state.keys.extras(start, end)
+        parent, more = state.keys.parent(chunk), state.keys.identity.extras(start, end)
         first = start if self._names_tokens else end - self._lookahead
         more += array("I", state.request.all_token_ids[first:end]).tobytes()
         return bytes(blake3(parent + more).digest()) if more else parent

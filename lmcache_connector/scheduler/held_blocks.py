@@ -88,9 +88,10 @@ class HeldBlocks:
         self._is_short = False
         self.is_holding = bool(self._pins or self._overdue)
 
-    def forget(self, job_id: int) -> None:
+    def ended(self, job_id: int) -> None:
         """The store has ended."""
-        self.unpin(job_id)
+        self._unpin((job_id, False))
+        self._unpin((job_id, True))
         self._overdue.discard(job_id)
 
     # -- pins ------------------------------------------------------------------------------------
@@ -117,11 +118,6 @@ class HeldBlocks:
         for key in reversed([key for key in self._pins if key[1]]):
             if is_idle or self._must_yield or not self._has_room(0):
                 self._unpin(key)
-
-    def unpin(self, job_id: int) -> None:
-        """The job has ended."""
-        self._unpin((job_id, False))
-        self._unpin((job_id, True))
 
     def unpin_all(self) -> None:
         for key in list(self._pins):

@@ -57,7 +57,7 @@ class LoadPlanner:
             load.job is None  # else no job is planned, and vLLM would count on it
             and 0 < end - hit.first <= num_firm
             and self.index.num_firm(keys) == len(keys)
-            and self.policy.fits_in_step(sum(map(self.policy.bytes_of, keys)))
+            and self.policy.fits_in_step(self.policy.bytes_of(keys))
         )
         if load.in_step:  # for loads between steps, vLLM itself recomputes the last token
             end_token = min(end_token, state.request.num_tokens - 1)
@@ -76,7 +76,7 @@ class LoadPlanner:
     def pays(self, state: RequestState, num_computed_tokens: int, hit: HitElsewhere) -> bool:
         """Whether the load of a hit that another instance does not offer would be made."""
         end = min(state.keys.end_of(hit.stop), state.request.num_tokens)
-        num_bytes = sum(map(self.policy.bytes_of, hit.missing))
+        num_bytes = self.policy.bytes_of(hit.missing)
         return all(
             self.policy.pays_from(tier, num_computed_tokens, end, num_bytes) for tier in hit.tiers
         )
@@ -116,7 +116,7 @@ class LoadPlanner:
         ends at once."""
         load, tiers = state.load, self._tiers(state, job.keys)
         if job.in_step:
-            self.policy.load_planned_in_step(sum(map(self.policy.bytes_of, job.keys)))
+            self.policy.load_planned_in_step(self.policy.bytes_of(job.keys))
             self.tally.count("loads_in_step")
             self._count_saved(load.offered_from, load.offered_from + num_tokens)
             num_tokens = state.keys.end_of(job.runs[-1].chunks[-1] + 1) - load.offered_from
@@ -280,7 +280,7 @@ class LoadPlanner:
             chunks = chunks_to_load(part, size, num_computed_tokens, end * size)
             keys = keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))
             for key, tier in zip(keys, self._tiers(state, keys), strict=True):
-                found[tier] += self.policy.bytes_of(key)
+                found[tier] += self.policy.bytes_of((key,))
         return found
 
     def _tiers(self, state: RequestState, keys: Sequence[bytes]) -> list[Tier]:

@@ -18,7 +18,7 @@ from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
-from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
+from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.retention.hints import read_hints
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import (
@@ -28,7 +28,7 @@ from lmcache_connector.scheduler.request_state import (
     Transfer,
 )
 from lmcache_connector.scheduler.store_planner import adapter_of
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 from lmcache_connector.weight_names import WeightNames
 
 if TYPE_CHECKING:
@@ -73,28 +73,24 @@ class RequestBook:
 
     def enter(
         self, request: Request, wait: StepWait | None = None
-    ) -> RequestState | Literal[NotYet.UNREAD] | None:
-        """The request's state, with all full chunks hashed. ``UNREAD``: still unidentified after
+    ) -> RequestState | Literal[Pending.PENDING] | None:
+        """The request's state, with all full chunks hashed. ``PENDING``: still unidentified after
         ``wait``, ask again. ``None``: the request bypasses the connector."""
         if self.start.hasher is None or not self.weights.name:
             self.weights.ask_again()
         if self.start.hasher is None:
-            return UNREAD if self.start.is_awaited() else None
+            return PENDING if self.start.is_awaited() else None
         if not self.weights.name:
-            return UNREAD if self.weights.is_awaited() else None
+            return PENDING if self.weights.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
             self._states.pop(request.request_id, None)
             identity = self.identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
-                return UNREAD if identity is UNREAD else None
+                return PENDING if identity is PENDING else None
             state = self._states[request.request_id] = self._new_state(request, identity)
         state.keys.extend(request.all_token_ids)
         return state
-
-    def is_current(self, request: Request, wait: StepWait | None) -> bool | NotYet:
-        """Whether vLLM would still compute what the keys name. ``UNREAD``: ask again."""
-        return self.identifier.is_current(request, wait)
 
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether the step may compute a request with an adapter, maybe one that bypasses. Called

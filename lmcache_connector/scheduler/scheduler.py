@@ -27,7 +27,6 @@ from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
 from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule
-from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
@@ -44,7 +43,6 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
-from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
@@ -54,7 +52,7 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.scheduler.transfers import RequestTransfers
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -163,7 +161,7 @@ class Scheduler:
 
     def _enter(
         self, request: Request, wait: StepWait | None = None
-    ) -> RequestState | Literal[NotYet.UNREAD] | None:
+    ) -> RequestState | Literal[Pending.PENDING] | None:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
@@ -179,8 +177,8 @@ class Scheduler:
         self._wait.is_idle = self.is_idle
         wait = self._wait if self.is_idle else None
         state = self._enter(request, wait)
-        is_current = self.book.is_current(request, wait)
-        if state is UNREAD or is_current is UNREAD:
+        is_current = self.book.identifier.is_current(request, wait)
+        if state is PENDING or is_current is PENDING:
             # Even without a hit: KV computed before the request is identified is not stored.
             return None
         if state is None or not is_current:
@@ -520,17 +518,6 @@ class Scheduler:
         self.book.weights.reset(is_external=True)
         self._doubt_weights()
 
-    def check_integrity(self) -> None:
-        """Raises ``AssertionError`` if anything is left once all requests are gone."""
-        assert len(self.book) == 0, f"{len(self.book)} requests have not been dropped"
-        assert len(self.jobs) == 0, f"{len(self.jobs)} jobs have not ended"
-        assert not self.policy.num_open, "the cost model counts jobs that have ended"
-        assert self.index.num_planned == 0, "chunks are still planned"
-        assert not self.held.num_pins, "blocks are still pinned"
-        assert not self._ask_until, "vLLM is still to ask for a request again"
-        assert not self._to_compute, "requests are still excluded from loads"
-        assert len(self.transfers) == 0, "KV transfers have not ended"
-
     def shutdown(self) -> None:
         self.hits.close()
         self.book.close()
@@ -552,7 +539,7 @@ class Scheduler:
         if isinstance(job, StoreJob):
             self.held.pin_passing(job)
             if not isinstance(job, AuditJob):  # no load waits for one
-                self.policy.store_planned(job)
+                self.policy.stores.planned(job.job_id)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self.settings.chunk_size, self.witness.hash_block_size
@@ -596,11 +583,11 @@ class Scheduler:
 
     def _end(self, planned: PlannedJob) -> list[ShortLoad]:
         state, job, short = planned.state, planned.job, None
-        self.held.forget(job.job_id)
+        self.held.ended(job.job_id)
         if self.spans.is_on:
             self.spans.end(state.request, span_name(job), planned.span_attributes())
         if isinstance(job, LoadJob) and job.in_step:
-            self.policy.load_ended_in_step(planned.results)
+            self.policy.observe_load(planned.results)
         elif isinstance(job, LoadJob):
             self.transfers.drop_source(job.request_id)
             if job.source is None or job.source.is_trusted:
@@ -612,7 +599,8 @@ class Scheduler:
                 self.witness.invalidate_all()
                 self._abandon(self.book.separate(root, self.jobs.states))
         else:
-            self.policy.store_ended(job.job_id, planned.results)
+            seconds = [each.waited_seconds + each.seconds for each in planned.results]
+            self.policy.stores.ended(job.job_id, seconds)
             self._stores.ended(job, planned.results)
         self.kv_events.settle(job.keys, job.job_id)
         return [short] if short is not None else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
-from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
+from lmcache_connector.kv_parts.blocks import are_there, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
 from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -199,7 +199,7 @@ class StorePlanner:
                 self.settings.chunk_size,
                 self.settings.chunk_size // part.block_size,
             )
-            blocks = [blocks_of(part, block_ids, size, chunk) for chunk in chunks]
+            blocks = [blocks_between(part, block_ids, i * size, (i + 1) * size) for i in chunks]
             there = [are_there(each, per_chunk) for each in blocks]
             chunks, blocks = list(compress(chunks, there)), list(compress(blocks, there))
             if chunks:

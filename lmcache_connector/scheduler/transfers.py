@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache_connector.config import limits
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.kv_parts.part import keys_of_part
-from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.routing import Receive, Router, Send
 from lmcache_connector.plans import PeerSource, TransferUpdate
 from lmcache_connector.scheduler.request_state import RequestState, Transfer
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.watch import TransferWatch

@@ -7,7 +7,7 @@ end, in these blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.tiers import Tiers
 
 KVCaches = Sequence[torch.Tensor | Sequence[torch.Tensor]]
+Lineage = tuple[bytes, tuple[int, ...]]
+"""Of a block: the parent of its chunk's key, and the chunk's tokens up to the block's last."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
-        self._known = BlockTokens(self._block_size, config.chunk_size)
+        self._lineages: dict[int, Lineage] = {}  # of blocks with known tokens
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
         self.tiers = Tiers(config, self._part, self._identity.root)
@@ -86,12 +88,13 @@ class PagedSequences:
 
     def forget_all(self) -> None:
         """Treat the content of all blocks as unknown."""
-        self._known.forget_all()
+        self._lineages.clear()
         self._sequences.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Treat the content of these blocks as unknown."""
-        self._known.forget(blocks)
+        for block in blocks:
+            self._lineages.pop(block, None)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise ``ValueError`` for inconsistent block tables: chunks would be stored with the KV of
@@ -113,7 +116,7 @@ class PagedSequences:
         """Load stored chunks of a sequence that will be computed from ``row.context_len`` on.
         Returns the number of its tokens that have KV afterwards."""
         keys, size = self._keys(row), self._config.chunk_size
-        if not self._known.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
+        if not self._begin(row, keys):
             return row.context_len
         if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
@@ -129,20 +132,45 @@ class PagedSequences:
     def restored(self, row: Row, num_tokens: int) -> None:
         """The sequence now has KV of ``num_tokens``, before of ``row.context_len``."""
         if num_tokens > row.context_len:
-            tokens = row.token_ids[:num_tokens]
-            self._known.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
+            found = self._lineages_of(row, self._keys(row), row.context_len, num_tokens)
+            self._lineages.update(found)
 
     def keep(self, row: Row) -> None:
         """Store the chunks that a forward pass from ``row.context_len`` on has completed."""
         keys, size = self._keys(row), self._config.chunk_size
-        parents = _parents(keys)
-        if not self._known.begin(parents, row.token_ids[: row.context_len], row.blocks):
+        if not self._begin(row, keys):
             return
-        self._known.learn(parents, row.token_ids, row.blocks, row.context_len)
+        end = len(row.token_ids)
+        self._lineages.update(self._lineages_of(row, keys, row.context_len, end))
         if self.completes_chunks(row) and not self._bypasses(row):
             first, end = row.context_len // size, len(row.token_ids) // size
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
             self.tiers.store(keys.keys[first:end], first, self._part, blocks)
+
+    def _begin(self, row: Row, keys: RequestKeys) -> bool:
+        """A step will write to the row's blocks behind its context. Returns whether they begin with
+        the KV of its context, and forgets what follows. O(1) per block."""
+        wanted = list(self._lineages_of(row, keys, 0, row.context_len))
+        is_known = all(self._holds(block, lineage) for block, lineage in wanted)
+        self.forget(row.blocks[row.context_len // self._block_size :])
+        if is_known and row.context_len % self._block_size:
+            self._lineages.update(wanted[-1:])
+        return is_known
+
+    def _holds(self, block: int, lineage: Lineage) -> bool:
+        """Whether the block holds the tokens of ``lineage``, maybe followed by others."""
+        parent, tokens = self._lineages.get(block, (b"", ()))
+        return parent == lineage[0] and tokens[: len(lineage[1])] == lineage[1]
+
+    def _lineages_of(
+        self, row: Row, keys: RequestKeys, start: int, end: int
+    ) -> Iterator[tuple[int, Lineage]]:
+        """Blocks of the row's tokens from ``start`` to ``end``, each with its lineage then."""
+        size, chunk_size = self._block_size, self._config.chunk_size
+        for index in range(start // size, -(-end // size)):
+            chunk = index * size // chunk_size
+            inside = row.token_ids[chunk * chunk_size : min(end, (index + 1) * size)]
+            yield row.blocks[index], (keys.parent(chunk), inside)
 
     def _num_blocks(self, row: Row) -> int:
         return -(-len(row.token_ids) // self._block_size)
@@ -206,72 +234,3 @@ def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
 
 def _dimensions(half: object) -> int:
     return half.dim() if isinstance(half, torch.Tensor) else 0
-
-
-def _parents(keys: RequestKeys) -> list[bytes]:
-    """The parent key of each chunk's key, and of the next chunk's."""
-    return [keys.parent(0), *keys.keys]
-
-
-Lineage = tuple[bytes, tuple[int, ...]]
-"""Of a block: the parent of its chunk's key, and the chunk's tokens up to the block's last."""
-
-
-class BlockTokens:
-    """Tracks which tokens' KV each block holds. ``block_size`` divides ``chunk_size``, both in
-    tokens. O(1) per block and step."""
-
-    def __init__(self, block_size: int, chunk_size: int) -> None:
-        self._block_size = block_size
-        self._chunk_size = chunk_size
-        self._lineages: dict[int, Lineage] = {}
-
-    def __len__(self) -> int:
-        """Number of blocks with known tokens."""
-        return len(self._lineages)
-
-    def begin(self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
-        """A step will write into ``blocks`` behind ``tokens``. Returns whether the blocks begin
-        with the KV of ``tokens``, and forgets what follows. ``parents[c]``: the parent of chunk
-        c's key."""
-        wanted = list(self._of(parents, tokens, 0))
-        is_known = all(self._holds(blocks[index], lineage) for index, lineage in wanted)
-        first_written = len(tokens) // self._block_size
-        for block in blocks[first_written:]:
-            self._lineages.pop(block, None)
-        if is_known and len(tokens) % self._block_size:
-            index, lineage = wanted[-1]
-            self._lineages[blocks[index]] = lineage
-        return is_known
-
-    def learn(
-        self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int], start: int
-    ) -> None:
-        """``blocks`` now hold the KV of ``tokens`` from index ``start`` on, behind the tokens
-        passed to :meth:`begin`."""
-        for index, lineage in self._of(parents, tokens, start):
-            self._lineages[blocks[index]] = lineage
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Other code has written to these blocks."""
-        for block in blocks:
-            self._lineages.pop(block, None)
-
-    def forget_all(self) -> None:
-        """Treat the tokens of all blocks as unknown."""
-        self._lineages.clear()
-
-    def _holds(self, block: int, lineage: Lineage) -> bool:
-        """Whether the block holds the tokens of ``lineage``, maybe followed by others."""
-        parent, tokens = self._lineages.get(block, (b"", ()))
-        return parent == lineage[0] and tokens[: len(lineage[1])] == lineage[1]
-
-    def _of(
-        self, parents: Sequence[bytes], tokens: Sequence[int], start: int
-    ) -> Iterator[tuple[int, Lineage]]:
-        """Index and lineage of the blocks that hold tokens from ``start`` on."""
-        size = self._block_size
-        for index in range(start // size, -(-len(tokens) // size)):
-            chunk = index * size // self._chunk_size
-            inside = tuple(tokens[chunk * self._chunk_size : (index + 1) * size])
-            yield index, (parents[chunk], inside)

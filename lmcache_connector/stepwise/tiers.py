@@ -47,8 +47,6 @@ from lmcache_connector.worker.waiting_jobs import Job, StepGate
 logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
-_MAX_HOLD_SECONDS = 10.0
-"""Limit of a hold on writes, since a failed forward pass is not reported."""
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
@@ -227,7 +225,6 @@ class Tiers:
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """A forward pass of ``num_tokens`` behind ``context_tokens`` is about to begin."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
-        self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
         self._rank.timer.start(PrefillWork(num_tokens, context_tokens) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
@@ -235,7 +232,6 @@ class Tiers:
     def forward_ended(self) -> None:
         """The forward pass has run or, on CUDA, been queued."""
         self._rank.timer.stop()
-        self._rank.hold_writes(self._clock())
 
     def store(
         self, keys: Sequence[bytes], first: int, part: PagedPart, blocks: Sequence[int]

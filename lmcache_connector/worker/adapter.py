@@ -57,8 +57,6 @@ _ADAPTER_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 # Share of the CPU tier that KV transfers to other instances may keep until they are read.
 _TRANSFER_SHARE = 1 / 4
-# After a forward pass on CPU, writes to Redis wait so long for the next one.
-_HOLD_SECONDS = 0.01
 _NO_UPDATES: StepOutput = StepOutput()
 
 
@@ -102,7 +100,6 @@ class WorkerAdapter:
         make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
-        self._clock = clock
         self._lora_loads = lora_loads or LoraLoads(None)
         self._weights = weights
         rank = settings.engine.rank
@@ -121,7 +118,6 @@ class WorkerAdapter:
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
         self._tier = tiers.redis
         self._engine, self._jobs = tiers.engine, tiers.jobs
-        self._hold_writes = tiers.hold_writes
         self.self_test = tiers.self_test
         capacity_bytes, chunks = int(settings.engine.rank_gib * 2**30), self._engine.chunks
         max_bytes = int(capacity_bytes * _TRANSFER_SHARE)
@@ -183,10 +179,7 @@ class WorkerAdapter:
             self._idle = False
             if self._settings.blocks_are_zeroed:
                 self._gate.open()
-            self._hold_writes(float("inf"))
             return
-        if not plan.idle:
-            self._hold_writes(float("inf"))
         self._before = self._copier.fence() if plan.has_earlier_work else None
         self._timer.start(plan.prefill)
 
@@ -238,7 +231,6 @@ class WorkerAdapter:
 
     def finish_step(self) -> StepOutput:
         """Collect ended jobs; an idle step first waits a moment for one."""
-        self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if self._settings.blocks_are_zeroed:
@@ -387,12 +379,12 @@ class WorkerAdapter:
         )
 
     def _output(self, report: RankReport | None) -> StepOutput:
+        loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
             report = RankReport(self._settings.engine.rank, (), ())
-        ended, self._ended = self._ended, []
-        loaded = [j.request_id for j, _ in ended if isinstance(j, LoadJob) and not j.in_step]
         reports = () if report is None else (report,)
+        self._ended = []  # last: after a failure before, the next report tells of these jobs
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
     def _take_ended(self) -> None:
@@ -400,12 +392,15 @@ class WorkerAdapter:
             if (result := load.take_result()) is not None:
                 self._in_step.remove(load)
                 self._ended.append((load.job, result))
-        self._ended += self._jobs.take_ended()
+        if self._jobs.is_busy:
+            self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[tuple[Job, JobResult]]) -> RankReport | None:
-        events, written = self._engine.take_events(), self._engine.take_written()
-        start = self._start()
-        forwards, measured = self._timer.take(), self._probe.take()
+        events, writes = self._engine.take_events(), self._engine.writes
+        written = writes.take_written() if writes is not None else ()
+        start = None if self._is_start_told else self._start()
+        forwards = self._timer.take() if self._timer.has_updates else ()
+        measured = self._probe.take() if self._probe.has_updates else ()
         for job, result in ended:
             self._metrics.job_ended(job, result)
         if events:
@@ -427,10 +422,8 @@ class WorkerAdapter:
         )
 
     def _start(self) -> RankStart | None:
-        """The rank's start report: once, when Redis was measured or proved too slow."""
-        if self._is_start_told or self._tiers.is_calibrating:
-            return None
-        if (reads := self._ranks.find()) is None:
+        """The rank's start report, once Redis was measured or proved too slow."""
+        if self._tiers.is_calibrating or (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
         self._engine.share.reads = reads

@@ -26,14 +26,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, Outcome, StoreJob
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, StepGate, WaitingJobs
+from lmcache_connector.worker.waiting_jobs import BY_TURN, Job, QueuedJob, StepGate, WaitingJobs
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -100,26 +101,21 @@ class JobQueue:
     ) -> None:
         """Queue a job. ``fence`` marks the compute that the copy must wait for. Other arguments:
         see :class:`QueuedJob`."""
-        now = self._clock()
-        waits = fence is not None and isinstance(job, LoadJob)
-        fenced_at, gate = None if waits else now, gate or StepGate()
-        queued = QueuedJob(job, fence, now, now, fenced_at, gate, parts, may_begin)
+        queued = QueuedJob(job, fence, self._clock(), gate or StepGate(), parts, may_begin)
         with self._lock:
-            if isinstance(job, StoreJob):
-                queued.not_before += self._store_delay
-                (self._audits if isinstance(job, AuditJob) else self._stores).add(queued)
-                if job.is_awaited:  # stores run in order
-                    self._begin_stores()
-            else:
-                (self._fetching_loads if job.may_fetch else self._cpu_loads).add(queued)
             self._open[job.job_id] = queued
             self.is_busy = True
             if isinstance(job, StoreJob):
-                self._store_came.notify_all()
-                return
-            if job.after_job in self._open:
+                queued.not_before += self._store_delay
+                waiting = self._audits if isinstance(job, AuditJob) else self._stores
+                is_awaited, wake = job.is_awaited, self._store_came
+            else:
+                waiting = self._fetching_loads if job.may_fetch else self._cpu_loads
+                is_awaited, wake = job.after_job in self._open, self._load_may_run
+            insort(waiting, queued, key=BY_TURN)
+            if is_awaited:  # stores run in order
                 self._begin_stores()
-            self._load_may_run.notify_all()
+            wake.notify_all()
 
     def refuse(self, jobs: Iterable[Job]) -> None:
         """End those of these jobs that were not submitted, as cancelled."""
@@ -134,11 +130,12 @@ class JobQueue:
         """Ask jobs, by default all, to end early. Copies of a cancelled store are dropped."""
         with self._lock:
             for job_id in tuple(self._open if job_ids is None else job_ids):
-                if job_id in self._open:
-                    self._open[job_id].cancelled.set()
+                if (queued := self._open.get(job_id)) is None:
+                    continue
+                queued.cancelled.set()
                 for waiting in self._loads:
-                    if (queued := waiting.remove(job_id)) is not None:
-                        self._end_waiting(queued, Outcome.CANCELLED)
+                    if queued in waiting:
+                        self._end_waiting(waiting, queued, Outcome.CANCELLED)
             self._load_may_run.notify_all()
 
     def wait_for_result(self, seconds: float) -> None:
@@ -163,8 +160,7 @@ class JobQueue:
 
     @property
     def num_open(self) -> int:
-        with self._lock:
-            return len(self._open)
+        return len(self._open)
 
     def finish_stores(self, seconds: float) -> None:
         """Wait until no job reads the paged cache; after ``seconds`` cancel those that do."""
@@ -216,17 +212,18 @@ class JobQueue:
 
     def _next(self, waiting: WaitingJobs) -> QueuedJob | None:
         """Wait for the lane's next job and return it; ``None``: the lane must stop."""
-        wake = self._load_may_run if waiting in self._loads else self._store_came
+        is_of_stores = waiting is self._stores or waiting is self._audits
+        wake = self._store_came if is_of_stores else self._load_may_run
         with self._lock:
             while True:
                 self._end_overdue()
-                if (queued := waiting.next(self._clock())) is not None:
+                queued, look = waiting.next(self._clock())
+                if queued is not None:
                     if waiting is self._fetching_loads:
                         self._fetching.update(queued.job.keys)
                     return queued
                 if self._stopping and not waiting:
                     return None
-                look = max(0.0, waiting.seconds_to_look(self._clock()))
                 if waiting is self._stores:
                     look = min(look, self._do_between_stores())
                 wake.wait(min(look, self._seconds_to_a_deadline()))
@@ -261,18 +258,19 @@ class JobQueue:
         """End waiting loads whose deadline has passed."""
         now = self._clock()
         for waiting in self._loads:
-            for queued in waiting.overdue(now):
-                self._end_waiting(queued, Outcome.DEADLINE)
+            for queued in [each for each in waiting if each.deadline <= now]:
+                self._end_waiting(waiting, queued, Outcome.DEADLINE)
 
-    def _end_waiting(self, queued: QueuedJob, outcome: Outcome) -> None:
+    def _end_waiting(self, waiting: WaitingJobs, queued: QueuedJob, outcome: Outcome) -> None:
+        waiting.remove(queued)
         waited = self._clock() - queued.submitted_at
         result = JobResult(queued.job.job_id, outcome, 0, 0, 0.0, waited_seconds=waited)
         self._end(queued, result)
 
     def _seconds_to_a_deadline(self) -> float:
         """Seconds until the next deadline of a waiting job, which wakes no lane by itself."""
-        now = self._clock()
-        seconds = min(waiting.seconds_to_deadline(now) for waiting in self._loads)
+        deadlines = (queued.deadline for waiting in self._loads for queued in waiting)
+        seconds = min(deadlines, default=threading.TIMEOUT_MAX) - self._clock()
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
     def _end(self, queued: QueuedJob, result: JobResult) -> None:

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from math import ceil, inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,21 +40,17 @@ from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
     LoadJob,
-    PartRun,
     PeerSource,
     PrefixUse,
     StoreJob,
 )
 from lmcache_connector.retention.leaving import WAIT_SECONDS, LeavingChunks
-from lmcache_connector.retention.ledger import Ledger
-from lmcache_connector.retention.queues import Holdings, Limits
+from lmcache_connector.retention.ledger import Ledger, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
-    ChangedKeys,
-    Comparison,
     LedgerPolicy,
     LoadContext,
     LoadInStep,
@@ -73,7 +70,8 @@ if TYPE_CHECKING:
     from lmcache_connector.worker.lmcache_remote import RemoteTiers
     from lmcache_connector.worker.waiting_jobs import QueuedJob
 
-_JOBS_BETWEEN_DRAINS = 256
+_STORES_BETWEEN_DRAINS = 256
+_BY_PART = attrgetter("part")
 # Share of the CPU tier that one piece of a load may take: loads run on three lanes, and chunks
 # waiting to be written to Redis take up to a quarter.
 _PIECE_SHARE = 1 / 8
@@ -104,7 +102,7 @@ class LMCacheEngineAdapter:
         self._parts = parts
         self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
         self._piece_bytes = int(settings.rank_gib * 2**30 * _PIECE_SHARE)
-        self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
+        self._num_stores = 0
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
         self._blocks = BlockCopyConnector(self._sizes, copier, clock)
@@ -117,14 +115,13 @@ class LMCacheEngineAdapter:
         self._shared.keep(self._cpu)
         self._capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(self._capacity_bytes, settings.tenant_share, settings.pin_share)
-        self._changed, self.num_leaving, self._unread = ChangedKeys(), 0, deque[bytes]()
-        self.leaving = LeavingChunks(self._changed.report)
+        self._changed, self.num_leaving, self._unread = deque[bytes](), 0, deque[bytes]()
+        self.leaving = LeavingChunks(self._changed.extend)
         self._announces = settings.announces
-        self._ledger = Ledger(limits, clock, self.leaving if settings.announces else None)
-        self._policy = LedgerPolicy(self._ledger, self._database.engine_key)
+        self.ledger = Ledger(limits, clock, self.leaving if settings.announces else None)
+        self._policy = LedgerPolicy(self.ledger, self._database.engine_key, self._changed.append)
         self._policy.install(self._cpu)
         self._cpu.allocate = partial(self._allocate, self._cpu.allocate)
-        self._cpu.batched_msg_sender = self._changed
         self.share = Share(settings.rank, settings.owners)
         if peers is not None:
             self.share.is_away = peers.is_away
@@ -140,9 +137,9 @@ class LMCacheEngineAdapter:
         self.chunks = CpuTierChunks(
             self._cpu, self._database, self._sizes.geometries, self._shared, self.share
         )
-        self._writes: RedisWrites | None = None
+        self.writes: RedisWrites | None = None
         if redis_tier is not None:
-            self._writes = RedisWrites(
+            self.writes = RedisWrites(
                 redis_tier,
                 self._cpu,
                 self._database,
@@ -150,7 +147,7 @@ class LMCacheEngineAdapter:
                 clock,
                 report=settings.report_writes,
             )
-            self._ledger.on_noted_use = self._writes.want
+            self.ledger.on_noted_use = self.writes.want
 
     def store(self, job: StoreJob, queued: QueuedJob) -> list[RunTransfer]:
         """Copy chunks that the CPU tier lacks out of the paged cache; blocks the calling thread.
@@ -161,24 +158,24 @@ class LMCacheEngineAdapter:
         """
         transfers = []
         for run in job.runs:
-            held = {key for key in run.keys if self.holds(key)}
-            self._changed.report(held)
+            part = (queued.parts or self._parts)[run.part]
+            held = set(filter(self.chunks.holds, run.keys))
+            self._changed.extend(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if self._is_missing(key)])
-            transfer = RunTransfer(missing, (queued.parts or self._parts)[run.part], queued)
-            if self._writes is not None:
-                transfer.on_copied = partial(self._writes.stored, job, missing)
+            transfer = RunTransfer(missing, part, queued)
+            if self.writes is not None:
+                transfer.on_copied = partial(self.writes.stored, job, missing)
             transfers.append(transfer)
             if missing.keys and not queued.cancelled.is_set():
-                with (
-                    self._expecting(job.claim.tenant, self._bytes_missing(missing.keys)),
-                    suppress(TransferCancelled),
-                ):
-                    units = self._sizes.num_units(transfer.paged.geometry)
-                    tokens = PlannedTokens(missing.keys, units)
+                num_bytes = len(missing.keys) * part.geometry.chunk_bytes
+                tokens = PlannedTokens(missing.keys, self._sizes.num_units(part.geometry))
+                with self._expecting(job.claim.tenant, num_bytes), suppress(TransferCancelled):
                     self._engine.store(tokens=tokens, transfer=transfer)
-                self._drain_statistics()
-            if self._writes is not None:
-                self._writes.share(job, run, held)
+                self._num_stores += 1
+                if self._num_stores % _STORES_BETWEEN_DRAINS == 0:  # no reporter reads LMCache's
+                    self._engine.stats_monitor.get_stats_and_clear()
+            if self.writes is not None:
+                self.writes.share(job, run, held)
         self._use(job)
         self._announce_ahead()
         return transfers
@@ -200,19 +197,20 @@ class LMCacheEngineAdapter:
         self._use(job)  # so that fetched chunks evict others
         for transfer in transfers:
             keys = transfer.run.keys
-            num_bytes = self._bytes_missing(keys) if job.may_fetch else 0
-            with self._expecting(job.claim.tenant, num_bytes):
+            num_missing = sum(map(self._is_missing, keys)) if job.may_fetch else 0
+            num_bytes = num_missing * transfer.paged.geometry.chunk_bytes
+            with self._expecting(job.claim.tenant, num_bytes) if num_bytes else nullcontext():
                 self._retrieve(transfer, queued.deadline, job.source, asks_all=job.may_fetch)
             if num_bytes:  # else the next piece would evict another tenant's chunks
                 self._use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
                 # Other ranks were not asked for these chunks, which may still be there.
-                self._changed.report(k for k in others if not self.share.is_read_from_owner(k))
+                self._changed.extend(k for k in others if not self.share.is_read_from_owner(k))
                 if not queued.cancelled.is_set():
                     if not self.share.is_owner(first):
                         self._unread.append(first)
-                    self._changed.report((first,))
+                    self._changed.append(first)
                 break
         if job.may_fetch:
             self._announce_ahead()
@@ -228,7 +226,7 @@ class LMCacheEngineAdapter:
             load.release()
             raise
         load.seconds = self._clock() - started
-        self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_part)])
+        self.use([PrefixUse(job.claim, run.keys) for run in sorted(job.runs, key=_BY_PART)])
         return load
 
     def compare(
@@ -241,7 +239,7 @@ class LMCacheEngineAdapter:
         """
         (run,) = job.runs
         part = self._parts[run.part]
-        transfer = Comparison(run, part, queued)
+        transfer = RunTransfer(run, part, queued)
         computed = bytearray(part.geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
@@ -260,31 +258,32 @@ class LMCacheEngineAdapter:
         the ledger processes the notes later."""
         for use in uses:
             here = tuple(key for key in use.keys if not self.share.is_read_from_owner(key))
-            self._ledger.notes.use(replace(use, keys=here) if len(here) < len(use.keys) else use)
+            self.ledger.note(replace(use, keys=here) if len(here) < len(use.keys) else use)
 
     def offer_due(self) -> float:
         """Offer chunks that Redis may lack. Returns the seconds until the next call."""
-        if self._writes is None:
+        if self.writes is None:
             return threading.TIMEOUT_MAX
         with self._cpu.cpu_lock:
-            self._ledger.settle()  # learn which chunks requests use
-        return self._writes.offer_due()
+            self.ledger.settle()  # learn which chunks requests use
+        return self.writes.offer_due()
 
     def forget(self, key: bytes) -> None:
         self._cpu.remove(self._database.engine_key(key))
 
     @property
     def has_updates(self) -> bool:
-        """Whether `take_events` or `take_written` would return something."""
-        return bool(self._changed.keys or (self._writes is not None and self._writes.written))
+        """Whether `take_events`, or `take_written` of ``writes``, would return something."""
+        return bool(self._changed or (self.writes is not None and self.writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """For each chunk that changed since the last call: whether the CPU tier has it now. Changed
         means that it came or left, is leaving or no longer leaving, was found by a store or missed
         by a load. Sets ``num_leaving`` to the number of :meth:`LeavingChunks.report`."""
         unread = [self._unread.popleft() for _ in range(len(self._unread))]
-        cache, keys = self._cpu.hot_cache, self._changed.take()
-        keys += tuple(unread)  # a copy that was here may have gone too, and that is less
+        changed = dict.fromkeys(self._changed.popleft() for _ in range(len(self._changed)))
+        # A copy that was here may have gone too, and that is less.
+        cache, keys = self._cpu.hot_cache, (*changed, *unread)
         leaving, self.num_leaving = self.leaving.report(keys)
         return tuple(
             CacheEvent(key, self._database.engine_key(key) in cache, is_leaving=key in leaving)
@@ -293,20 +292,12 @@ class LMCacheEngineAdapter:
 
     def drop_events(self) -> None:
         """Drop all events so far."""
-        self._changed.take()
+        self._changed.clear()
         self.leaving.clear()
 
     def report_all(self, keys: Sequence[bytes] = ()) -> None:
         """Report all chunks again, and ``keys``: the last events may be lost, or told late."""
-        self._changed.report([*self.chunks.all_keys(), *self.leaving.removed, *keys])
-
-    def take_written(self) -> tuple[bytes, ...]:
-        """Chunks written to Redis since the last call, if reporting is on."""
-        return self._writes.take_written() if self._writes is not None else ()
-
-    def holdings(self) -> Holdings:
-        """Which tenants hold how much of the CPU tier, as of the last job."""
-        return self._ledger.holdings()
+        self._changed.extend([*self.chunks.all_keys(), *self.leaving.removed, *keys])
 
     @property
     def num_chunks(self) -> int:
@@ -321,8 +312,8 @@ class LMCacheEngineAdapter:
     def close(self, seconds: float, *, unmap: bool = True) -> None:
         """Give queued writes to Redis ``seconds``, then drop everything. ``unmap``: see
         :meth:`SharedMemory.close`."""
-        if self._writes is not None:
-            self._writes.close(seconds)
+        if self.writes is not None:
+            self.writes.close(seconds)
         self._engine.close()
         self.leaving.clear()
         self._shared.close(unmap=unmap)
@@ -341,7 +332,7 @@ class LMCacheEngineAdapter:
         context = LoadContext(deadline, transfer.queued.cancelled.is_set, source, asks_all, copy)
         if self._remote is None or not is_asked:
             found = map(self._cpu.get_blocking, map(self._database.engine_key, transfer.run.keys))
-            objects = list(takewhile(_is_there, found))
+            objects = list(takewhile(lambda memory: memory is not None, found))
         else:
             objects = self._remote.load(transfer.run.keys, context)
         copy(objects)
@@ -362,36 +353,28 @@ class LMCacheEngineAdapter:
                 memory.ref_count_up()
         return tuple(found)
 
-    def holds(self, key: bytes) -> bool:
-        return bool(self._cpu.contains(self._database.engine_key(key)))
-
     def _is_missing(self, key: bytes) -> bool:
         """Whether the CPU tier lacks a chunk that this rank stores."""
-        return not (self.share.is_read_from_owner(key) or self.holds(key))
-
-    def _bytes_missing(self, keys: Sequence[bytes]) -> int:
-        """Size of the chunks that the CPU tier lacks."""
-        geometries = self._sizes.geometries
-        return sum(geometries.of(key).chunk_bytes for key in keys if self._is_missing(key))
+        return not (self.share.is_read_from_owner(key) or self.chunks.holds(key))
 
     @contextmanager
     def _expecting(self, tenant: bytes, num_bytes: int) -> Iterator[None]:
         """Expect ``num_bytes`` of the tenant in the CPU tier inside the ``with``."""
         with self._cpu.cpu_lock:
-            self._ledger.expect(tenant, num_bytes)
+            self.ledger.expect(tenant, num_bytes)
         self._announce_ahead(num_bytes)  # else each value would wait for a plan of its own
         try:
             yield
         finally:
             with self._cpu.cpu_lock:
-                self._ledger.expect(tenant, -num_bytes)
+                self.ledger.expect(tenant, -num_bytes)
 
     def _use(self, job: StoreJob | LoadJob) -> None:
         """Make a job's chunks the most recent of the CPU tier. Windows and states come after the
         prefix, which is useless without them."""
         with self._cpu.cpu_lock:
-            for run in sorted(job.runs, key=_part):
-                self._ledger.use(run.keys, job.claim, run.parents)
+            for run in sorted(job.runs, key=_BY_PART):
+                self.ledger.use(run.keys, job.claim, run.parents)
 
     def _allocate(
         self,
@@ -426,18 +409,3 @@ class LMCacheEngineAdapter:
         if 2 * len(self.leaving) <= count:
             with self._cpu.cpu_lock:
                 self._policy.announce(self._cpu.hot_cache, count)
-
-    def _drain_statistics(self) -> None:
-        """Drop LMCache's statistics per request: no reporter reads them."""
-        self._jobs_until_drain -= 1
-        if self._jobs_until_drain <= 0:
-            self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
-            self._engine.stats_monitor.get_stats_and_clear()
-
-
-def _is_there(memory: MemoryObj | None) -> bool:
-    return memory is not None
-
-
-def _part(run: PartRun) -> int:
-    return run.part

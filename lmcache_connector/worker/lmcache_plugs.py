@@ -1,14 +1,14 @@
-"""Components plugged into LMCache's engine: token database, GPU connector, events, eviction policy.
+"""Components plugged into LMCache's engine: token database, GPU connector, eviction policy.
 
 :mod:`lmcache_connector.worker.lmcache_engine` shows how they work together.
 """
 
 from __future__ import annotations
 
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.cache_controller.message import OpType
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
@@ -46,7 +45,7 @@ UNIT_BYTES = 4096
 """Page size of LMCache's memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ValueSizes:
     """Sizes of values as LMCache counts them: in tokens of equal size.
 
@@ -56,7 +55,7 @@ class ValueSizes:
 
     geometries: PartGeometries
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Bytes of one "token" of LMCache's."""
         if len(self.geometries) == 1:
@@ -88,9 +87,9 @@ class LoadInStep:
         """The result, after releasing the memory; ``None`` while the device still copies."""
         if not all(copy.is_done for copy in self.copies):
             return None
-        self.release()
         seconds = sum(copy.seconds for copy in self.copies) or self.seconds
         num_chunks, num_bytes = len(self.job.keys), sum(copy.num_bytes for copy in self.copies)
+        self.release()
         return JobResult(
             self.job.job_id, Outcome.DONE, num_chunks, num_bytes, seconds, copy_seconds=seconds
         )
@@ -101,7 +100,8 @@ class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and its result.
 
     ``paged``: the cache to copy from or to. ``on_copied`` gets the memory of a store's chunks, in
-    order, once they are there. Results: ``num_bytes`` copied, ``num_chunks`` leading chunks, the
+    order, once they are there. A load with ``compare`` goes into no blocks: ``compare`` gets a
+    tier's copy of its one chunk. Results: ``num_bytes`` copied, ``num_chunks`` leading chunks, the
     part of both that was ``fetched``, ``copy_seconds`` of a load, ``differences`` of an audit.
     """
 
@@ -109,6 +109,7 @@ class RunTransfer:
     paged: PagedPart
     queued: QueuedJob
     on_copied: Callable[[Sequence[MemoryObj]], None] = lambda objects: None
+    compare: Callable[[memoryview], tuple[LayerDifference, ...]] | None = None
     num_bytes: int = 0
     num_chunks: int = 0
     copy_seconds: float = 0.0
@@ -129,13 +130,6 @@ def by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
             sum(each.seconds for each in of_tier),
             any(each.has_failed for each in of_tier),
         )
-
-
-@dataclass(slots=True)
-class Comparison(RunTransfer):
-    """A load into no blocks: ``compare(stored)`` gets a tier's copy of one chunk."""
-
-    compare: Callable[[memoryview], tuple[LayerDifference, ...]] = lambda stored: ()
 
 
 @dataclass(slots=True)
@@ -160,15 +154,15 @@ class TransferCancelled(Exception):
     """vLLM took a store's blocks back while it ran: the copies are void."""
 
 
+@dataclass(frozen=True, slots=True)
 class PlannedTokens(Sequence[int]):
     """Chunks of one part in place of token ids: ``num_units`` LMCache tokens and a key each.
 
     The scheduler side has hashed the tokens. Hashing again would cost time and could disagree.
     """
 
-    def __init__(self, keys: Sequence[bytes], num_units: int) -> None:
-        self.keys = keys
-        self.num_units = num_units
+    keys: Sequence[bytes]
+    num_units: int
 
     def __len__(self) -> int:
         return len(self.keys) * self.num_units
@@ -216,7 +210,8 @@ class BlockCopyConnector(GPUConnectorInterface):
                 geometry = transfer.paged.geometry
                 value = np.frombuffer(value_bytes(memory_objs[0], geometry), np.uint8)
                 value[:] = 0
-            self._copy_out(transfer, addresses, memory_objs)
+            copies = transfer.paged.copies(transfer.run, addresses, memory_objs, to_chunks=True)
+            transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.queued.fence)
             if tail_tokens:
                 transfer.paged.clear_after(tail_tokens, value)
             if not transfer.queued.gate.passes(transfer.queued.cancelled):
@@ -238,7 +233,7 @@ class BlockCopyConnector(GPUConnectorInterface):
             transfer.error = TransferCancelled()
             return
         try:
-            if isinstance(transfer, Comparison):
+            if transfer.compare is not None:
                 (memory,) = memory_objs
                 stored = value_bytes(memory, transfer.paged.geometry)
                 transfer.differences = transfer.compare(stored)
@@ -266,10 +261,8 @@ class BlockCopyConnector(GPUConnectorInterface):
 
     def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
         """Copy the run's one chunk into ``memory``. Raises the copy's errors."""
-        self._copy_out(transfer, [int(memory.ctypes.data)], memory)
-
-    def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
-        copies = transfer.paged.copies(transfer.run, addresses, owners, to_chunks=True)
+        address = int(memory.ctypes.data)
+        copies = transfer.paged.copies(transfer.run, [address], memory, to_chunks=True)
         transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.queued.fence)
 
     def batched_to_gpu(self, *args: Any, **kwargs: Any) -> None:
@@ -286,54 +279,40 @@ def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
     return memoryview(memory.byte_array).cast("B")[: geometry.chunk_bytes]
 
 
-class ChangedKeys:
-    """Takes the place of LMCache's controller message sender for the CPU tier.
-
-    Records which chunks came or left, but not which of both: LMCache reports a removal outside its
-    lock, so a chunk that came back meanwhile would count as gone for good. ``keys``: not yet taken.
-    """
-
-    def __init__(self) -> None:
-        self.keys: deque[int] = deque()
-
-    def add_kv_op(self, op_type: OpType, key: int) -> None:
-        self.keys.append(key)
-
-    def close(self) -> None:
-        """Nothing to stop: there is no thread."""
-
-    def report(self, keys: Iterable[bytes]) -> None:
-        """Report the state of these chunks, although they have not changed."""
-        self.keys.extend(int.from_bytes(key, "big") for key in keys)
-
-    def take(self) -> tuple[bytes, ...]:
-        """Each changed key once. Later changes go into the next call."""
-        keys = dict.fromkeys(self.keys.popleft() for _ in range(len(self.keys)))
-        return tuple(key.to_bytes(CHUNK_KEY_BYTES, "big") for key in keys)
-
-
 class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
-    """The chunks of LMCache's CPU tier. Reports every chunk added or removed to the ledger."""
+    """The chunks of LMCache's CPU tier. Tells the ledger of every chunk added or removed, and
+    ``on_change`` its key once that is done."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, on_change: Callable[[bytes], None]) -> None:
         super().__init__()
         self._ledger = ledger
+        self._on_change = on_change
 
     def __setitem__(self, key: CacheEngineKey, memory: MemoryObj) -> None:
-        super().__setitem__(key, memory)
-        self._ledger.admit(chunk_key_of(key), memory.get_physical_size())
+        name = chunk_key_of(key)
+        self.data[key] = memory
+        self._ledger.admit(name, memory.get_physical_size())
+        self._on_change(name)
 
     def __delitem__(self, key: CacheEngineKey) -> None:
-        memory = self.data.pop(key)
-        self._ledger.drop(chunk_key_of(key), memory)
+        name = chunk_key_of(key)
+        self._ledger.drop(name, self.data.pop(key))
+        self._on_change(name)
 
 
 class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
     """The ledger chooses what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
 
-    def __init__(self, ledger: Ledger, engine_key: Callable[[bytes], CacheEngineKey]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        engine_key: Callable[[bytes], CacheEngineKey],
+        on_change: Callable[[bytes], None] = lambda key: None,
+    ) -> None:
+        """``on_change``: see :class:`ChunkTable`."""
         self._ledger = ledger
         self._engine_key = engine_key
+        self._on_change = on_change
 
     def install(self, cpu: LocalCPUBackend) -> None:
         """Replace LMCache's policy while the tier is still empty."""
@@ -341,7 +320,7 @@ class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
             cpu.cache_policy, cpu.hot_cache = self, self.init_mutable_mapping()
 
     def init_mutable_mapping(self) -> ChunkTable:
-        return ChunkTable(self._ledger)
+        return ChunkTable(self._ledger, self._on_change)
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: ChunkTable) -> None:
         """Nothing: the engine adapter reports each job's chunks in prompt order."""

@@ -53,11 +53,19 @@ class WorkerMetrics:
         self._next_look = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
-        if isinstance(job, LoadJob):
-            self._load_ended(result)
-        elif not isinstance(job, AuditJob):  # counted by the scheduler side
-            self._store_ended(result)
         self._next_look = _AT_ONCE
+        if isinstance(job, AuditJob):  # counted by the scheduler side
+            return
+        is_load = isinstance(job, LoadJob)
+        verb, counter = ("load", "loaded_bytes") if is_load else ("store", "stored_bytes")
+        if result.outcome is not Outcome.DONE:
+            self.tally.count(f"failed_{verb}s", result.outcome.value)
+        seconds = result.copy_seconds if is_load else result.seconds
+        moved = [("cpu", result.num_bytes, seconds)]
+        moved += [(each.tier.value, each.num_bytes, each.seconds) for each in result.fetched]
+        for tier, num_bytes, seconds in moved:
+            self.tally.count(counter, tier, amount=num_bytes)
+            self._observe(verb, tier, num_bytes, seconds)
 
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
@@ -73,22 +81,6 @@ class WorkerMetrics:
         self._sample()
         return self.tally.take()
 
-    def _load_ended(self, result: JobResult) -> None:
-        if result.outcome is not Outcome.DONE:
-            self.tally.count("failed_loads", result.outcome.value)
-        self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
-        self._observe("load", "cpu", result.num_bytes, result.copy_seconds)
-        for fetched in result.fetched:
-            tier = fetched.tier.value
-            self.tally.count("loaded_bytes", tier, amount=fetched.num_bytes)
-            self._observe("load", tier, fetched.num_bytes, fetched.seconds)
-
-    def _store_ended(self, result: JobResult) -> None:
-        if result.outcome is not Outcome.DONE:
-            self.tally.count("failed_stores", result.outcome.value)
-        self.tally.count("stored_bytes", "cpu", amount=result.num_bytes)
-        self._observe("store", "cpu", result.num_bytes, result.seconds)
-
     def _observe(self, verb: str, tier: str, num_bytes: int, seconds: float) -> None:
         """Record a transfer's duration and speed, if it moved anything."""
         if num_bytes > 0 and seconds > 0:
@@ -96,7 +88,7 @@ class WorkerMetrics:
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
     def _sample(self) -> None:
-        tally, rank, held = self.tally, self._rank, self.engine.holdings()
+        tally, rank, held = self.tally, self._rank, self.engine.ledger.holdings()
         tally.set("queued_jobs", rank, value=self.jobs.num_open)
         tally.set("cpu_used_bytes", rank, value=self.engine.used_bytes)
         tally.set("cpu_capacity_bytes", rank, value=self.capacity_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +62,7 @@ class PagedPart:
         places = tuple(group.positions for group in part.groups)
         return cls(geometry, tuple(groups), places, part.formats, part.mixed_tokens)
 
-    @property
+    @cached_property
     def blocks_per_chunk(self) -> int:
         """Blocks per chunk in each group."""
         return self.geometry.num_tokens // self.groups[0].block_size
@@ -110,6 +111,8 @@ class PagedPart:
 
 def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
     """The chunks of ``run`` at these indices. ``run`` must not skip blocks."""
+    if len(numbers) == len(run.keys):
+        return run
 
     def blocks(ids: tuple[int, ...]) -> tuple[int, ...]:
         size = len(ids) // len(run.keys)

@@ -70,10 +70,6 @@ class RankTiers:
         self._clock = clock
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
-        self.hold_writes: Callable[[float], None] = lambda until: None
-        """``hold_writes(until)`` delays writes to Redis that would use the model's cores."""
-        if redis is not None and self.copier.shares_cores:
-            self.hold_writes = redis.hold_writes
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
         self.probe = RedisProbe(redis, probe_keys, clock)
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lmcache_connector.kv_layout.chunk_buffers import rows_of
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
@@ -157,8 +158,7 @@ class _Trial:
         return stored
 
     def _now(self, job: LoadJob | StoreJob) -> QueuedJob:
-        now = self.clock()
-        return QueuedJob(job, self.engine.fence(), now, now, now)
+        return QueuedJob(job, self.engine.fence(), self.clock())
 
     def read(self) -> list[torch.Tensor]:
         """uint8 ``[rows, heads, tokens, content bytes]`` per layer, on the CPU."""
@@ -175,8 +175,7 @@ class _Trial:
                 layer[rows.to(layer.device)] = next(data).view(layer.dtype).to(layer.device)
 
     def _groups(self) -> Iterator[tuple[PagedLayout, torch.Tensor]]:
-        """Each group with the rows of the blocks in its layers' tensors, several per block where
-        vLLM splits blocks."""
+        """Each group with the rows of the blocks in its layers' tensors."""
         for group, ids in zip(self.part.groups, self.run_of_one.block_ids, strict=True):
             block_ids = np.array(ids, np.int64)
-            yield group, torch.from_numpy(group.rows(block_ids, group.row_tokens).index)
+            yield group, torch.from_numpy(rows_of(group, block_ids, group.row_tokens).index)

@@ -74,7 +74,7 @@ class RedisTier:
         self._counters = Counters()
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=warn_if_unbounded)
-        self._writes = WriteQueue(config.write_queue_bytes, clock)
+        self._writes = WriteQueue(config.write_queue_bytes)
         self._is_writer = is_writer
         plan = ValuePlan(config, geometries)
         self._spoiled = SpoiledChunks()
@@ -132,11 +132,6 @@ class RedisTier:
             dropped = self._writes.offer(write, self._writers.lane_of(node))
         self._drop(dropped)
         return write not in dropped
-
-    def hold_writes(self, until: float) -> None:
-        """Delay writes until ``until``, in seconds of the clock, to leave the machine's cores to
-        the engine; see `WriteQueue.hold`."""
-        self._writes.hold(until)
 
     def flush(self, timeout: float) -> bool:
         """False if the write queue is not empty within ``timeout`` seconds."""

@@ -3,16 +3,12 @@
 A full queue drops the chunk deepest in its prompt, among several the newest: a prefix is useful
 without its end, an end without its prefix is not. A lane below its share of the queue takes room
 from the longest lane, which is the slowest node's.
-
-On a machine whose cores compute the model, a writer slows the forward pass down. `WriteQueue.hold`
-delays writes while one runs, for a limited time, and not when the queue fills up.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,23 +19,18 @@ logger = logging.getLogger(__name__)
 OnDone = Callable[[bool], None]
 
 MAX_LANES = 32
-MAX_HOLD_SECONDS = 1.0
-# A writer notices the end of a hold this late at most.
-_HOLD_SLICE_SECONDS = 0.1
 
 
 @dataclass(eq=False)
 class PendingWrite:
     """A chunk to be written. ``buffer`` must not change before `finish`. ``order``: the chunk's
-    index in its prompt. Set by the queue: ``lane``; ``queued_at``, in seconds of the queue's
-    clock."""
+    index in its prompt. ``lane``: set by the queue."""
 
     key: bytes
     buffer: memoryview
     order: int
     callbacks: list[OnDone] = field(default_factory=list)
     lane: int = 0
-    queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
         """Call the callbacks, which returns the buffer to its owner."""
@@ -92,13 +83,11 @@ class _Lane:
 
 
 class WriteQueue:
-    """Holds up to ``max_bytes`` of chunks; taken writes count until they are finished. ``clock``
-    returns seconds. Thread-safe; no call but `close` is linear in the number of waiting writes."""
+    """Holds up to ``max_bytes`` of chunks; taken writes count until they are finished.
+    Thread-safe; no call but `close` is linear in the number of waiting writes."""
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._clock = clock
-        self._hold_until = float("-inf")
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
         self._lanes = [_Lane(self._lock) for _ in range(MAX_LANES)]
@@ -128,15 +117,9 @@ class WriteQueue:
                 return []
             dropped = self._make_room(write, self._lanes[lane])
             if dropped != [write]:
-                write.queued_at = self._clock()
                 self._pending[write.key] = write
                 self._add(write, lane)
             return dropped
-
-    def hold(self, until: float) -> None:
-        """Delay writes until ``until``, in seconds of the clock, except writes that have waited for
-        ``MAX_HOLD_SECONDS`` and lanes that fill more than half of their share of the queue."""
-        self._hold_until = until
 
     def take(self, max_bytes: int, timeout: float, number: int = 0) -> list[PendingWrite]:
         """The oldest writes of a lane: up to ``max_bytes``, at least one. Empty after ``timeout``
@@ -145,12 +128,6 @@ class WriteQueue:
             lane = self._lanes[number]
             if not lane.waiting and not self._closed:
                 lane.changed.wait(timeout)
-            end = self._clock() + timeout
-            while (held := self._held_seconds(lane)) > 0.0:
-                left = end - self._clock()
-                if left <= 0.0:
-                    return []
-                lane.changed.wait(min(held, left, _HOLD_SLICE_SECONDS))
             size, taken = 0, list[PendingWrite]()
             while lane.waiting and (not taken or size < max_bytes):
                 taken.append(lane.pop_oldest())
@@ -206,13 +183,6 @@ class WriteQueue:
             del self._pending[write.key]
             self._count(lane, -len(write.buffer))
         return writes
-
-    def _held_seconds(self, lane: _Lane) -> float:
-        num_lanes = sum(1 for each in self._lanes if each.num_bytes)
-        if not lane.waiting or self._closed or 2 * num_lanes * lane.num_bytes > self._max_bytes:
-            return 0.0
-        oldest = next(iter(lane.waiting.values()))
-        return min(self._hold_until, oldest.queued_at + MAX_HOLD_SECONDS) - self._clock()
 
     def _make_room(self, write: PendingWrite, lane: _Lane) -> list[PendingWrite]:
         """The writes dropped to make ``write`` fit, or ``write`` itself if it cannot fit."""

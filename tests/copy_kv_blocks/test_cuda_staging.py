@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmcache_connector.copy_kv_blocks.cuda_staging import covers_chunks, expand, stage
-from lmcache_connector.copy_kv_blocks.plan import plan_copy
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy
 from tests.support.doubles.copy_reference import LAYOUTS, chunks, expected_blocks, paged, same
 from tests.support.triton import run_python
 
+CPU = torch.device("cpu")
 COMPILE = """
 import sys
 import triton, triton.language as tl
@@ -50,7 +52,7 @@ def test_the_kernel_compiles_for_gpus(capability: str, tmp_path: Path) -> None:
 def test_tiles_use_the_slots_in_turn() -> None:
     cache = paged("LBHNC", blocks=12)
     host = chunks(cache, num_chunks=5).buffers
-    plan = plan_copy(cache.layout, host, range(10), range(10))
+    plan = BlockCopy(cache.layout, host, range(10), range(10)).plan(CPU, CPU)
     size = host.geometry.chunk_bytes
     staged = stage([plan], host, True, [1 << 20, 1 << 24], 2 * size + 1)
     assert [tile.slot for tile in staged.tiles] == [0, 1, 0]
@@ -64,9 +66,10 @@ def test_tiles_use_the_slots_in_turn() -> None:
 def test_only_whole_chunks_are_copied_in_one_piece() -> None:
     cache = paged("LBHNC")
     host = chunks(cache, num_chunks=3).buffers
-    whole = plan_copy(cache.layout, host, range(4), [4, 0, 5, 1])
+    whole = BlockCopy(cache.layout, host, range(4), [4, 0, 5, 1]).plan(CPU, CPU)
     assert covers_chunks([whole], host)
-    assert not covers_chunks([plan_copy(cache.layout, host, range(3), [4, 0, 5])], host)
+    cut = BlockCopy(cache.layout, host, range(3), [4, 0, 5]).plan(CPU, CPU)
+    assert not covers_chunks([cut], host)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,7 +77,7 @@ def test_expanded_runs_match_the_reference(layout: str) -> None:
     cache = paged(layout, tokens=4, content=6)
     host = chunks(cache, num_chunks=2)
     expected = expected_blocks(cache, host, [4, 5, 6], [0, 1, 3])
-    plan = plan_copy(cache.layout, host.buffers, [4, 5, 6], [0, 1, 3])
+    plan = BlockCopy(cache.layout, host.buffers, [4, 5, 6], [0, 1, 3]).plan(CPU, CPU)
     runs = expand(plan)
     for src, dst, size in zip(*runs, strict=True):
         ctypes.memmove(int(dst), int(src), int(size))

@@ -95,14 +95,14 @@ def run_steps(policy: LoadPolicy, clock: Clock, seconds: float) -> None:
 
 
 def test_a_copy_is_part_of_a_load_from_redis(policy: LoadPolicy) -> None:
-    copy = policy.model.tiers[Tier.CPU].bytes_per_second
-    load = policy.model.tiers[Tier.REDIS].bytes_per_second
+    copy = 1 / policy.model.tiers[Tier.CPU].seconds_per_byte
+    load = 1 / policy.model.tiers[Tier.REDIS].seconds_per_byte
     assert 1 / load == pytest.approx(0.08 / (1 << 23) + 1 / copy)
 
 
 def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
     policy.observe_reports([probed(1 << 23, 0.01), probed(1 << 20, 0.5, rank=1)])
-    assert policy.model.tiers[Tier.REDIS].bytes_per_second < 3e6
+    assert 1 / policy.model.tiers[Tier.REDIS].seconds_per_byte < 3e6
     assert decide(policy, KEYS) == 0
     before = policy.model.compute_seconds(0, PROMPT)
     for _ in range(20):
@@ -317,10 +317,9 @@ def test_one_long_forward_pass_prevents_no_load(policy: LoadPolicy, clock: Clock
 
 def test_a_load_waits_for_the_store_of_its_chunks(policy: LoadPolicy, clock: Clock) -> None:
     for job_id in range(1, 9):
-        policy.store_planned(jobs.store_job(job_id, "s", (b"k",), ((1,),)))
-        done = JobResult(job_id, Outcome.DONE, 1, 1, 0.5, waited_seconds=4.0)
-        policy.store_ended(job_id, [done])
-    policy.store_planned(jobs.store_job(9, "s", (b"k",), ((1,),)))
+        policy.stores.planned(job_id)
+        policy.stores.ended(job_id, [4.5])
+    policy.stores.planned(9)
 
     def decided(after_job: int) -> LoadDecision:
         return policy.decide(0, PROMPT + 100, KEYS, [Tier.CPU] * len(KEYS), after_job=after_job)
@@ -345,10 +344,10 @@ def sharing(clock: Clock) -> LoadPolicy:
 
 
 def test_slow_peers_make_redis_no_slower(sharing: LoadPolicy) -> None:
-    redis_speed = sharing.model.tiers[Tier.REDIS].bytes_per_second
+    redis_speed = sharing.model.tiers[Tier.REDIS].seconds_per_byte
     for job_id in range(8, 12):
         load(sharing, job_id, 32 * CHUNK_BYTES, 3.0, Tier.PEER)
-    assert sharing.model.tiers[Tier.REDIS].bytes_per_second == redis_speed
+    assert sharing.model.tiers[Tier.REDIS].seconds_per_byte == redis_speed
     assert decide(sharing, KEYS, tier=Tier.PEER) == 0
     assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
 
@@ -359,7 +358,7 @@ def test_a_load_of_two_tiers_measures_each(sharing: LoadPolicy) -> None:
         sharing.load_planned(load_job(job_id, KEYS), [Tier.PEER] * 16 + [Tier.REDIS] * 16)
         fetches = (Fetched(Tier.PEER, half, 0.04), Fetched(Tier.REDIS, half, 0.4))
         sharing.load_ended(job_id, [JobResult(job_id, Outcome.DONE, 32, 2 * half, 0.44, fetches)])
-    peers, redis = (half / sharing.model.tiers[t].bytes_per_second for t in (Tier.PEER, Tier.REDIS))
+    peers, redis = (half * sharing.model.tiers[t].seconds_per_byte for t in (Tier.PEER, Tier.REDIS))
     assert peers == pytest.approx(0.04, rel=0.2)
     assert redis == pytest.approx(0.4, rel=0.2)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers, layer_table
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 SPEC = LayerSpec(num_kv_heads=2, block_size=16, content_bytes=24)
@@ -38,6 +38,7 @@ def layer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         (layer(5, 2, 24, 16).transpose(2, 3), SPEC, "not contiguous"),
         (layer(5, 2, 16, 24), LayerSpec(2, 16, 0), "not positive"),
         ([layer(), layer()], SPEC, "expected a"),
+        (layer(), LayerSpec(2, 16, 24, (Plane(2, 8),)), "are not the 24 bytes of a token"),
     ],
 )
 def test_a_tensor_that_does_not_fit_its_spec_is_refused(
@@ -81,7 +82,7 @@ def test_layers_of_different_width_may_share_blocks() -> None:
     view = PagedLayout.from_kv_caches(
         {"wide": wide, "narrow": narrow}, {"wide": SPEC, "narrow": LayerSpec(2, 16, 8)}
     )
-    assert view.table.content_bytes.tolist() == [24, 8]
+    assert view.layers.content_bytes.tolist() == [24, 8]
     assert view.spans.tolist() == [[wide.data_ptr(), narrow[4].data_ptr() + 2 * 16 * 8]]
 
 
@@ -99,3 +100,9 @@ def test_impossible_chunk_buffers_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         ChunkBuffers(GEOMETRY, block_size, addresses, None, layers)
+
+
+def test_planes_that_do_not_cover_a_token_have_no_place_in_a_chunk() -> None:
+    chunk = ChunkBuffers(GEOMETRY, 16, [4096], None, (0,), (Plane(2, 8),))
+    with pytest.raises(LayoutError, match="are not the 24 bytes of a token"):
+        layer_table(chunk.layers, 16)

@@ -36,13 +36,13 @@ class GatedLookup(AnyLookup):
     def has_servers(self) -> bool:
         return True
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
-        return [Tier.REDIS] * (len(keys) - 1) + [None]
+        return dict.fromkeys(keys[:-1], Tier.REDIS)
 
     def maintain(self) -> None:
         """Nothing to connect."""

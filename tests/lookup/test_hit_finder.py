@@ -15,9 +15,7 @@ from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
 from lmcache_connector.lookup.background_lookup import (
-    PENDING,
     BackgroundLookup,
-    Pending,
     PendingLookup,
     RequestLookup,
 )
@@ -25,7 +23,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import PENDING, Pending, StepWait
 from tests.lookup.test_background_lookup import GatedLookup
 from tests.support.clock import Clock
 from tests.support.measured import calibrate
@@ -46,12 +44,11 @@ class SlowLookup(GatedLookup):
         self.num_held: int | None = None
         self.gate.set()
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> list[Tier | None]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
         assert self.gate.wait(30.0)
         self._time.now += self.seconds[0]
         self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
-        num_held = len(keys) if self.num_held is None else self.num_held
-        return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
+        return dict.fromkeys(keys[: self.num_held], Tier.REDIS)
 
 
 class Told(KvEventLog):

@@ -42,7 +42,7 @@ def test_samples_add_up_in_any_grouping(parts: list[Samples], cut: int) -> None:
     for index, part in enumerate(parts):
         one_by_one.merge(part)
         (head if index < cut else tail).merge(part)
-    head.merge(Samples.from_data(json.loads(json.dumps(tail.to_data()))))
+    head.merge(Samples(**json.loads(json.dumps(tail.to_data()))))
     assert head == one_by_one
     assert head.total("loaded_bytes") == sum(p.total("loaded_bytes") for p in parts)
 
@@ -76,7 +76,7 @@ ENUMS: dict[str, Iterable[Enum]] = {
     "redis_chunks": ValueFault,
     "failed_loads": set(Outcome) - {Outcome.DONE},
     "failed_stores": set(Outcome) - {Outcome.DONE},
-    "decisions": set(Reason) - {Reason.NO_HIT},
+    "decisions": Reason,
     "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
 }
 """Values of labels; rates and increases need their series before the first event."""
@@ -102,6 +102,18 @@ def test_series_of_alerts_exist_from_the_start(name: str) -> None:
     assert {one.value for one in ENUMS[name]} <= known
 
 
+def test_readers_of_one_interval_add_the_next_one_each() -> None:
+    """vLLM hands the same data to the loggers of all engines."""
+    first, second = Samples({"lookups": 1}, {}, {"load_seconds": [0.1]}), Samples({"lookups": 2})
+    readers = [TieredStats(first.to_data()) for _ in range(2)]
+    for reader in readers:
+        reader.aggregate(TieredStats(second.to_data()))
+        assert Samples(**reader.data).total("lookups") == 3
+    assert first.counters == {"lookups": 1}
+    readers[0].aggregate(TieredStats({"observations": {"load_seconds": [0.2]}}))
+    assert first.observations == {"load_seconds": [0.1]}
+
+
 # -- Prometheus ------------------------------------------------------------------------------------
 
 
@@ -115,9 +127,9 @@ def test_prometheus_gets_each_engine_and_rank() -> None:
         rank.observe("load_seconds", "cpu", value=0.002)
     scheduler = Samples()
     scheduler.count("hit_tokens", "cpu", amount=256)
-    stats = TieredStats.of(ranks[0])
+    stats = TieredStats(ranks[0].to_data())
     for other in (ranks[1], scheduler):
-        stats = stats.aggregate(TieredStats.of(other))
+        stats = stats.aggregate(TieredStats(other.to_data()))
     assert not stats.is_empty()
     for _ in range(2):
         prom.observe(json.loads(json.dumps(stats.to_dict())), engine_idx=1)
@@ -152,14 +164,14 @@ def test_vllm_sums_the_ranks_and_sends_the_sum() -> None:
         rank.count("loaded_bytes", "cpu", amount=800)
         rank.count("loaded_bytes", "redis", amount=600)
         rank.observe("load_seconds", "redis", value=0.3)
-        ranks.append(output(TieredStats.of(rank)))
+        ranks.append(output(TieredStats(rank.to_data())))
     summed = KVOutputAggregator(3).aggregate([output(None), *ranks])
     assert summed is not None
     assert summed.kv_connector_output is not None
     stats = summed.kv_connector_output.kv_connector_stats
     assert isinstance(stats, TieredStats)
-    assert stats.samples.total("loaded_bytes", "cpu") == 1600
-    assert stats.samples.observed("load_seconds", "redis") == [0.3, 0.3]
+    assert Samples(**stats.data).total("loaded_bytes", "cpu") == 1600
+    assert Samples(**stats.data).observed("load_seconds", "redis") == [0.3, 0.3]
 
     sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
     received = MsgpackDecoder(SchedulerStats).decode(sent)
@@ -185,7 +197,7 @@ def test_the_log_is_one_line() -> None:
     interval.set("cpu_capacity_bytes", "0", value=2 << 30)
     interval.set("cpu_used_bytes", "0", value=1 << 30)
     interval.set("circuit_state", "0", "h:1", value=2)
-    line = ", ".join(f"{k}={v}" for k, v in TieredStats.of(interval).reduce().items())
+    line = ", ".join(f"{k}={v}" for k, v in TieredStats(interval.to_data()).reduce().items())
     assert line == (
         "hit tokens=7168 of 10000 (planned: CPU 6144, peers 512, Redis 2048; lost 1024), "
         "loaded from peers=2 MiB, "

@@ -151,7 +151,8 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 
     def finds_any() -> bool:
         lookup.maintain()
-        found[:] = [t is not None for t in lookup.find(keys, time.monotonic() + seconds)]
+        places = lookup.find(keys, time.monotonic() + seconds)
+        found[:] = [key in places for key in keys]
         return any(found)
 
     once_dialled(finds_any)

@@ -21,8 +21,8 @@ from vllm.v1.request import Request
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import LoadedAdapterList
 from lmcache_connector.requests.adapters import Adapters
-from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
-from lmcache_connector.threads import StepWait
+from lmcache_connector.requests.identifier import Bypass, RequestIdentifier
+from lmcache_connector.threads import PENDING, StepWait
 from tests.support.clock import Clock
 
 
@@ -53,10 +53,10 @@ class Identified:
     def of(self, wanted: Request) -> RequestIdentity | Bypass:
         found = self.identifier.identify(wanted)
         for _ in range(2):
-            if found is UNREAD:
+            if found is PENDING:
                 self.answer()
                 found = self.identifier.identify(wanted, StepWait(5.0))
-        assert found is not UNREAD
+        assert found is not PENDING
         assert self.identifier.identify(wanted) == found
         self.identifier.forget(wanted)
         return found
@@ -147,8 +147,8 @@ def test_an_image_without_data_bypasses() -> None:
 def test_a_request_that_runs_unidentified_bypasses(tmp_path: Path) -> None:
     identified = Identified()
     wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
-    assert identified.identifier.identify(wanted) is UNREAD
-    assert identified.identifier.identify(wanted, StepWait(5.0)) is UNREAD, "no rank has answered"
+    assert identified.identifier.identify(wanted) is PENDING
+    assert identified.identifier.identify(wanted, StepWait(5.0)) is PENDING, "no rank has answered"
     identified.identifier.give_up("r")
     assert identified.identifier.identify(wanted) is Bypass.ADAPTER
     identified.identifier.forget(wanted)
@@ -225,7 +225,7 @@ def test_an_adapter_is_checked_again_after_its_request_queued(tmp_path: Path) ->
     path = adapter(tmp_path / "a")
     waiting = request(lora_request=LoRARequest("a", 1, str(path)))
     identifier = identified.identifier
-    assert identifier.identify(waiting) is UNREAD
+    assert identifier.identify(waiting) is PENDING
     identified.answer()
     found = identifier.identify(waiting, StepWait(5.0))
     assert isinstance(found, RequestIdentity)

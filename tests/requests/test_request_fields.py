@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from lmcache_connector.requests.request_fields import UnknownFields, fixed_fields, known_fields
+from lmcache_connector.requests.request_fields import KNOWN_FIELDS, UnknownFields, fixed_fields
 
 FIXED = [
     LoRARequest,
@@ -33,11 +33,11 @@ def request() -> Request:
 def test_every_field_of_a_part_is_known(kind: type) -> None:
     """For a new field: does it change the KV of given tokens? Key it or excuse it, with the
     reason."""
-    assert set(fixed_fields(kind)) == known_fields(kind.__name__)
+    assert set(fixed_fields(kind)) == KNOWN_FIELDS[kind.__name__]
 
 
 def test_every_field_of_a_request_is_known() -> None:
-    assert set(vars(request())) == known_fields("Request")
+    assert set(vars(request())) == KNOWN_FIELDS["Request"]
 
 
 def test_no_field_comes_beside_the_request() -> None:
@@ -45,7 +45,7 @@ def test_no_field_comes_beside_the_request() -> None:
     gone = {"external_req_id", "data_parallel_rank", "current_wave", "reasoning_ended"}
     gone |= {"reasoning_parser_kwargs"}  # ends in structured_output_request
     sent = set(EngineCoreRequest.__struct_fields__)
-    assert sent - gone <= known_fields("Request")
+    assert sent - gone <= KNOWN_FIELDS["Request"]
 
 
 def test_a_used_field_of_a_newer_vllm_bypasses(caplog: pytest.LogCaptureFixture) -> None:

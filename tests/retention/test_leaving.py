@@ -13,8 +13,7 @@ import pytest
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent, Claim
 from lmcache_connector.retention.leaving import LeavingChunks
-from lmcache_connector.retention.ledger import Ledger
-from lmcache_connector.retention.queues import Limits
+from lmcache_connector.retention.ledger import Ledger, Limits
 
 KEYS = [bytes([i]) * 32 for i in range(24)]
 CAPACITY = 10  # chunks

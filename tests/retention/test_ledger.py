@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention import ledger, queues
-from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger
-from lmcache_connector.retention.queues import Limits
+from lmcache_connector.retention import ledger
+from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger, Limits
 from tests.support.clock import Clock
 from tests.support.costs import lines_run
 
@@ -77,8 +76,8 @@ def test_noted_uses_name_the_chunks_that_redis_may_lack() -> None:
     tier.ledger.on_noted_use = named.extend
     tier.store(prompt("x", 3))
     tier.store(prompt("y", 2))
-    tier.ledger.notes.use(PrefixUse(Claim(), (b"x1",), may_write=True))
-    tier.ledger.notes.use(PrefixUse(Claim(), (b"y1",)))
+    tier.ledger.note(PrefixUse(Claim(), (b"x1",), may_write=True))
+    tier.ledger.note(PrefixUse(Claim(), (b"y1",)))
     tier.ledger.settle()
     assert named == [b"x1", b"x0"]
 
@@ -158,7 +157,7 @@ def test_a_pin_ends() -> None:
 def test_a_pin_waits_for_chunks_being_stored() -> None:
     """vLLM's own cache serves the second request during the first one's store."""
     tier = Tier(capacity=20, pin_share=0.5)
-    tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"x2",)))
+    tier.ledger.note(PrefixUse(Claim(pin=True), (b"x2",)))
     tier.store(prompt("x", 3))
     assert tier.ledger.holdings().pinned_bytes == 3 * SIZE
     for i in range(10):
@@ -169,8 +168,8 @@ def test_a_pin_waits_for_chunks_being_stored() -> None:
 def test_pins_of_absent_chunks_expire() -> None:
     tier = Tier(capacity=20, pin_share=0.5)
     for i in range(5000):
-        tier.ledger.notes.use(PrefixUse(Claim(pin=True, ttl_seconds=1.0 + i), (b"x2",)))
-        tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"%d" % i,)))
+        tier.ledger.note(PrefixUse(Claim(pin=True, ttl_seconds=1.0 + i), (b"x2",)))
+        tier.ledger.note(PrefixUse(Claim(pin=True), (b"%d" % i,)))
         tier.ledger.settle()
     claims = tier.ledger._awaited.values()
     assert sum(map(len, claims)) <= 1024 + 15
@@ -260,9 +259,9 @@ def test_the_work_of_one_call_on_noted_uses_is_bounded() -> None:
             tier.store(prompt(f"x{i}-", length))
         for i in range(num_uses):
             last = prompt(f"x{i - i % 100}-", length)[-1:]
-            tier.ledger.notes.use(PrefixUse(Claim(b"", ttl_seconds=1000.0 + i), tuple(last)))
-        cost = lines_run(tier.ledger.settle, ledger, queues)
-        while tier.ledger.notes.take_use() is not None:
+            tier.ledger.note(PrefixUse(Claim(b"", ttl_seconds=1000.0 + i), tuple(last)))
+        cost = lines_run(tier.ledger.settle, ledger)
+        while tier.ledger._noted:
             tier.ledger.settle()
         return cost
 
@@ -318,7 +317,7 @@ def test_many_salts_leave_no_state() -> None:
     assert all(num_bytes == 0 for _, num_bytes in holdings.tenant_bytes)
     assert not tier.ledger._tenants
     assert not tier.ledger._over
-    assert not tier.ledger._queues._queues
+    assert not any(tier.ledger._queues.values())
     assert len(tier.ledger._changes) < 100
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention.ledger import Ledger
-from lmcache_connector.retention.queues import Limits
+from lmcache_connector.retention.ledger import Ledger, Limits, _oldest_first
 
 TENANTS = (b"", b"a", b"b", b"c")
 SIZE = 10
@@ -70,7 +69,7 @@ class LedgerMachine(RuleBasedStateMachine):
         own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
         key = bytes([tenant, *path])
         if key in self.held:
-            self.ledger.notes.use(PrefixUse(own, (key,)))
+            self.ledger.note(PrefixUse(own, (key,)))
 
     @rule(count=st.integers(1, 4), num_busy=st.sampled_from([0, 0, 3, 12]), chance=st.randoms())
     def evict(self, count: int, num_busy: int, chance: Random) -> None:
@@ -88,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
             # Fetched chunks have no priority before their use, and expired ones go next; of chunks
             # that expire together any may be first.
             claimed = {key: self.ledger._chunks[key] for key in left}
-            left = {key for key, c in claimed.items() if c.is_claimed and not c.is_expired}
+            left = {k for k, c in claimed.items() if c.is_claimed and k not in self.ledger._expired}
             holes = {key for key in left if self.parents[key] == victim}
             assert busy or not holes, "a hole"
             over = self.over_share(busy)
@@ -128,8 +127,8 @@ class LedgerMachine(RuleBasedStateMachine):
         }
 
     def is_expired_or_idle(self, key: bytes) -> bool:
-        chunk = self.ledger._chunks[key]
-        return chunk.is_expired or self.now - chunk.tenant.used_at > 600
+        used_at = self.ledger._chunks[key].tenant.used_at
+        return key in self.ledger._expired or self.now - used_at > 600
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -144,16 +143,17 @@ class LedgerMachine(RuleBasedStateMachine):
         for tenant in self.ledger._tenants.values():
             own = [c for c in pinned.values() if c.tenant is tenant]
             assert tenant.pinned_bytes == len(own) * SIZE <= self.limits.tenant_pin_bytes
-        waiting = list(self.ledger._queues.oldest_first(self.now))
+        waiting = list(_oldest_first(self.ledger._queues, self.now))
         assert len(waiting) == len(set(waiting))
         elsewhere = len(pinned) + len(self.ledger._expired) + len(self.ledger._passed_over)
         assert len(waiting) + elsewhere == len(self.held)
-        for queue in self.ledger._queues._queues.values():
+        for queue in self.ledger._queues.values():
             assert sorted(queue.values()) == list(queue.values()), "the oldest is not the first"
-        watched = set(self.ledger._changes)
+        watched = {entry[:3] for entry in self.ledger._changes}
         for key, chunk in self.ledger._chunks.items():
-            ends = not chunk.is_expired and chunk.next_change < float("inf")
-            assert not ends or (chunk.next_change, chunk.change, key) in watched
+            ends_at = chunk.expires_at if chunk.pinned_until is None else chunk.pinned_until
+            ends = key not in self.ledger._expired and ends_at < float("inf")
+            assert not ends or (ends_at, chunk.change, key) in watched
 
 
 TestLedger = LedgerMachine.TestCase

@@ -11,11 +11,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
-from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.plans import LoadedAdapterList, RankReport
 from lmcache_connector.requests.adapters import AdapterDigests
-from lmcache_connector.requests.identifier import UNREAD
 from lmcache_connector.scheduler.scheduler import Scheduler
+from lmcache_connector.threads import PENDING
 from tests.support.clock import Clock
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
@@ -79,11 +78,11 @@ def test_a_request_with_an_adapter_runs_in_its_turn_under_any_load(
 
 
 def unread(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.adapter.book, "enter", lambda *_: UNREAD)
+    monkeypatch.setattr(engine.adapter.book, "enter", lambda *_: PENDING)
 
 
 def unread_again(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.adapter.book, "is_current", lambda *_: UNREAD)
+    monkeypatch.setattr(engine.adapter.book.identifier, "is_current", lambda *_: PENDING)
 
 
 def unanswered(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:

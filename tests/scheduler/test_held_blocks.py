@@ -96,7 +96,7 @@ def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: 
     held.blocks.next_step(is_crowded=True)
     held.pin(3, [7, 8])
     assert held.blocks.num_pins == 0
-    held.blocks.forget(1)
+    held.blocks.ended(1)
     held.pin(4, [7, 8])
     assert held.blocks.num_pins == 1
 
@@ -106,7 +106,7 @@ def test_pins_never_hold_more_than_half_of_all_blocks(model: Path) -> None:
     for job_id in range(1, 14):
         held.pin(job_id, [2 * job_id, 2 * job_id + 1])
     assert held.blocks.num_pins == 10
-    held.blocks.unpin(1)
+    held.blocks.ended(1)
     held.pin(14, [30, 31])
     assert held.blocks.num_pins == 10
 
@@ -120,9 +120,9 @@ def test_the_newest_pins_give_way_to_what_vllm_needs(model: Path) -> None:
     assert held.blocks.num_pins == 4
     held.blocks.unpin_for(free - 5)
     assert held.blocks.num_pins == 2
-    held.blocks.unpin(4)
+    held.blocks.ended(4)
     assert held.num_free == free - 4, "the newest had gone"
-    held.blocks.unpin(1)
+    held.blocks.ended(1)
     assert held.num_free == free - 2
 
 

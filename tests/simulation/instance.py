@@ -47,6 +47,7 @@ from tests.simulation.rank import (
 )
 from tests.simulation.weights import Weights
 from tests.support.engine_core import merged, sampled, sampling
+from tests.support.integrity import check_scheduler_side
 from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler
 
 VOCABULARY = 61
@@ -450,7 +451,7 @@ class Instance:
 
     def check_whole(self) -> None:
         """Nothing is left of any request: once idle."""
-        self._scheduler.connector._scheduler_side.check_integrity()
+        check_scheduler_side(self._scheduler.connector._scheduler_side)
         pool = self._scheduler.kv_cache_manager.block_pool
         if pool.get_num_free_blocks() != self.shape.num_blocks - 1:
             raise SimulationFailure(f"{self.process.name}: blocks leaked")

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lmcache.v1.cache_controller.message import OpType
 
 from tests.simulation import stdlib
 from tests.simulation.kernel import SimulationFailure
@@ -108,7 +107,6 @@ class CpuTier:
         self.memory_allocator = SimpleNamespace(pin_allocator=pool)
         self.hot_cache: OrderedDict[Any, Chunk] = OrderedDict()
         self.cpu_lock = stdlib.Lock()
-        self.batched_msg_sender: Any = None
         self.cache_policy: Any = None
 
     def contains(self, key: Any, pin: bool = False) -> bool:
@@ -130,7 +128,6 @@ class CpuTier:
                 return
             chunk.ref_count_up()
             self.hot_cache[key] = chunk
-            self._tell(OpType.ADMIT, key)
 
     def batched_submit_put_task(
         self, keys: Sequence[Any], chunks: Sequence[Chunk], transfer_spec: Any = None
@@ -156,11 +153,6 @@ class CpuTier:
 
     def _drop(self, key: Any) -> None:
         self.hot_cache.pop(key).ref_count_down()
-        self._tell(OpType.EVICT, key)
-
-    def _tell(self, operation: OpType, key: Any) -> None:
-        if self.batched_msg_sender is not None:
-            self.batched_msg_sender.add_kv_op(op_type=operation, key=key.chunk_hash)
 
 
 class EngineModel:

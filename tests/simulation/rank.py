@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.retention.queues import Holdings
+from lmcache_connector.retention.ledger import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.setup import ONE_HEAD
@@ -140,7 +140,7 @@ class Rank:
 
     def pins(self) -> dict[bytes, float]:
         """Until when each pinned chunk is, on the process's clock."""
-        chunks = self._engine._ledger._chunks.items()
+        chunks = self._engine.ledger._chunks.items()
         return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
 
     def keys_in_memory(self) -> set[bytes]:
@@ -153,7 +153,7 @@ class Rank:
 
     @property
     def holdings(self) -> Holdings:
-        return self._engine.holdings()  # type: ignore[no-any-return]
+        return self._engine.ledger.holdings()  # type: ignore[no-any-return]
 
     def meet(self, ranks: Sequence[Rank]) -> None:
         """All ranks of the engine: whose memory this one reads."""

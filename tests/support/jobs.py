@@ -43,5 +43,4 @@ def load_job(
 
 def at_once(job: Job) -> QueuedJob:
     """As the job queue hands it to a lane, without a forward pass to wait for."""
-    now = time.monotonic()
-    return QueuedJob(job, None, now, now, now)
+    return QueuedJob(job, None, time.monotonic())

@@ -124,8 +124,6 @@ def test_another_process_without_vllm_restores_from_redis(
 def test_writes_go_on_after_a_failed_pass(
     llama: Any, valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass holds writes back, and a failed one never reports its end."""
-    monkeypatch.setattr("lmcache_connector.stepwise.tiers._MAX_HOLD_SECONDS", 0.1)
     monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     wrong, client = prompt(19, 100), valkey.client()
     wrong[0, 50] = 10**6  # no such token

@@ -208,7 +208,7 @@ def test_what_the_first_report_was_to_tell_is_told_by_the_next(
     with running_valkey() as valkey:
         rank = Rank(make_instance(valkey.port))
         with monkeypatch.context() as patch:
-            patch.setattr(rank.instance.worker._timer, "take", lambda: 1 / 0)
+            patch.setattr(rank.instance.worker._lora_loads, "take", lambda: 1 / 0)
             rank.step(None)
         told = []
         monkeypatch.setattr(rank.instance.worker, "_output", lambda report: told.append(report))

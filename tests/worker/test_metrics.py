@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.plans import Fetched, JobResult, Outcome, Tier
-from lmcache_connector.retention.queues import Holdings
+from lmcache_connector.retention.ledger import Holdings
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
@@ -41,7 +41,8 @@ class Rank:
             stats=lambda: TIER, take_write_times=lambda: [times.pop()] if times else []
         )
         jobs: Any = SimpleNamespace(num_open=2)
-        engine: Any = SimpleNamespace(used_bytes=10, holdings=Holdings)
+        ledger = SimpleNamespace(holdings=Holdings)
+        engine: Any = SimpleNamespace(used_bytes=10, ledger=ledger)
         transfers: Any = SimpleNamespace(num_refused=0)
         self.metrics = WorkerMetrics(0, 100, jobs, engine, redis, None, transfers, lambda: self.now)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.worker.waiting_jobs import QueuedJob, WaitingJobs
+from lmcache_connector.worker.waiting_jobs import (
+    _FENCE_LOOK_SECONDS,
+    BY_TURN,
+    QueuedJob,
+    WaitingJobs,
+)
 from tests.support.jobs import load_job
 
 
@@ -48,16 +55,18 @@ class Lanes:
         self.open.add(job_id)
         fences = [Fence() for _ in range(num_fences)]
         self.fences += fences
-        fence, fenced_at = (fences[0], None) if fences else (None, self.now)
-        queued = QueuedJob(job, fence, self.now, self.now, fenced_at)
+        queued = QueuedJob(job, fences[0] if fences else None, self.now)
         self.waiting.append(queued)
-        self.loads.add(queued)
+        insort(self.loads, queued, key=BY_TURN)
 
     def begin(self, _: int = 0) -> None:
         """The next load, and no other than a look at all of them finds."""
         ready = [queued for queued in self.waiting if self._is_ready(queued)]
         wanted = min(ready, key=lambda each: (each.turn, each.job.job_id), default=None)
-        assert self.loads.next(self.now) is wanted
+        found, seconds = self.loads.next(self.now)
+        assert found is wanted
+        is_behind_passes = any(not queued.is_passed for queued in self.loads)
+        assert found or seconds == (_FENCE_LOOK_SECONDS if is_behind_passes else math.inf)
         if wanted is not None:
             self.waiting.remove(wanted)
             self.running.append(wanted)
@@ -75,15 +84,11 @@ class Lanes:
     def cancel(self, index: int) -> None:
         if self.waiting:
             queued = self.waiting.pop(index % len(self.waiting))
-            assert self.loads.remove(queued.job.job_id) is queued
+            self.loads.remove(queued)
             self.open.discard(queued.job.job_id)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        late = {q.job.job_id for q in self.waiting if self.now >= q.deadline}
-        assert {queued.job.job_id for queued in self.loads.overdue(self.now)} == late
-        self.waiting = [q for q in self.waiting if q.job.job_id not in late]
-        self.open -= late
 
     def reach_fences(self, count: int) -> None:
         for fence in self.fences[:count]:

@@ -125,8 +125,8 @@ class Rank:
 
     def check(self) -> None:
         """The ledger and the tier agree."""
-        held = self.engine.holdings()
-        assert len(self.engine._ledger) == self.engine.num_chunks
+        held = self.engine.ledger.holdings()
+        assert len(self.engine.ledger) == self.engine.num_chunks
         assert sum(n for _, n in held.tenant_bytes) == self.engine.used_bytes
 
 
@@ -150,7 +150,7 @@ def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
 
     def step() -> None:
         rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
-        rank.engine.holdings()
+        rank.engine.ledger.holdings()
 
     with rank.engine._cpu.cpu_lock:
         thread = threading.Thread(target=step, daemon=True)

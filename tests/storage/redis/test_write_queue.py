@@ -4,12 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.storage.redis import write_queue
-from lmcache_connector.storage.redis.write_queue import (
-    MAX_HOLD_SECONDS,
-    PendingWrite,
-    WriteQueue,
-)
-from tests.support.clock import Clock
+from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
 from tests.support.costs import lines_run
 
 NO_NODE, SLOW, QUICK = range(3)
@@ -44,39 +39,6 @@ def test_a_chunk_already_here_is_not_queued_twice() -> None:
     queue.finish(taken, True)
     assert told == [("a", True), ("b", True)]
     assert queue.num_bytes == 0
-
-
-def test_writes_are_held_back_until_the_time_given() -> None:
-    clock = Clock()
-    queue = WriteQueue(100, clock)
-    queue.offer(write(1, 0))
-    queue.hold(clock.now + 0.5)
-    assert queue.take(100, 0.0) == []
-    clock.now += 0.5
-    assert names(queue.take(100, 0.0)) == [1]
-
-
-def test_a_hold_ends_after_a_second() -> None:
-    clock = Clock()
-    queue = WriteQueue(100, clock)
-    queue.hold(float("inf"))
-    queue.offer(write(1, 0))
-    clock.now += MAX_HOLD_SECONDS / 2
-    queue.offer(write(2, 1))
-    assert queue.take(10, 0.0) == []
-    clock.now += MAX_HOLD_SECONDS / 2
-    assert names(queue.take(10, 0.0)) == [1]
-    assert queue.take(10, 0.0) == [], "the second has waited for half as long"
-
-
-def test_a_queue_that_fills_up_is_not_held_back() -> None:
-    queue = WriteQueue(100, Clock())
-    queue.hold(float("inf"))
-    for name in range(5):
-        queue.offer(write(name, name))
-    assert queue.take(10, 0.0) == []
-    queue.offer(write(5, 5))
-    assert names(queue.take(10, 0.0)) == [0]
 
 
 def test_a_node_with_a_long_lane_makes_room_for_another() -> None:

@@ -57,6 +57,7 @@ from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
 from tests.support.doubles.shadow_worker import Faults, KeyBook, Pass, ShadowRank, Step
 from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
 from tests.support.engine_core import merged, sampled, sampling
+from tests.support.integrity import check_scheduler_side
 
 __all__ = ["ShadowEngine", "Shape"]
 
@@ -289,7 +290,7 @@ class ShadowEngine:
 
     def check_whole(self) -> None:
         """Nothing is left of any request."""
-        self.adapter.check_integrity()
+        check_scheduler_side(self.adapter)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1, "blocks leaked"
         assert all(rank.num_open == 0 for rank in self.ranks)

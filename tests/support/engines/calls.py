@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe, parts_of
+from tests.support.integrity import check_scheduler_side
 from tests.support.memory import empty
 from tests.support.waits import wait_until
 
@@ -22,7 +23,7 @@ def tiered_of(connector: Any) -> Any:
 
 def check_integrity(probe: EngineProbe) -> None:
     """Raises unless every block is free again and the scheduler side's state agrees with itself."""
-    tiered_of(probe.connector)._scheduler.check_integrity()
+    check_scheduler_side(tiered_of(probe.connector)._scheduler)
     pool = probe.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block
 

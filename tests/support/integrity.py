@@ -1,0 +1,20 @@
+"""What must be left of requests on the scheduler side once all are gone: nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_connector.scheduler.scheduler import Scheduler
+
+
+def check_scheduler_side(side: Scheduler) -> None:
+    """Raises ``AssertionError`` if anything is left."""
+    assert len(side.book) == 0, f"{len(side.book)} requests have not been dropped"
+    assert len(side.jobs) == 0, f"{len(side.jobs)} jobs have not ended"
+    assert not side.policy.num_open, "the cost model counts jobs that have ended"
+    assert side.index.num_planned == 0, "chunks are still planned"
+    assert not side.held.num_pins, "blocks are still pinned"
+    assert not side._ask_until, "vLLM is still to ask for a request again"
+    assert not side._to_compute, "requests are still excluded from loads"
+    assert len(side.transfers) == 0, "KV transfers have not ended"
