@@ -66,10 +66,10 @@ class _Chunk:
 
 class KvEventLog:
     """Turns the ranks' reports into events. ``world_size``: ranks per chunk. ``ttl_seconds``:
-    lifetime in Redis; ``refresh_ttl``: loads renew it. ``is_wanted``: events will be taken.
-    ``clock`` returns seconds.
+    lifetime in Redis; ``refresh_ttl``: loads renew it. ``is_wanted``: events will be
+    taken; otherwise the owner describes no chunk. ``clock`` returns seconds.
 
-    Ignores chunks without a description, such as the self-test's, and without ``is_wanted`` all.
+    Ignores chunks without a description, such as the self-test's.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KvEventLog:
         """Bit set of the ranks that must put a chunk in a tier: see :class:`ChunkIndex`."""
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
         self._uses_count = ttl_seconds is None or refresh_ttl
-        self._is_wanted = is_wanted
+        self.is_wanted = is_wanted
         self._clock = clock
         self._chunks: dict[bytes, _Chunk] = {}
         # Chunks in Redis with the time of their last write or use, oldest first.
@@ -103,8 +103,6 @@ class KvEventLog:
     ) -> None:
         """Describe chunks before a job may put them in a tier. ``describe(i)`` is called for the
         i-th chunk if it is new."""
-        if not self._is_wanted:
-            return
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(describe(i))

@@ -478,7 +478,8 @@ class Scheduler:
         self.policy.observe_reports(reports)
         short_loads: list[ShortLoad] = []
         for report in reports:
-            self.kv_events.apply(report)
+            if self.kv_events.is_wanted:
+                self.kv_events.apply(report)
             if report.start is not None:
                 self.book.weights.watch(report.rank, report.start.changes_at)
             if report.adapters is not None:
@@ -527,7 +528,8 @@ class Scheduler:
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
         """Hand the job to the workers with the next plan."""
-        for run in job.runs if self.book.has_current_keys(state) else ():
+        is_told = self.kv_events.is_wanted and self.book.has_current_keys(state)
+        for run in job.runs if is_told else ():
             if run.part == 0:  # one event per chunk, not per part
                 describe = partial(self._describe, state, run)
                 keys = run.keys[:-1] if run.tail_tokens else run.keys  # routers look for no tails
@@ -602,7 +604,8 @@ class Scheduler:
             seconds = [each.waited_seconds + each.seconds for each in planned.results]
             self.policy.stores.ended(job.job_id, seconds)
             self._stores.ended(job, planned.results)
-        self.kv_events.settle(job.keys, job.job_id)
+        if self.kv_events.is_wanted:
+            self.kv_events.settle(job.keys, job.job_id)
         return [short] if short is not None else []
 
     # -- weights and adapters ------------------------------------------------------------------

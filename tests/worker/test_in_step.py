@@ -224,6 +224,7 @@ def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
         assert rank.store(2, 0, CAPACITY - 2) is Outcome.DONE
         assert tier.flush(10.0)
         engine.leaving.await_plans(may_come=True)
+        engine._piece_bytes = 4 * GEOMETRY.chunk_bytes  # one read of them all
         job = load_job(3, "r", tuple(KEYS[20:24]), ((0, 1, 2, 3),), may_fetch=True)
         assert sum(each.num_chunks for each in engine.load(job, at_once(job))) == 2
     finally:

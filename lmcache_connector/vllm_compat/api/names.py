@@ -61,8 +61,8 @@ def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
     if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return False
     sleeps = bool(vllm_config.model_config.enable_sleep_mode)
-    parallel = vllm_config.parallel_config
-    has_workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    has_workers = executor not in ("uni", "external_launcher")  # maybe for one rank, too
     return sleeps and has_workers and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
