@@ -193,6 +193,29 @@ class Wire:
         self._line_buffer = bytearray()
         self._line_scratch = memoryview(bytearray(_LINE_BYTES))
 
+    def receive(
+        self,
+        views: Sequence[memoryview],
+        deadline: Deadline,
+        on_pause: Callable[[int], None] = lambda received: None,
+    ) -> None:
+        """Fill ``views``. Raises `WireError`. After each incomplete slice, ``on_pause`` is called
+        with the number of bytes received so far; it may raise to give up.
+        """
+        if self._line_buffer:
+            raise WireError(WireFault.OUT_OF_STEP, "unexpected bytes")
+        pending = _Pending(views)
+        silence = self._silence()
+        # Return with the first bytes: they may be an error, with nothing behind them.
+        move = self._receive_any
+        while pending.views:
+            count = self._slice(move, pending.head(), deadline, silence)
+            pending.advance(count)
+            if count:
+                move = self._fill
+            if pending.views:
+                on_pause(pending.done)
+
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all of ``views``, without joining them. Raises `WireError`."""
         pending = _Pending([memoryview(view) for view in views])
@@ -200,25 +223,18 @@ class Wire:
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
-    def receive(
-        self, views: Sequence[memoryview], deadline: Deadline, ahead_bytes: int = 0
-    ) -> None:
-        """Fill ``views`` with the next bytes, those behind the last line first. Up to
-        ``ahead_bytes`` more are buffered if they come in the same slice. Raises `WireError`."""
-        pending, silence = _Pending(views), self._silence()
-        ahead = [self._line_scratch[:ahead_bytes]] if ahead_bytes else []
+    def receive_behind(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill ``views`` with the bytes behind the last line. Raises `WireError`."""
+        pending = _Pending(views)
+        silence = self._silence()
         while pending.views:
             if self._line_buffer:
                 pending.advance(self._take_buffered(pending.views[0]))
-                continue
-            some = pending.head()
-            left, more = sum(map(len, some)), ahead if len(some) == len(pending.views) else []
-            count = self._slice(self._fill, [*some, *more], deadline, silence)
-            self._line_buffer += self._line_scratch[: max(0, count - left)]
-            pending.advance(min(count, left))
+            else:
+                pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
 
     def unread(self, data: bytes) -> None:
-        """Put back received bytes."""
+        """Put back bytes that `receive` has received, for `receive_line` and `receive_behind`."""
         self._line_buffer[:0] = data
 
     def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
@@ -228,8 +244,6 @@ class Wire:
         must arrive within ``idle_seconds``, counted from when the peer has received all bytes sent
         before: it cannot answer sooner.
         """
-        if (line := self.next_line()) is not None:
-            return line
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()
         while (line := self.next_line()) is None:

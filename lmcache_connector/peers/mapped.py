@@ -216,7 +216,7 @@ class _Mapping:
         if not count:
             return iter(())
         self._expect(b"$%d" % len(answer), until)
-        self._wire.receive([memoryview(answer)], until)
+        self._wire.receive_behind([memoryview(answer)], until)
         self._expect(b"", until)
         return PLACE.iter_unpack(answer)
 

@@ -14,7 +14,6 @@ from lmcache_connector.storage.chunk_codec import (
     stripe_header,
 )
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
-from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
@@ -122,12 +121,6 @@ class ValuePlan:
     def name(self, key: bytes, stripe: Stripe) -> bytes:
         """The name of the value that holds ``stripe`` of ``key``."""
         return chunk_tag(self.config.namespace, key) + stripe_suffix(stripe)
-
-    def read_command(self, value: Value) -> bytes:
-        """Requests the value, and restarts its lifetime if so configured."""
-        if self.config.refresh_ttl:
-            return command(b"GETEX", value.name, *self.config.ttl_options)
-        return command(b"GET", value.name)
 
     def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
         return stripe_header(self.geometries.of(key), stripe, key, keyed=self.sealer.keyed)

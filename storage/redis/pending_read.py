@@ -11,10 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import WireFault
-from lmcache_connector.storage.redis.config import Value, ValuePlan
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer, ValueHeader, check_value
+from lmcache_connector.storage.compression import decompress
+from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
+from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.topology import Node
 
@@ -35,6 +39,38 @@ def arrivals_among(indices: Sequence[int], num_chunks: int, on_arrival: OnArriva
     others of which are there already."""
     ends = (*indices, num_chunks)
     return lambda count: on_arrival(ends[count])
+
+
+@dataclass(slots=True, eq=False)
+class ValueRequest:
+    """One value of a chunk: its command, and the buffers for its reply.
+
+    A good reply is ``line`` and the value's header (both in ``head``), the payload (in the chunk's
+    buffer), and CRLF (``tail``). A compressed value has another line, and other buffers.
+    """
+
+    chunk: int
+    command: bytes
+    line: bytes
+    expected: ValueHeader
+    head: memoryview
+    payload: memoryview
+    tail: memoryview
+    sealer: Sealer
+
+    @property
+    def reply_bytes(self) -> int:
+        return len(self.head) + len(self.payload) + len(self.tail)
+
+    @property
+    def header(self) -> memoryview:
+        return self.head[len(self.line) :]
+
+    def verify(self, stored: memoryview) -> None:
+        """Check the value, and decompress ``stored``, its received payload, into place if
+        necessary. Raises `InvalidValueError`."""
+        if check_value(self.header, stored, self.expected, self.sealer):
+            decompress(stored, self.payload, self.expected.dtype)
 
 
 class PendingRead:
@@ -73,7 +109,7 @@ class PendingRead:
             for node in [places] if isinstance(places, str) else dict.fromkeys(places):
                 chunks.setdefault(node, []).append(i)
         self._nodes = nodes
-        self._work = {node: self._values(node, each) for node, each in chunks.items()}
+        self._work = {node: self._requests(node, each) for node, each in chunks.items()}
 
     # Called by readers.
 
@@ -81,21 +117,21 @@ class PendingRead:
         with self._changed:
             return [] if self._closed else list(self._work)
 
-    def claim(self, node: Node, max_bytes: int) -> list[Value]:
+    def claim(self, node: Node, max_bytes: int) -> list[ValueRequest]:
         """The next values to request from ``node``: up to ``max_bytes``, at least one if any."""
-        claimed: list[Value] = []
+        claimed: list[ValueRequest] = []
         size = 0
         with self._changed:
             work = self._work.get(node)
             while work is not None and not self._closed and size < max_bytes:
-                value = next(work, None)
-                if value is None or value.chunk >= self._end:
+                request = next(work, None)
+                if request is None or request.chunk >= self._end:
                     del self._work[node]
                     self._changed.notify_all()
                     break
-                claimed.append(value)
-                self._asked.add(value.chunk)
-                size += len(value.payload)
+                claimed.append(request)
+                self._asked.add(request.chunk)
+                size += request.reply_bytes
         return claimed
 
     @contextmanager
@@ -111,26 +147,26 @@ class PendingRead:
                 self._active -= entered
                 self._changed.notify_all()
 
-    def settle(self, value: Value) -> None:
+    def settle(self, request: ValueRequest) -> None:
         """The value is received and verified."""
         with self._changed:
-            self._left[value.chunk] -= 1
+            self._left[request.chunk] -= 1
             while self._num_arrived < self._end and not self._left[self._num_arrived]:
                 self._num_arrived += 1
             if self._num_arrived >= self._report_at:
                 self._changed.notify_all()
 
-    def fail(self, value: Value, miss: Miss) -> None:
+    def fail(self, request: ValueRequest, miss: Miss) -> None:
         """The value is unavailable, so its chunk is a miss. A chunk's first failure counts."""
         with self._changed:
-            self._fail_chunk(value.chunk, miss)
+            self._fail_chunk(request.chunk, miss)
 
     def fail_node(self, node: Node) -> None:
         """``node`` is unreachable."""
         with self._changed:
-            value = next(self._work.pop(node, iter(())), None)
-            if value is not None:
-                self._fail_chunk(value.chunk, Miss(NotAsked.UNAVAILABLE))
+            request = next(self._work.pop(node, iter(())), None)
+            if request is not None:
+                self._fail_chunk(request.chunk, Miss(NotAsked.UNAVAILABLE))
             self._changed.notify_all()
 
     def fail_all(self, miss: Miss) -> None:
@@ -191,11 +227,24 @@ class PendingRead:
             self._work.clear()
             self._changed.notify_all()
 
-    def _values(self, node: Node, chunks: Sequence[int]) -> Iterator[Value]:
-        """The values of these chunks that ``node`` holds."""
+    def _requests(self, node: Node, chunks: Sequence[int]) -> Iterator[ValueRequest]:
+        plan, config = self._plan, self._plan.config
+        verb, options = (b"GETEX", config.ttl_options) if config.refresh_ttl else (b"GET", ())
         for chunk in chunks:
+            key = self._keys[chunk]
+            buffer = self._buffers[chunk]
             places = self._nodes[chunk]
-            values = self._plan.values(chunk, self._keys[chunk], self._buffers[chunk])
-            for number, value in enumerate(values):
-                if node == (places if isinstance(places, str) else places[number]):
-                    yield value
+            for number, stripe in enumerate(plan.stripes_of(key)):
+                if node != (places if isinstance(places, str) else places[number]):
+                    continue
+                line = bulk_line(HEADER_BYTES + stripe.num_bytes)
+                yield ValueRequest(
+                    chunk=chunk,
+                    command=command(verb, plan.name(key, stripe), *options),
+                    line=line,
+                    expected=plan.header(key, stripe),
+                    head=memoryview(bytearray(len(line) + HEADER_BYTES)),
+                    payload=buffer[stripe.offset : stripe.offset + stripe.num_bytes],
+                    tail=memoryview(bytearray(len(CRLF))),
+                    sealer=plan.sealer,
+                )

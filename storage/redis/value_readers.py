@@ -23,7 +23,7 @@ from lmcache_connector.storage.redis.pending_read import (
     ignore_arrivals,
 )
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_stream import BadReplyError, ValueStream
+from lmcache_connector.storage.redis.value_stream import BadReplyError, SingleReplies, ValueStream
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ValueReaders:
         self._changed = threading.Condition()
         self.closed = False
         self.threads = tuple(
-            Reader(f"lmc-{servers.kind}-read-{i}", servers, plan, self, on_spoiled)
+            Reader(f"lmc-{servers.kind}-read-{i}", servers, self, on_spoiled)
             for i in range(servers.config.num_connections)
         )
 
@@ -170,16 +170,15 @@ class Reader(threading.Thread):
         self,
         name: str,
         servers: Servers,
-        plan: ValuePlan,
         readers: ValueReaders,
         on_spoiled: Callable[[bytes, Node], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
         self._connections = Connections(servers, servers.config.read_timeout_seconds)
-        self._plan = plan
         self._readers = readers
         self._on_spoiled = on_spoiled
+        self._replies = SingleReplies()
 
     def run(self) -> None:
         timeout = 0.0  # connect before the first read
@@ -220,13 +219,13 @@ class Reader(threading.Thread):
         batch_bytes = max(1, min(config.batch_bytes, fair))
         with read.reading() as entered:
             if entered:
-                asked = self._plan, read, node, wire, batch_bytes
-                self._stream(ValueStream(*asked, self._on_spoiled), node)
+                stream = ValueStream(read, node, wire, batch_bytes, self._replies, self._on_spoiled)
+                self._stream(stream, node)
 
     def _stream(self, stream: ValueStream, node: Node) -> None:
         """Read values from ``node``; on an error keep complete ones and fail the rest."""
         try:
-            while stream.receive_next():
+            while stream.receive_batch():
                 self._connections.succeeded(node)
         except BadReplyError as error:
             blame = False

@@ -67,34 +67,31 @@ def test_lines_are_split_at_any_packets(wire: tuple[Wire, socket.socket]) -> Non
     assert near.is_fresh()
 
 
-def test_buffered_bytes_come_first(wire: tuple[Wire, socket.socket]) -> None:
+def test_surplus_bytes_end_the_connection(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
-    near.unread(b"cde4\r\n")
-    near.unread(b"ab")
+    peer.sendall(b"+OK\r\nsurplus")
+    near.receive_line(soon())
+    error = fault_of(lambda: near.receive([memoryview(bytearray(7))], soon()))
+    assert error.fault is WireFault.OUT_OF_STEP
+
+
+def test_unread_bytes_are_read_again(wire: tuple[Wire, socket.socket]) -> None:
+    near, peer = wire
+    peer.sendall(b"5\r\nabcde4\r\n")
+    taken = bytearray(11)
+    near.receive([memoryview(taken)], soon())
+    near.unread(bytes(taken[6:]))
+    near.unread(bytes(taken[3:6]))
     target = bytearray(7)
     peer.sendall(b"wxyz" * 2)
-    near.receive([memoryview(target)[:2], memoryview(target)[2:5]], soon())
+    near.receive_behind([memoryview(target)[:2], memoryview(target)[2:5]], soon())
     assert near.receive_line(soon(), 3) == b"4"
-    near.receive([memoryview(target)[5:]], soon())
+    near.receive_behind([memoryview(target)[5:]], soon())
     assert target == b"abcdewx"
     assert not near.is_fresh()
     rest = bytearray(6)
-    near.receive([memoryview(rest)], soon())
+    near.receive_behind([memoryview(rest)], soon())
     assert rest == b"yzwxyz"
-    assert near.is_fresh()
-
-
-@pytest.mark.parametrize("behind", [b"", b"+O", b"+OK\r\n", b"+OK\r\nmore"])
-def test_what_comes_ahead_is_buffered(wire: tuple[Wire, socket.socket], behind: bytes) -> None:
-    """With what is asked for, and without waiting for more."""
-    near, peer = wire
-    peer.sendall(b"12345678" + behind)
-    target = bytearray(8)
-    near.receive([memoryview(target)[:3], memoryview(target)[3:]], soon(), 5)
-    assert target == b"12345678"
-    assert near.is_fresh() == (not behind)
-    peer.sendall(b"+OK\r\n"[len(behind) :] if len(behind) < 5 else b"")
-    assert near.receive_line(soon()) == b"+OK"
 
 
 def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -> None:
@@ -102,6 +99,17 @@ def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -
     sender = threading.Thread(target=peer.sendall, args=(bytes(200_000),), daemon=True)
     sender.start()
     assert fault_of(lambda: near.receive_line(soon())).fault is WireFault.OUT_OF_STEP
+
+
+def test_a_pause_gets_the_bytes_received_and_may_raise(wire: tuple[Wire, socket.socket]) -> None:
+    near, peer = wire
+    peer.sendall(b"12345")
+
+    def give_up(received: int) -> None:
+        raise ZeroDivisionError(received)
+
+    with pytest.raises(ZeroDivisionError, match="5"):
+        near.receive([memoryview(bytearray(9))], soon(), give_up)
 
 
 def test_a_silent_peer_has_stalled(wire: tuple[Wire, socket.socket]) -> None:

@@ -17,8 +17,8 @@ from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis import pending_read
-from lmcache_connector.storage.redis.config import RedisTierConfig, Value
-from lmcache_connector.storage.redis.pending_read import PendingRead
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.worker import lmcache_engine
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import serving
@@ -85,10 +85,10 @@ def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, nu
     monkeypatch.setattr(one_copier(), "copy", copying)
     with two() as (first, second, server):
 
-        def settling(self: PendingRead, value: Value) -> None:
-            if value.chunk == 3 - num_own:
+        def settling(self: PendingRead, request: ValueRequest) -> None:
+            if request.chunk == 3 - num_own:
                 were_copied.append(within(10.0, lambda: bool((second.cache[:, 2] == 12).all())))
-            settle(self, value)
+            settle(self, request)
 
         first.store(1, MINE, 4)
         if num_own:
