@@ -182,8 +182,8 @@ class LoadPolicy:
         for tier in self.remote_tiers if self._fetching else ():
             shared = self.bytes_of([key for key in keys if (key, tier) in self._fetching])
             queued[tier] = max(0, queued[tier] - shared)
-        is_late = self._clock() - self._late_at < _FORGET_LATE_SECONDS
-        late_seconds = self._late_seconds if is_late else 0.0
+        is_recent = self._clock() - self._late_at < _FORGET_LATE_SECONDS
+        late_seconds = self._late_seconds if is_recent else 0.0
         step_seconds = self._step_seconds()
         decision = self.model.decide(
             LoadOffer(
