@@ -115,7 +115,7 @@ def come_to_rest(probe: EngineProbe) -> None:
     probe.drain()
     if not isinstance(probe.connector, LMCacheTieredConnector):
         return
-    tier = worker_of(probe)._tier
+    tier = worker_of(probe)._tiers.redis
     if tier is not None:
         tier.flush(_WRITE_SECONDS)
 

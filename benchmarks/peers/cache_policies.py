@@ -28,12 +28,11 @@ class Ours:
     """The eviction policy of the product's CPU tier, for one tenant without hints."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
-        from lmcache_connector.worker.lmcache_plugs import LedgerPolicy
+        from lmcache_connector.worker.lmcache_tier import ChunkTable
 
         self._now = 0.0
         self._ledger = Ledger(Limits.of(capacity, 0.5, 0.25), lambda: self._now)
-        self._policy = LedgerPolicy(self._ledger, _engine_key)
-        self._table: Any = self._policy.init_mutable_mapping()
+        self._table: Any = ChunkTable(self._ledger, _engine_key, lambda key: None)
         self._capacity = capacity
 
     def serve(self, at: float, blocks: Sequence[int]) -> int:
@@ -51,7 +50,7 @@ class Ours:
 
     def _make_room(self) -> None:
         while len(self._table) >= self._capacity:
-            for victim in self._policy.get_evict_candidates(self._table):
+            for victim in self._table.get_evict_candidates(self._table):
                 self._table.pop(victim)
 
 

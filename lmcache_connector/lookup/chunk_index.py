@@ -10,7 +10,7 @@ announcement of the eviction has arrived here.
 The scheduler tells workers what they cannot see: which chunks requests use (:class:`PrefixUses`). A
 request served by vLLM's own prefix cache loads and stores nothing, but its prompt is in use, and
 its hints apply to stored chunks. And a chunk found in memory is not looked up in Redis, so nothing
-else would notice that Redis lacks it: see `worker.offers`.
+else would notice that Redis lacks it: see `worker.redis_writes`.
 """
 
 from __future__ import annotations

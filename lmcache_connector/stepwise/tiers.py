@@ -37,12 +37,12 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
+from lmcache_connector.worker.job_queue import Job, StepGate
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.redis_probe import probe_keys
-from lmcache_connector.worker.waiting_jobs import Job, StepGate
+from lmcache_connector.worker.redis_writes import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Tiers:
         if end == 0:
             return None
         in_cpu = tuple(k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a)
-        self._rank.engine.use([PrefixUse(Claim(), in_cpu, may_write=True)])
+        self._rank.engine.cpu.note([PrefixUse(Claim(), in_cpu, may_write=True)])
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu[:end])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], tiers
@@ -284,7 +284,7 @@ class Tiers:
     def _settle(self) -> list[tuple[Job, JobResult]]:
         """Jobs that have ended since the last call."""
         ended = self._rank.jobs.take_ended()
-        self._index.apply(0, self._rank.engine.take_events())
+        self._index.apply(0, self._rank.engine.cpu.take_events())
         for job, result in ended:
             if isinstance(job, StoreJob):
                 self._index.settle(job.keys, job.job_id)

@@ -36,13 +36,13 @@ from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
-from lmcache_connector.worker.lmcache_plugs import LoadInStep
+from lmcache_connector.worker.job_queue import Job, StepGate
+from lmcache_connector.worker.lmcache_engine import LoadInStep
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.rank_finder import RankFinder
 from lmcache_connector.worker.rank_tiers import RankTiers
-from lmcache_connector.worker.waiting_jobs import Job, StepGate
+from lmcache_connector.worker.self_test import RankFinder
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks
@@ -83,20 +83,19 @@ class WorkerSettings:
 class WorkerAdapter:
     """Maps vLLM's worker-side connector calls onto jobs.
 
-    ``make_redis_tier`` is called once; ``None``: CPU tier only. Likewise ``make_peers``, for peers
-    to load from, and ``make_peer_server``, for the server that peers read from. Closing the adapter
-    closes all of them. Runs on the engine's step thread.
+    ``peers``: to load from. ``make_peer_server`` is called once, for the server that peers read
+    from. Closing the adapter closes all of them. Runs on the engine's step thread.
     """
 
     def __init__(
         self,
         settings: WorkerSettings,
         kv_caches: dict[str, torch.Tensor],
-        make_redis_tier: Callable[[], RedisTier] | None,
+        redis: RedisTier | None,
         weights: LoadedWeights,
         clock: Callable[[], float] = time.monotonic,
         lora_loads: LoraLoads | None = None,
-        make_peers: Callable[[], PeerTier] | None = None,
+        peers: PeerTier | None = None,
         make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
@@ -107,8 +106,8 @@ class WorkerAdapter:
         self._tiers = tiers = RankTiers(
             settings.engine,
             parts,
-            make_redis_tier() if make_redis_tier else None,
-            make_peers() if make_peers else None,
+            redis,
+            peers,
             settings.probe_keys,
             clock,
             on_executed=self._executed,
@@ -116,22 +115,11 @@ class WorkerAdapter:
         if tiers.copier.shares_cores:
             ask_for_amx()  # now: the first forward pass may follow a full hit
         self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
-        self._tier = tiers.redis
-        self._engine, self._jobs = tiers.engine, tiers.jobs
+        self._cpu, self._jobs = tiers.engine.cpu, tiers.jobs
         self.self_test = tiers.self_test
-        capacity_bytes, chunks = int(settings.engine.rank_gib * 2**30), self._engine.chunks
-        max_bytes = int(capacity_bytes * _TRANSFER_SHARE)
-        self._transfers = Transfers(chunks, max_bytes, settings.lease_seconds, clock)
-        self._metrics = WorkerMetrics(
-            settings.engine.rank,
-            capacity_bytes,
-            self._jobs,
-            self._engine,
-            tiers.redis,
-            tiers.peers,
-            self._transfers,
-            clock,
-        )
+        max_bytes = int(self._cpu.capacity_bytes * _TRANSFER_SHARE)
+        self._transfers = Transfers(self._cpu, max_bytes, settings.lease_seconds, clock)
+        self._metrics = WorkerMetrics(settings.engine.rank, tiers, self._transfers, clock)
         self._gate = StepGate()
         self._before: Fence | None = None  # end of all earlier passes
         self._ended: list[tuple[Job, JobResult]] = []  # not reported yet
@@ -141,10 +129,8 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # no plan can come
         self._is_start_told = False
-        self._ranks = RankFinder(
-            self._engine, parts, tiers.peers if make_peer_server else None, clock
-        )
-        self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
+        self._ranks = RankFinder(tiers.engine, parts, peers if make_peer_server else None, clock)
+        self._server = make_peer_server(self._cpu, self._transfers) if make_peer_server else None
         self._ranks.begin(self._server, loads=settings.loads)
 
     @property
@@ -154,7 +140,8 @@ class WorkerAdapter:
     @property
     def redis_is_away(self) -> bool:
         """Whether some server of the Redis tier has failed and not answered since."""
-        servers = self._tier.stats().servers if self._tier is not None else ()
+        redis = self._tiers.redis
+        servers = redis.stats().servers if redis is not None else ()
         return any(state.value for _, state in servers)
 
     # -- the engine's step ---------------------------------------------------------------------
@@ -174,7 +161,7 @@ class WorkerAdapter:
         """Right before the forward pass. ``None``: the step has no jobs."""
         if self._is_between_steps:
             self._is_between_steps = False
-            self._engine.leaving.await_plans(may_come=True)
+            self._cpu.leaving.await_plans(may_come=True)
         if plan is None:
             self._idle = False
             if self._settings.blocks_are_zeroed:
@@ -188,14 +175,14 @@ class WorkerAdapter:
         errors and bugs cause, must end the step: vLLM has planned with this KV."""
         if plan.acked_weights and self._is_other(plan.acked_weights):
             raise RuntimeError("the weights have changed since a load inside this step was planned")
-        self._in_step += map(self._engine.load_in_step, plan.loads_in_step())
+        self._in_step += map(self._tiers.engine.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
         """After the forward pass was submitted, or before one that waits for loads. No load here is
         for this forward pass."""
         self._timer.stop()
         if plan.acked_leaving:
-            self._engine.leaving.note_acked(plan.acked_leaving[self._settings.engine.rank])
+            self._cpu.leaving.note_acked(plan.acked_leaving[self._settings.engine.rank])
         self._idle = plan.idle
         if plan.acked_weights:
             self._is_outdated = self._is_other(plan.acked_weights)
@@ -206,7 +193,7 @@ class WorkerAdapter:
         if plan.probe:
             self._probe.request()
         if plan.uses:
-            self._engine.use(plan.uses)
+            self._cpu.note(plan.uses)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
         if plan.acked_adapters:
@@ -271,7 +258,7 @@ class WorkerAdapter:
     def report_all(self, keys: Sequence[bytes] = ()) -> None:
         """Tell the scheduler side anew all that it keeps of this rank, and of the chunks ``keys``
         whether they are there."""
-        self._engine.report_all(keys)
+        self._cpu.report_all(keys)
         self._report_state()
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
@@ -340,7 +327,7 @@ class WorkerAdapter:
     def _wait_for_no_plan(self) -> None:
         """Allocations must not wait for a plan: only this thread could deliver one."""
         self._is_between_steps = True
-        self._engine.leaving.await_plans(may_come=False)
+        self._cpu.leaving.await_plans(may_come=False)
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
         self._ranks.forget_sample()
@@ -370,7 +357,7 @@ class WorkerAdapter:
             not self._is_start_told
             or self._in_step
             or self._jobs.is_busy
-            or self._engine.has_updates
+            or self._cpu.has_updates
             or self._timer.has_updates
             or self._probe.has_updates
             or self._lora_loads.has_updates
@@ -396,8 +383,7 @@ class WorkerAdapter:
             self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[tuple[Job, JobResult]]) -> RankReport | None:
-        events, writes = self._engine.take_events(), self._engine.writes
-        written = writes.take_written() if writes is not None else ()
+        events, written = self._cpu.take_events(), self._cpu.take_written()
         start = None if self._is_start_told else self._start()
         forwards = self._timer.take() if self._timer.has_updates else ()
         measured = self._probe.take() if self._probe.has_updates else ()
@@ -418,7 +404,7 @@ class WorkerAdapter:
             adapters=adapters,
             weights=weights,
             start=start,
-            num_leaving=self._engine.num_leaving,
+            num_leaving=self._cpu.num_leaving,
         )
 
     def _start(self) -> RankStart | None:
@@ -426,7 +412,7 @@ class WorkerAdapter:
         if self._tiers.is_calibrating or (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
-        self._engine.share.reads = reads
+        self._cpu.share.reads = reads
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,8 @@ from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.redis_probe import probe_keys
+from lmcache_connector.worker.redis_writes import Pace
 from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
@@ -108,10 +107,10 @@ def build_worker(
     worker = WorkerAdapter(
         settings,
         kv_caches,
-        _redis_tier_maker(config, model),
+        _redis_tier(config, model),
         lora_loads=LoraLoads(lora_config),
         weights=LoadedWeights(worker_on_stack()),
-        make_peers=_peer_tier_maker(config, model, vllm_config),
+        peers=_peer_tier(config, model, vllm_config),
         make_peer_server=_peer_server_maker(config, model, vllm_config),
     )
     if model.rank == 0:
@@ -160,9 +159,7 @@ def loads_in_step(config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
     return config.loads_in_step and executor in _IN_ORDER
 
 
-def _redis_tier_maker(
-    config: ConnectorConfig, model: ModelDescription
-) -> Callable[[], RedisTier] | None:
+def _redis_tier(config: ConnectorConfig, model: ModelDescription) -> RedisTier | None:
     tier_config = config.redis_tier_config()
     if tier_config is None:
         return None
@@ -170,12 +167,12 @@ def _redis_tier_maker(
     from lmcache_connector.storage.redis.tier import RedisTier
 
     is_writer = Share(model.rank, model.owners).is_owner
-    return partial(RedisTier, tier_config, model.geometries[model.rank], is_writer)
+    return RedisTier(tier_config, model.geometries[model.rank], is_writer)
 
 
-def _peer_tier_maker(
+def _peer_tier(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
-) -> Callable[[], PeerTier] | None:
+) -> PeerTier | None:
     tier_config, transfer = config.peer_tier_config(), vllm_config.kv_transfer_config
     assert transfer is not None
     if tier_config is None or not transfer.is_kv_consumer:
@@ -189,7 +186,7 @@ def _peer_tier_maker(
     topology = PeerTopology(
         tier_config, config.peer_addresses, greeting, share, time.monotonic, host
     )
-    return partial(PeerTier, tier_config, model.geometries[model.rank], topology)
+    return PeerTier(tier_config, model.geometries[model.rank], topology)
 
 
 def _peer_server_maker(

@@ -1,28 +1,61 @@
-"""Starts LMCache's engine in vLLM's worker process without side effects on the process."""
+"""Starts LMCache's engine in vLLM's worker process without side effects on the process, in memory
+that other processes of this host may map read-only.
+
+LMCache allocates its CPU tier in one piece. If it is shared, that piece is a memfd: it has no name,
+so nothing is left behind, and needs no room in ``/dev/shm``. Memory that LMCache pins for a GPU is
+not shared: see docs/architecture.md.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import importlib
 import logging
+import mmap
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1 import memory_management
 from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_parts.owners import Owners
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.lmcache_plugs import ValueSizes
-from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.redis_writes import Pace
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+"""What LMCache allocates memory in, and takes for a token here: parts have values of several
+sizes, and a value ends inside its last page."""
+
+# No shrinking, no growing, and new mappings are read-only.
+_SEALS = 0x2 | 0x4 | 0x10
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+# Python's mmap object could not be unmapped while LMCache has tensors on it.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_starting = threading.Lock()
 
 # Per logger, the start of warnings that LMCache logs during normal work, such as one per stored
 # chunk when the tier is full.
@@ -68,32 +101,53 @@ class EngineSettings:
     owners: Owners | None = None
 
 
-def make_metadata(settings: EngineSettings, sizes: ValueSizes) -> LMCacheMetadata:
-    """Describe a value as plain bytes: one layer, one head, ``unit_bytes`` wide."""
-    num_units = sizes.num_units(sizes.geometries.largest)
-    return LMCacheMetadata(
-        model_name="chunk",  # the model is part of the chunk key
-        world_size=settings.world_size,
-        local_world_size=settings.world_size,
-        worker_id=settings.rank,
-        local_worker_id=settings.rank,
-        kv_dtype=torch.uint8,
-        kv_shape=(1, 1, num_units, 1, sizes.unit_bytes),
-        use_mla=False,
-        role="worker",
-        chunk_size=num_units,
-    )
+class ChunkNames(TokenDatabase):
+    """Names chunks by the keys of the plan, which LMCache gets in place of tokens: the scheduler
+    side has hashed the tokens. Hashing again would cost time and could disagree.
+
+    A value is described to LMCache as plain bytes: one layer and one head, a page wide.
+    """
+
+    def __init__(self, settings: EngineSettings, geometries: PartGeometries) -> None:
+        # The base initialiser would re-seed vLLM's own block hashes in this process.
+        num_tokens = num_pages(geometries.largest)
+        self.metadata = LMCacheMetadata(
+            model_name="chunk",  # the model is part of the chunk key
+            world_size=settings.world_size,
+            local_world_size=settings.world_size,
+            worker_id=settings.rank,
+            local_worker_id=settings.rank,
+            kv_dtype=torch.uint8,
+            kv_shape=(1, 1, num_tokens, 1, PAGE_BYTES),
+            use_mla=False,
+            role="worker",
+            chunk_size=num_tokens,
+        )
+        self.save_only_first_rank = False
+        self._geometries = geometries
+
+    def process_tokens(
+        self, tokens: Sequence[bytes], *_: Any, **__: Any
+    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        end = 0
+        for key in tokens:
+            start, end = end, end + num_pages(self._geometries.of(key))
+            yield start, end, self.engine_key(key)
+
+    def engine_key(self, key: bytes) -> CacheEngineKey:
+        return self._make_key_by_hash(int.from_bytes(key, "big"))
+
+
+def num_pages(geometry: ChunkGeometry) -> int:
+    return -(-geometry.chunk_bytes // PAGE_BYTES)
 
 
 def start_engine(
-    settings: EngineSettings,
-    metadata: LMCacheMetadata,
-    database: TokenDatabase,
-    connector: GPUConnectorInterface,
+    settings: EngineSettings, names: ChunkNames, connector: GPUConnectorInterface
 ) -> LMCacheEngine:
     """Raises :class:`ConfigError` if LMCache cannot allocate the CPU tier."""
     config = LMCacheEngineConfig.from_defaults(
-        chunk_size=metadata.chunk_size,
+        chunk_size=names.metadata.chunk_size,
         local_cpu=True,
         max_local_cpu_size=settings.rank_gib,
         save_unfull_chunk=False,
@@ -104,14 +158,16 @@ def start_engine(
     )
     _let_vllm_start_again()
     with _process_settings_kept():
-        engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
+        engine = LMCacheEngine(
+            config, names.metadata, names, connector, _no_broadcast, _no_broadcast
+        )
         try:
             _in_daemon_thread(engine.post_init)
         except (AssertionError, RuntimeError) as error:
-            names = "".join(f" and lmcache.{name}" for name in settings.overrides)
+            others = "".join(f" and lmcache.{name}" for name in settings.overrides)
             raise ConfigError(
                 f"LMCache cannot allocate a CPU tier of {settings.rank_gib:g} GiB per rank, from "
-                f"cpu_gib{names}: {error}"
+                f"cpu_gib{others}: {error}"
             ) from error
     return engine
 
@@ -164,3 +220,66 @@ def _in_daemon_thread(function: Callable[[], None]) -> None:
 
 def _no_broadcast(*_: Any, **__: Any) -> None:
     raise RuntimeError("ranks of this connector never broadcast through LMCache")
+
+
+class SharedMemory:
+    """The memory of one CPU tier. ``descriptor``: ``None`` before allocation, or if the memory
+    cannot be shared."""
+
+    def __init__(self) -> None:
+        self.descriptor: int | None = None
+        self._base = self._size = 0
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        return int(tensor.data_ptr()) - self._base
+
+    def close(self, *, unmap: bool) -> None:
+        """``unmap``: free the memory, which nothing uses any more. Otherwise it stays mapped until
+        the process ends, so that threads left behind do not crash. Other processes' mappings stay
+        until they unmap."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+            if unmap:
+                _LIBC.munmap(self._base, self._size)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Make LMCache allocate its CPU tier from this memory inside the ``with``."""
+        original = memory_management._allocate_cpu_memory
+
+        def allocate(size: int, *args: Any, **more: Any) -> torch.Tensor:
+            special = [each for each in (*args, *more.values()) if each]
+            if not size or special or self.descriptor is not None or torch.cuda.is_available():
+                return original(size, *args, **more)
+            try:
+                return self._allocate(size)
+            except OSError as error:
+                logger.warning("Other engines here read the CPU tier over a socket: %s", error)
+                return original(size, *args, **more)
+
+        with _starting:
+            memory_management._allocate_cpu_memory = allocate
+            try:
+                yield
+            finally:
+                memory_management._allocate_cpu_memory = original
+
+    def keep(self, cpu: LocalCPUBackend) -> None:
+        """Keep LMCache from freeing memory that it has not allocated."""
+        if self.descriptor is not None:
+            cpu.memory_allocator._unregistered = True
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        descriptor = os.memfd_create("lmcache-connector", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            address = _LIBC.mmap(None, size, _READ_WRITE, mmap.MAP_SHARED, descriptor, 0)
+            if address in (None, _MAP_FAILED):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor, self._base, self._size = descriptor, address, size
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)

@@ -22,11 +22,9 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
-    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.peers.transfers import Transfers
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.worker.job_queue import JobQueue
-    from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+    from lmcache_connector.worker.rank_tiers import RankTiers
 
 _REFRESH_SECONDS = 1.0
 _AT_ONCE = float("-inf")
@@ -35,15 +33,10 @@ _DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 
 @dataclass(eq=False)
 class WorkerMetrics:
-    """Metrics of one rank. ``capacity_bytes``: size of the CPU tier of ``engine``. ``clock`` is
-    monotonic, in seconds."""
+    """Metrics of one rank. ``clock`` is monotonic, in seconds."""
 
     rank: int
-    capacity_bytes: int
-    jobs: JobQueue
-    engine: LMCacheEngineAdapter
-    redis: RedisTier | None
-    peers: PeerTier | None
+    tiers: RankTiers
     transfers: Transfers
     clock: Callable[[], float]
 
@@ -88,10 +81,12 @@ class WorkerMetrics:
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
     def _sample(self) -> None:
-        tally, rank, held = self.tally, self._rank, self.engine.ledger.holdings()
-        tally.set("queued_jobs", rank, value=self.jobs.num_open)
-        tally.set("cpu_used_bytes", rank, value=self.engine.used_bytes)
-        tally.set("cpu_capacity_bytes", rank, value=self.capacity_bytes)
+        tally, rank, tiers = self.tally, self._rank, self.tiers
+        cpu, peers = tiers.engine.cpu, tiers.peers
+        held = cpu.ledger.holdings()
+        tally.set("queued_jobs", rank, value=tiers.jobs.num_open)
+        tally.set("cpu_used_bytes", rank, value=cpu.used_bytes)
+        tally.set("cpu_capacity_bytes", rank, value=int(cpu.capacity_bytes))
         for label, num_bytes in held.tenant_bytes:
             tally.set("cpu_tenant_bytes", rank, label, value=num_bytes)
         tally.set("cpu_pinned_bytes", rank, value=held.pinned_bytes)
@@ -99,12 +94,12 @@ class WorkerMetrics:
         for reason, count in held.evicted:
             tally.count_up_to("cpu_evictions", reason, total=count)
         tally.count_up_to("p2p_refused_chunks", total=self.transfers.num_refused)
-        if self.redis is not None:
-            self._sample_redis(self.redis)
-        if self.peers is not None:
-            self._count_chunks("peer", self.peers.counts())
-            tally.count_up_to("peer_mapped_chunks", total=self.peers.num_mapped)
-            tally.count_up_to("peer_fallbacks", total=self.peers.num_fallbacks)
+        if tiers.redis is not None:
+            self._sample_redis(tiers.redis)
+        if peers is not None:
+            self._count_chunks("peer", peers.counts())
+            tally.count_up_to("peer_mapped_chunks", total=peers.num_mapped)
+            tally.count_up_to("peer_fallbacks", total=peers.num_fallbacks)
 
     def _sample_redis(self, redis: RedisTier) -> None:
         tally, stats = self.tally, redis.stats()

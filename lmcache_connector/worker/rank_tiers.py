@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,12 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
-from lmcache_connector.worker.job_queue import JobQueue
+from lmcache_connector.worker.job_queue import Job, JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import by_tier
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -78,13 +76,14 @@ class RankTiers:
             self.engine.close(0.0)
             raise
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
+        writes = self.engine.writes
         self.jobs = JobQueue(
             self._run,
             _NUM_FETCH_LANES if redis is not None or peers is not None else 0,
             clock,
             _STORE_DELAY_SECONDS,
             on_executed,
-            self.engine.offer_due,
+            writes.offer_due if writes is not None else None,
         )
 
     @property
@@ -120,8 +119,6 @@ class RankTiers:
     def _run(self, queued: QueuedJob) -> JobResult:
         """Runs on a lane's thread."""
         job, started = queued.job, self._clock()
-        if queued.may_begin is not None and not queued.may_begin():
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             runs = [self.engine.compare(job, queued, partial(self.jobs.has_read, queued))]
         elif isinstance(job, StoreJob):
@@ -142,9 +139,21 @@ class RankTiers:
             num_chunks=num_chunks,
             num_bytes=sum(each.num_bytes for each in runs if not isinstance(job, AuditJob)),
             seconds=self._clock() - started,
-            fetched=tuple(by_tier(fetched for each in runs for fetched in each.fetched)),
+            fetched=tuple(by_tier([fetched for each in runs for fetched in each.fetched])),
             copy_seconds=sum(each.copy_seconds for each in runs),
             differences=tuple(found for each in runs for found in each.differences),
+        )
+
+
+def by_tier(fetches: Sequence[Fetched]) -> Iterator[Fetched]:
+    """One sum per tier, in the order in which the tiers were read."""
+    for tier in dict.fromkeys(each.tier for each in fetches):
+        found = [each for each in fetches if each.tier is tier]
+        yield Fetched(
+            tier,
+            sum(each.num_bytes for each in found),
+            sum(each.seconds for each in found),
+            any(each.has_failed for each in found),
         )
 
 

@@ -153,22 +153,15 @@ class RedisProbe:
     def _write(self, missing: Sequence[int]) -> bool:
         """Write these chunks, also over corrupt values. False if none was written, for lack of room
         or because the probe was closed."""
-        written = threading.Semaphore(0)
         stored: list[bool] = []
-
-        def on_done(ok: bool) -> None:
-            stored.append(ok)
-            written.release()
-
         for i in missing:
             if self._closed.is_set():  # what is queued now would delay the tier's close
                 return False
-            self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), on_done)
+            self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), stored.append)
         until = self._clock() + _WRITE_SECONDS
-        for _ in missing:
-            while not written.acquire(timeout=_RETRY_SECONDS):
-                if self._closed.is_set() or self._clock() >= until:
-                    return False
+        while len(stored) < len(missing):
+            if self._closed.wait(_RETRY_SECONDS) or self._clock() >= until:
+                return False
         return any(stored)
 
 

@@ -1,14 +1,19 @@
-"""The self-test at start: a pattern must survive a store and a load byte for byte.
+"""What a rank tries at start: its own copies, and whether it can read other ranks' memory.
 
-Every part of the model is tested, in all its KV cache groups at once, on the real paged cache. The
-test runs before vLLM serves requests, and restores the cache.
+The self-test: a pattern must survive a store and a load byte for byte. Every part of the model is
+tested, in all its KV cache groups at once, on the real paged cache. The test runs before vLLM
+serves requests, and restores the cache. Until its first job, each rank also keeps a sample in its
+CPU tier for the other ranks of the engine to read.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +22,18 @@ from lmcache_connector.kv_layout.chunk_buffers import rows_of
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
-from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import RunTransfer
+from lmcache_connector.threads import Background, Task
+from lmcache_connector.worker.job_queue import QueuedJob
+from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter, RunTransfer
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.waiting_jobs import QueuedJob
+
+if TYPE_CHECKING:
+    from lmcache_connector.peers.server import PeerServer
+    from lmcache_connector.peers.tier import PeerTier
 
 _KEY = b"\0" * 31 + b"\1"  # never a BLAKE3 output in practice
 _DEADLINE_SECONDS = 60.0
+_FIND_SECONDS = 5.0
 
 
 class SelfTestError(RuntimeError):
@@ -70,7 +80,7 @@ def store_sample(engine: LMCacheEngineAdapter, parts: Sequence[PagedPart]) -> tu
     for trial in trials:
         if trial is not None:
             trial.store()
-    engine.drop_events()
+    engine.cpu.drop_events()
     return tuple(part_key(_KEY, number, len(parts)) for number in range(len(parts)))
 
 
@@ -118,12 +128,12 @@ class _Trial:
                     self.compare(pattern)  # reads behind the copy
                 finally:
                     queued.release()
-            self.engine.forget(key)
+            self.engine.cpu.forget(key)
             return self.round_trip(pattern)
         finally:
             self.write(before)
-            self.engine.forget(key)
-            self.engine.drop_events()
+            self.engine.cpu.forget(key)
+            self.engine.cpu.drop_events()
 
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)
@@ -158,7 +168,7 @@ class _Trial:
         return stored
 
     def _now(self, job: LoadJob | StoreJob) -> QueuedJob:
-        return QueuedJob(job, self.engine.fence(), self.clock())
+        return QueuedJob(job, self.engine.copier.fence(), self.clock())
 
     def read(self) -> list[torch.Tensor]:
         """uint8 ``[rows, heads, tokens, content bytes]`` per layer, on the CPU."""
@@ -179,3 +189,54 @@ class _Trial:
         for group, ids in zip(self.part.groups, self.run_of_one.block_ids, strict=True):
             block_ids = np.array(ids, np.int64)
             yield group, torch.from_numpy(rows_of(group, block_ids, group.row_tokens).index)
+
+
+class RankFinder:
+    """Create before other ranks can reach this one: stores the sample, if some rank may read it.
+    ``peers``: ``None`` if this rank reads from no other. Runs on the engine's step thread."""
+
+    def __init__(
+        self,
+        engine: LMCacheEngineAdapter,
+        parts: Sequence[PagedPart],
+        peers: PeerTier | None,
+        clock: Callable[[], float],
+    ) -> None:
+        can_read = engine.cpu.share.others and engine.cpu.memory is not None
+        self._cpu, self._clock = engine.cpu, clock
+        self._peers = peers if can_read else None
+        self._is_given_up, self._thread = threading.Event(), Background("lmc-ranks")
+        self._give_up_at = float("inf")
+        self._found = Task[frozenset[int]]()
+        self._found.settle(frozenset())
+        self._sample = store_sample(engine, parts) if self._peers else ()
+
+    def begin(self, server: PeerServer | None, *, loads: bool) -> None:
+        """Start reading other ranks' samples; ``server`` serves this rank's. Without ``loads``,
+        read nothing, and leave the shared KV to the other ranks."""
+        if not loads:
+            self._found.settle(self._cpu.share.others)
+        if self._peers and server and server.has_host_socket:
+            find = partial(self._peers.find_ranks, self._sample, self._is_given_up)
+            self._found = self._thread.submit(find)
+
+    def find(self) -> frozenset[int] | None:
+        """The ranks whose memory this rank reads; ``None``: unknown so far. Poll in each step: all
+        ranks have started when the first step comes, or will within seconds."""
+        now = self._clock()
+        self._give_up_at = min(self._give_up_at, now + _FIND_SECONDS)
+        if now >= self._give_up_at:
+            self._is_given_up.set()
+        if not self._found.is_done:
+            return None
+        return self._found.value or frozenset()
+
+    def forget_sample(self) -> None:
+        """All ranks have started, as there are jobs: drop the sample."""
+        for key in self._sample:
+            self._cpu.forget(key)
+        self._sample = ()
+
+    def close(self) -> None:
+        self._is_given_up.set()
+        self._thread.close()

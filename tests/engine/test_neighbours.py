@@ -13,7 +13,7 @@ import pytest
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.plans import StoreJob
-from lmcache_connector.worker.waiting_jobs import QueuedJob
+from lmcache_connector.worker.job_queue import QueuedJob
 from tests.support.engines.api_server import running_api
 from tests.support.engines.calls import check_integrity, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
@@ -50,7 +50,7 @@ def at_rest(probe: EngineProbe) -> None:
 @contextmanager
 def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
     """Stores run until they are cancelled. The event is set when one has begun."""
-    engine, begun, over = worker_of(probe)._engine, threading.Event(), threading.Event()
+    engine, begun, over = worker_of(probe)._tiers.engine, threading.Event(), threading.Event()
     store = engine.store
 
     def endless(job: StoreJob, queued: QueuedJob) -> Any:

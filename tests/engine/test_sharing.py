@@ -144,7 +144,7 @@ def forget_on_rank(worker: Any, keys: list[bytes]) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     for key in keys:
-        get_kv_transfer_group()._worker._engine.forget(key)
+        get_kv_transfer_group()._worker._tiers.engine.cpu.forget(key)
 
 
 @pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers

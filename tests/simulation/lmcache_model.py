@@ -113,13 +113,6 @@ class CpuTier:
         with self.cpu_lock:
             return key in self.hot_cache
 
-    def get_blocking(self, key: Any) -> Chunk | None:
-        with self.cpu_lock:
-            chunk = self.hot_cache.get(key)
-            if chunk is not None:
-                chunk.ref_count_up()
-            return chunk
-
     def submit_put_task(
         self, key: Any, chunk: Chunk, on_complete_callback: Callable[[Any], None] | None = None
     ) -> None:
@@ -187,8 +180,9 @@ class EngineModel:
             self.cpu.remove(key)
 
 
-def start_engine(settings: Any, metadata: Any, database: Any, connector: Any) -> EngineModel:
+def start_engine(settings: Any, names: Any, connector: Any) -> EngineModel:
     """Stands in the place of `lmcache_start.start_engine`."""
-    chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
+    _, _, num_pages, _, page_bytes = names.metadata.kv_shape
+    chunk_bytes = num_pages * page_bytes
     cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
-    return EngineModel(database, connector, cpu)
+    return EngineModel(names, connector, cpu)

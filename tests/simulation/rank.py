@@ -108,7 +108,7 @@ class Rank:
         )
         Worker(weights).initialize(self.connector, self.memory.caches(torch.bfloat16))
         worker: Any = self.connector._worker
-        self._engine, self._peers = worker._engine, worker._tiers.peers
+        self._engine, self._peers = worker._tiers.engine, worker._tiers.peers
 
     def run(
         self, metadata: Any, step: Step, check_call: Callable[[str, float], None]
@@ -140,20 +140,20 @@ class Rank:
 
     def pins(self) -> dict[bytes, float]:
         """Until when each pinned chunk is, on the process's clock."""
-        chunks = self._engine.ledger._chunks.items()
+        chunks = self._engine.cpu.ledger._chunks.items()
         return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
 
     def keys_in_memory(self) -> set[bytes]:
-        return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
+        return set(self._engine.cpu.all_keys())
 
     @property
     def has_updates(self) -> bool:
         """Whether the next step has something to tell."""
-        return bool(self._engine.has_updates)
+        return bool(self._engine.cpu.has_updates)
 
     @property
     def holdings(self) -> Holdings:
-        return self._engine.ledger.holdings()  # type: ignore[no-any-return]
+        return self._engine.cpu.ledger.holdings()  # type: ignore[no-any-return]
 
     def meet(self, ranks: Sequence[Rank]) -> None:
         """All ranks of the engine: whose memory this one reads."""
@@ -169,7 +169,7 @@ class Rank:
 
     def check_memory(self) -> None:
         """After the end: every chunk was given back, and none was written since."""
-        pool = self._engine._cpu.pool
+        pool = self._engine.cpu._backend.pool
         if pool.num_free != pool.num_chunks:
             raise SimulationFailure(f"{pool.num_chunks - pool.num_free} chunks of memory leaked")
         pool.check()

@@ -46,7 +46,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     )
     _replace("worker.adapter", ask_for_amx=lambda: None)
     _replace("storage.redis.pending_read", _ARRIVAL_BYTES=1)  # loads copy while they read
-    _replace("worker.rank_finder", store_sample=lambda *_: ())
+    _replace("worker.self_test", store_sample=lambda *_: ())
     _replace("worker.lmcache_engine", start_engine=lmcache_model.start_engine)
     model = _module("vllm_compat.model")
     _replace("vllm_compat.model", configuration_digests=_remembered(model.configuration_digests))
@@ -57,7 +57,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     tier: Any = PeerTier
     tier.find_ranks, tier.read_ranks = _all_others, _read_ranks
     _module("peers.server").PeerServer.has_host_socket = True
-    _module("worker.lmcache_peers").CpuTierChunks.memory = -1
+    _module("worker.lmcache_tier").CpuTier.memory = -1
     build_tiny_model(folder / ONE_HEAD, replace(shape or TINY, num_kv_heads=1))
     return build_tiny_model(folder, shape or TINY)
 
@@ -79,7 +79,7 @@ def _read_ranks(
     is_answered = kernel.chance.random() > _SILENT_SHARE
     for key, buffer in zip(keys, buffers, strict=True):
         kernel.sleep(0.0001)
-        lease = tier.engines[tier._share.owner(key)].chunks.lease(key) if is_answered else None
+        lease = tier.engines[tier._share.owner(key)].cpu.lease(key) if is_answered else None
         if lease is not None:
             buffer[:] = lease.view
             tier.num_mapped += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_connector.kv_parts.part import BlockIds
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
+from lmcache_connector.worker.job_queue import Job, QueuedJob
 
 
 def store_job(

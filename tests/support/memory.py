@@ -10,5 +10,5 @@ if TYPE_CHECKING:  # vLLM cannot start once lmcache has been imported
 
 def empty(engine: LMCacheEngineAdapter) -> None:
     """Remove all chunks, with events."""
-    for engine_key in list(engine._cpu.hot_cache):
-        engine._cpu.remove(engine_key)
+    for key in engine.cpu.all_keys():
+        engine.cpu.forget(key)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.redis_writes import Pace
 from tests.support.costs import product_frames
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
@@ -90,10 +89,8 @@ def make_instance(
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
-    make_tier = partial(RedisTier, config, PartGeometries((GEOMETRY,)))
-    return SteppedWorker(
-        WorkerAdapter(settings, cache, make_tier, weights or FixedWeights()), cache
-    )
+    redis = RedisTier(config, PartGeometries((GEOMETRY,)))
+    return SteppedWorker(WorkerAdapter(settings, cache, redis, weights or FixedWeights()), cache)
 
 
 @pytest.fixture
@@ -180,18 +177,17 @@ def test_an_event_says_whether_a_chunk_is_here_now(port: int) -> None:
     with make_instance(port) as instance:
         instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
         instance.wait_for(1)
-        engine = instance.worker._engine
-        cpu, name = engine._cpu, engine._database.engine_key(KEYS[0])
+        cpu = instance.worker._tiers.engine.cpu
 
         def events() -> tuple[CacheEvent, ...]:
             return sum((r.events for r in instance.worker.finish_step().reports), ())
 
-        memory = cpu.get_blocking(name)
-        engine.forget(KEYS[0])
-        cpu.submit_put_task(name, memory)
+        memory: Any = cpu.get(KEYS[0])
+        cpu.forget(KEYS[0])
+        cpu.put(KEYS[0], memory)
         memory.ref_count_down()
         assert events() == (CacheEvent(KEYS[0], admitted=True),)
-        engine.forget(KEYS[0])
+        cpu.forget(KEYS[0])
         assert events() == (CacheEvent(KEYS[0], admitted=False),)
         assert events() == ()
 

@@ -19,8 +19,8 @@ import torch
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.worker.job_queue import QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.jobs import load_job, store_job
 from tests.support.planted import PlantedError, Planter
 from tests.support.redis.servers import running_valkey
@@ -234,7 +234,7 @@ def test_a_plan_that_starts_over_cancels_what_is_open(
 ) -> None:
     """And one that brings an empty load for a request that waits reports its end at once."""
     check_hit(rank)
-    kept, engine = forget(rank), rank.instance.worker._engine
+    kept, engine = forget(rank), rank.instance.worker._tiers.engine
     load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, may_fetch=False, after_job=0)
 
     def slow(job: LoadJob, queued: QueuedJob) -> Any:

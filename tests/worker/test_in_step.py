@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Rank:
     side. ``num_acked``: plans that were made with news of leaving chunks."""
 
     capacity: int = CAPACITY
-    make_redis: Callable[[], RedisTier] | None = None
+    redis: RedisTier | None = None
     num_acked: int = 0
     weights: FixedWeights = field(default_factory=FixedWeights)
     results: list[JobResult] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Rank:
             parts=one_part(GEOMETRY, 64),
         )
         caches = {"layers.0": self.cache}
-        self.worker = WorkerAdapter(settings, caches, self.make_redis, weights=self.weights)
+        self.worker = WorkerAdapter(settings, caches, self.redis, weights=self.weights)
         self.index = ChunkIndex(1)
         self.step(StepPlan())
 
@@ -125,11 +125,11 @@ def test_a_chunk_that_is_missing_ends_the_step_before_anything_is_copied(rank: R
     with pytest.raises(RuntimeError, match="not in memory any more"):
         rank.worker.load_in_step(StepPlan(loads=(in_step(2, KEYS[1:3], 30),)))
     assert [rank.value(30), rank.value(31)] == [30, 31]
-    engine = rank.worker._engine
+    engine = rank.worker._tiers.engine
     empty(engine)
     rank.step(StepPlan(idle=True))
     rank.step(StepPlan(idle=True))
-    assert engine.used_bytes == 0, "nothing refers to them any more"
+    assert engine.cpu.used_bytes == 0, "nothing refers to them any more"
 
 
 def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
@@ -157,7 +157,7 @@ def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int
                 rank.step(StepPlan(idle=True))
             assert rank.results[number].num_chunks == num_chunks
             assert rank.num_acked <= 2 + num_chunks // 16
-        assert rank.worker._engine.num_chunks <= capacity
+        assert rank.worker._tiers.engine.cpu.num_chunks <= capacity
         assert rank.num_acked > 0
     finally:
         rank.worker.shutdown()
@@ -214,16 +214,16 @@ def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_orde
 def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
     """A full tier evicts what a plan has heard of, and no plan comes."""
     tier = RedisTier(RedisTierConfig(url=valkey.url), PartGeometries((GEOMETRY,)))
-    rank = Rank(make_redis=lambda: tier)
+    rank = Rank(redis=tier)
     try:
         assert rank.store(1, 20, 4) is Outcome.DONE
         assert tier.flush(10.0)
-        engine = rank.worker._engine
+        engine = rank.worker._tiers.engine
         for key in KEYS[20:24]:
-            engine.forget(key)
+            engine.cpu.forget(key)
         assert rank.store(2, 0, CAPACITY - 2) is Outcome.DONE
         assert tier.flush(10.0)
-        engine.leaving.await_plans(may_come=True)
+        engine.cpu.leaving.await_plans(may_come=True)
         engine._piece_bytes = 4 * GEOMETRY.chunk_bytes  # one read of them all
         job = load_job(3, "r", tuple(KEYS[20:24]), ((0, 1, 2, 3),), may_fetch=True)
         assert sum(each.num_chunks for each in engine.load(job, at_once(job))) == 2

@@ -16,8 +16,7 @@ from lmcache_connector.plans import (
     Outcome,
     StoreJob,
 )
-from lmcache_connector.worker.job_queue import JobQueue
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
+from lmcache_connector.worker.job_queue import Job, JobQueue, QueuedJob
 from tests.support.jobs import load_job, store_job
 
 LONG = 30.0  # seconds nothing here ever takes

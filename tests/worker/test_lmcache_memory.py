@@ -42,7 +42,7 @@ def two(path: Path) -> Iterator[tuple[Rank, Rank, PeerTier]]:
     first, second = Rank(shares_memory=True), Rank(peers=tier)
     listener = HostFolder(path).listen(name_of("one"))
     try:
-        with serving(first.engine.chunks, ranks=(PARTS,), engine_id="one", listener=listener):
+        with serving(first.engine.cpu, ranks=(PARTS,), engine_id="one", listener=listener):
             found.prepare()
             yield first, second, tier
     finally:
@@ -58,7 +58,7 @@ def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
         assert within(5.0, lambda: second.load(2, MINE, may_fetch=True) == 4)
         assert second.load(1, MINE, may_fetch=True) == 4
         assert tier.num_mapped == 8
-        assert second.engine.num_chunks == 8, "and kept"
+        assert second.engine.cpu.num_chunks == 8, "and kept"
         assert second.load(3, MINE, may_fetch=True) == 0
 
 
@@ -87,7 +87,7 @@ def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
 
 def test_others_map_it_for_reading_only() -> None:
     rank = Rank(shares_memory=True)
-    descriptor = rank.engine.chunks.memory
+    descriptor = rank.engine.cpu.memory
     assert descriptor is not None
     size = os.fstat(descriptor).st_size
     with pytest.raises(PermissionError):
@@ -105,7 +105,7 @@ def test_nothing_is_left_of_it() -> None:
     assert _is_mapped()
     rank.engine.close(0.0)
     assert not _is_mapped()
-    assert Rank().engine.chunks.memory is None, "unless it is asked for"
+    assert Rank().engine.cpu.memory is None, "unless it is asked for"
 
 
 def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(

@@ -42,9 +42,11 @@ class Rank:
         )
         jobs: Any = SimpleNamespace(num_open=2)
         ledger = SimpleNamespace(holdings=Holdings)
-        engine: Any = SimpleNamespace(used_bytes=10, ledger=ledger)
+        cpu = SimpleNamespace(used_bytes=10, capacity_bytes=100.0, ledger=ledger)
+        engine = SimpleNamespace(cpu=cpu)
+        tiers: Any = SimpleNamespace(jobs=jobs, engine=engine, redis=redis, peers=None)
         transfers: Any = SimpleNamespace(num_refused=0)
-        self.metrics = WorkerMetrics(0, 100, jobs, engine, redis, None, transfers, lambda: self.now)
+        self.metrics = WorkerMetrics(0, tiers, transfers, lambda: self.now)
 
 
 def test_a_load_counts_for_all_tiers_it_passed() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse, StepPlan
-from lmcache_connector.worker.lmcache_writes import RedisWrites
-from lmcache_connector.worker.offers import Offers, Pace
+from lmcache_connector.worker.redis_writes import Offers, Pace, RedisWrites
 from tests.support.jobs import store_job
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
@@ -89,17 +88,14 @@ class Offering:
         self.now = 0.0
         self.offered: list[bytes] = []
         self.room = {ord("s"): 0, ord("q"): 1 << 20}
-        memory = SimpleNamespace(
-            ref_count_up=lambda: None, ref_count_down=lambda: None, byte_array=b""
-        )
         here: Any = SimpleNamespace(
             put=lambda key, *_: self.offer(key),
-            geometries=SimpleNamespace(of=lambda key: SimpleNamespace(chunk_bytes=0)),
             has_room=lambda key, _: self.room[key[0]] > 0,
-            get_blocking=lambda key: memory,
-            engine_key=lambda key: key,
+            settle=lambda: None,
+            get=lambda key: SimpleNamespace(ref_count_down=lambda: None),
+            value=lambda key, memory: memoryview(b""),
         )
-        self.offers = RedisWrites(here, here, here, PACE, lambda: self.now, report=False)
+        self.offers = RedisWrites(here, here, PACE, lambda: self.now, report=False)
 
     def offer(self, key: bytes) -> None:
         self.room[key[0]] -= 1
@@ -187,7 +183,7 @@ def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
             job = store_job(first + 1, "r", KEYS[first : first + 2], (blocks,))
             instance.run(StepPlan(stores=(job,)))
             instance.wait_for(first + 1)
-            tier = instance.worker._tier
+            tier = instance.worker._tiers.redis
             assert tier is not None
             assert tier.flush(LONG)
             assert len(value_names(own_server)) == 2 * (first + 2)

@@ -51,7 +51,7 @@ class Pair:
         host_socket = HostSocket(self.folder, name_of("pair", rank, num_ranks))
         server.enter_context(
             serving(
-                made.engine.chunks,
+                made.engine.cpu,
                 ranks=(PARTS,) * num_ranks,
                 rank=rank,
                 engine_id="pair",
@@ -66,18 +66,18 @@ class Pair:
     def find(self) -> None:
         """As after the start of all ranks."""
         for rank, tier in zip(self.ranks, self.tiers, strict=True):
-            rank.engine.share.reads = tier.find_ranks(self.sample, threading.Event())
+            rank.engine.cpu.share.reads = tier.find_ranks(self.sample, threading.Event())
         for rank in self.ranks:
             for each in self.sample:
-                rank.engine.forget(each)
-            rank.engine.take_events()
+                rank.engine.cpu.forget(each)
+            rank.engine.cpu.take_events()
 
     def store(self, prompt: int, num_chunks: int = 4) -> None:
         for rank in self.ranks:
             rank.store(prompt, MINE, num_chunks)
 
     def held(self) -> list[set[bytes]]:
-        return [set(rank.engine.chunks.all_keys()) for rank in self.ranks]
+        return [set(rank.engine.cpu.all_keys()) for rank in self.ranks]
 
 
 @pytest.fixture
@@ -91,28 +91,28 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_each_chunk_is_in_one_memory_and_in_the_blocks_of_both(pair: Pair) -> None:
-    assert [rank.engine.share.reads for rank in pair.ranks] == [{1}, {0}]
+    assert [rank.engine.cpu.share.reads for rank in pair.ranks] == [{1}, {0}]
     pair.store(1)
     zero, one = pair.held()
     assert zero | one == {key(1, chunk) for chunk in range(4)}
     assert zero == {key(1, chunk) for chunk in (0, 2)}
     assert not zero & one
-    used = [rank.engine.used_bytes for rank in pair.ranks]
+    used = [rank.engine.cpu.used_bytes for rank in pair.ranks]
     assert used == [2 * GEOMETRY.chunk_bytes] * 2
     for rank, tier in zip(pair.ranks, pair.tiers, strict=True):
         assert rank.load(1, MINE) == 4  # the bytes are compared there
         assert tier.num_mapped == 2
         assert rank.fetched == ()  # of the CPU tier, as all others see it
     assert pair.held() == [zero, one]
-    assert [rank.engine.used_bytes for rank in pair.ranks] == used
+    assert [rank.engine.cpu.used_bytes for rank in pair.ranks] == used
 
 
 def test_a_load_that_was_given_up_tells_nothing_of_other_ranks(pair: Pair) -> None:
     pair.store(1)
     for rank, own in zip(pair.ranks, ((0, 2), (1, 3)), strict=True):
-        rank.engine.take_events()
+        rank.engine.cpu.take_events()
         assert rank.load(1, MINE, is_cancelled=True) == 0
-        told = {event.key for event in rank.engine.take_events()}
+        told = {event.key for event in rank.engine.cpu.take_events()}
         assert told <= {key(1, number) for number in own}
 
 
@@ -123,10 +123,10 @@ def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
         rank = pair.start(0)
         given_up = threading.Event()
         given_up.set()
-        rank.engine.share.reads = pair.tiers[0].find_ranks(pair.sample, given_up)
-        assert rank.engine.share.reads == frozenset()
+        rank.engine.cpu.share.reads = pair.tiers[0].find_ranks(pair.sample, given_up)
+        assert rank.engine.cpu.share.reads == frozenset()
         rank.store(1, MINE)
-        assert rank.engine.used_bytes == (4 + len(pair.sample)) * GEOMETRY.chunk_bytes
+        assert rank.engine.cpu.used_bytes == (4 + len(pair.sample)) * GEOMETRY.chunk_bytes
 
 
 def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(tmp_path: Path) -> None:
@@ -156,20 +156,20 @@ def test_what_cannot_be_read_any_more_is_stored_here(pair: Pair) -> None:
 def test_the_first_load_that_finds_nothing_is_the_last(pair: Pair) -> None:
     """Even if the rank that could not read had a copy of its own until then."""
     index = ChunkIndex(2)
-    index.share(PAIR.needed([rank.engine.share.reads for rank in pair.ranks]), PAIR.numbers)
+    index.share(PAIR.needed([rank.engine.cpu.share.reads for rank in pair.ranks]), PAIR.numbers)
     pair.store(1)
     first, chunk = pair.ranks[0], key(1, 1)
-    first.engine.share.reads = frozenset()  # as while its owner was away
+    first.engine.cpu.share.reads = frozenset()  # as while its owner was away
     first.store(1, MINE)
-    first.engine.share.reads = frozenset({1})
+    first.engine.cpu.share.reads = frozenset({1})
     for number, rank in enumerate(pair.ranks):
-        index.apply(number, rank.engine.take_events())
+        index.apply(number, rank.engine.cpu.take_events())
     assert chunk in index
-    first.engine.forget(chunk)
-    pair.ranks[1].engine.forget(chunk)
-    pair.ranks[1].engine.take_events()  # lost, or late
+    first.engine.cpu.forget(chunk)
+    pair.ranks[1].engine.cpu.forget(chunk)
+    pair.ranks[1].engine.cpu.take_events()  # lost, or late
     assert first.load(1, MINE) == 1
-    index.apply(0, first.engine.take_events())
+    index.apply(0, first.engine.cpu.take_events())
     assert chunk not in index
 
 
@@ -181,12 +181,12 @@ def test_an_owner_that_answers_is_not_away(tmp_path: Path) -> None:
             trio.start(number)
         trio.find()
         trio.store(1, 6)
-        tier, share = trio.tiers[0], trio.ranks[0].engine.share
+        tier, share = trio.tiers[0], trio.ranks[0].engine.cpu.share
         keys = [key(1, chunk) for chunk in range(6) if not share.is_owner(key(1, chunk))]
         assert {share.owner(each) for each in keys} == {1, 2}
         for each in keys:
             if share.owner(each) == 2:
-                trio.ranks[2].engine.forget(each)
+                trio.ranks[2].engine.cpu.forget(each)
         trio.servers[1].close()
         until = time.monotonic() + 20.0
         while not tier.is_away(1):

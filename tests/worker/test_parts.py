@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_engine import RunTransfer
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
@@ -120,13 +121,13 @@ class Rank:
             engine=EngineSettings(rank=self.rank, world_size=self.tp_size, rank_gib=self.rank_gib),
             parts=model,
         )
-        make_tier = None
+        redis = None
         if self.server is not None:
             owners = Owners(tuple(ranks_alike(part.geometries) for part in model))
             config = RedisTierConfig(url=self.server.url, read_timeout_seconds=LONG)
             own = geometries(self.tp_size, self.rank)
-            make_tier = partial(RedisTier, config, own, Share(self.rank, owners).is_owner)
-        self.worker = WorkerAdapter(settings, self.caches, make_tier, FixedWeights())
+            redis = RedisTier(config, own, Share(self.rank, owners).is_owner)
+        self.worker = WorkerAdapter(settings, self.caches, redis, FixedWeights())
         self.steps = SteppedWorker(self.worker, self.caches)
 
     def _view(self, slot: int, part: int) -> torch.Tensor:
@@ -240,7 +241,7 @@ def test_every_part_comes_back_from_memory(rank: Rank) -> None:
 
 @pytest.mark.parametrize(("part", "skip"), [(FULL, 0), (WINDOW, 0), (WINDOW, 1)])
 def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
-    rank.worker._engine._cpu.memory_allocator.buffer.fill_(9)
+    rank.worker._tiers.engine.cpu._backend.memory_allocator.buffer.fill_(9)
     end, size, geometry = 19, BLOCK[part], geometries(1, 0).parts[part]
     whole = run_of(part, range(3, 4), 9)
     rank.fill(whole)
@@ -251,7 +252,7 @@ def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
         tail_tokens=end,
     )
     assert rank.result(StoreJob(1, "r", (tail,))).outcome is Outcome.DONE
-    lease = rank.worker._engine.chunks.lease(tail.keys[0])
+    lease = rank.worker._tiers.engine.cpu.lease(tail.keys[0])
     assert lease is not None
     value = torch.frombuffer(bytearray(lease.view), dtype=torch.uint8)
     value = value.view(len(geometry.shards), -1, CHUNK, CONTENT[part])
@@ -312,13 +313,13 @@ def test_an_audit_compares_all_groups_of_a_part(rank: Rank, part: int) -> None:
 def test_the_wait_for_a_forward_pass_is_not_on_an_audits_time(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds, engine = list[float](), rank.worker._engine
+    seconds, engine = list[float](), rank.worker._tiers.engine
 
-    def retrieve(transfer: object, deadline: float, **_: object) -> None:
-        seconds.append(deadline - time.monotonic())
+    def retrieve(transfer: RunTransfer) -> None:
+        seconds.append(transfer.deadline - time.monotonic())
 
     monkeypatch.setattr(engine, "_retrieve", retrieve)
-    monkeypatch.setattr(engine._blocks, "copy_out", lambda *_: time.sleep(0.3))
+    monkeypatch.setattr(engine.copier, "copy", lambda *_: time.sleep(0.3))
     rank.result(AuditJob(2, "a", (run_of(FULL, range(3, 4), 50),), deadline_seconds=0.2))
     assert 0.1 < seconds[0] <= 0.2
 

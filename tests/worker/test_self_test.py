@@ -88,8 +88,8 @@ def test_the_cache_is_left_as_it_was(
     assert result is not None
     assert result.num_bytes == GEOMETRY.chunk_bytes
     assert all(torch.equal(a, b) for a, b in zip(part.groups[0].owners, before, strict=True))
-    assert engines[0].num_chunks == 0
-    assert engines[0].take_events() == ()
+    assert engines[0].cpu.num_chunks == 0
+    assert engines[0].cpu.take_events() == ()
 
 
 def test_copies_wait_for_what_the_test_has_written(

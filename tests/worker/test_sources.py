@@ -36,7 +36,7 @@ def two() -> Iterator[tuple[Rank, Rank, PeerServer]]:
     tier = PeerTier(settings, PARTS, topology)
     first, second = Rank(), Rank(peers=tier)
     try:
-        with serving(first.engine.chunks, ranks=(PARTS,)) as server:
+        with serving(first.engine.cpu, ranks=(PARTS,)) as server:
             yield first, second, server
     finally:
         assert tier.close(5.0)
@@ -54,8 +54,8 @@ def test_what_a_stranger_sends_is_not_kept(is_trusted: bool) -> None:
             (Tier.PEER, 4 * GEOMETRY.chunk_bytes)
         ]
         kept = 4 if is_trusted else 0
-        assert second.engine.num_chunks == kept
-        assert second.engine.used_bytes == kept * GEOMETRY.chunk_bytes
+        assert second.engine.cpu.num_chunks == kept
+        assert second.engine.cpu.used_bytes == kept * GEOMETRY.chunk_bytes
         assert second.load(1, MINE) == kept
 
 
@@ -66,7 +66,7 @@ def test_chunks_that_the_source_lacks_are_misses() -> None:
         assert second.load(1, MINE, source=source) == 2
         gone = PeerSource("127.0.0.1", free_ports(1), 1, is_trusted=True)
         assert second.load(2, MINE, source=gone) == 0
-        assert second.engine.used_bytes == 0
+        assert second.engine.cpu.used_bytes == 0
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 2])
@@ -99,7 +99,7 @@ def test_chunks_are_copied_while_others_come(monkeypatch: pytest.MonkeyPatch, nu
         assert were_copied == [True] * len(GEOMETRY.shards)
         assert second.num_bytes == 4 * GEOMETRY.chunk_bytes, "each once"
         assert second.copy_seconds >= 0.02 * directions.count("h2d") >= 0.04
-        assert second.engine.num_chunks == 4
+        assert second.engine.cpu.num_chunks == 4
 
 
 def test_nothing_behind_a_missing_chunk_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_nothing_behind_a_missing_chunk_is_copied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lmcache_engine, "_PIECE_SHARE", 1 / 2)
     with two() as (first, second, server):
         first.store(1, MINE, 4)
-        first.engine.forget(key(1, 1))
+        first.engine.cpu.forget(key(1, 1))
         source = PeerSource("127.0.0.1", server.port, 1, is_trusted=True)
         assert second.load(1, MINE, source=source) == 1
         assert not second.cache[:, 1:].any()

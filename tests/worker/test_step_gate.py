@@ -7,7 +7,7 @@ test says so.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,7 +77,7 @@ class Instance(SteppedWorker):
 
 
 @contextmanager
-def made(make_redis_tier: Callable[[], RedisTier] | None = None) -> Iterator[Instance]:
+def made(redis: RedisTier | None = None) -> Iterator[Instance]:
     copier = HeldCopier(make_copier(torch.device("cpu")))
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
     settings = WorkerSettings(
@@ -88,7 +88,7 @@ def made(make_redis_tier: Callable[[], RedisTier] | None = None) -> Iterator[Ins
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_tiers, "make_copier", lambda device: copier)
         patch.setattr(rank_tiers, "run_self_test", lambda *_, **more: None)
-        worker = WorkerAdapter(settings, {"layers.0": cache}, make_redis_tier, FixedWeights())
+        worker = WorkerAdapter(settings, {"layers.0": cache}, redis, FixedWeights())
     yield Instance(worker, {"layers.0": cache}, copier=copier)
     copier.may_copy.set()
     worker.shutdown()
@@ -132,7 +132,7 @@ def test_a_shutdown_hands_on_no_zeroes_of_a_step_that_failed(valkey: Server, fai
     """vLLM ends a worker whose step has raised. The plan of that step may not have come."""
     config = RedisTierConfig(url=valkey.url)
     with valkey.client() as client:
-        with made(lambda: RedisTier(config, PartGeometries((GEOMETRY,)))) as instance:
+        with made(RedisTier(config, PartGeometries((GEOMETRY,)))) as instance:
             instance.run(StepPlan(stores=(STORE,)))
             if fails:
                 instance.layer[:2] = 0

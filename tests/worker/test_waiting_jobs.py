@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.worker.waiting_jobs import (
+from lmcache_connector.worker.job_queue import (
     _FENCE_LOOK_SECONDS,
     BY_TURN,
     QueuedJob,

@@ -28,9 +28,9 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import by_tier
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.rank_tiers import by_tier
 from tests.support.jobs import at_once
 from tests.support.memory import empty
 from tests.support.parts import one_part
@@ -111,7 +111,7 @@ class Rank:
         if is_cancelled:
             queued.cancelled.set()
         moved = self.engine.load(job, queued)
-        self.fetched = tuple(by_tier(fetched for each in moved for fetched in each.fetched))
+        self.fetched = tuple(by_tier([fetched for each in moved for fetched in each.fetched]))
         count = sum(each.num_chunks for each in moved)
         self.num_bytes = sum(each.num_bytes for each in moved)
         self.copy_seconds = sum(each.copy_seconds for each in moved)
@@ -125,9 +125,9 @@ class Rank:
 
     def check(self) -> None:
         """The ledger and the tier agree."""
-        held = self.engine.ledger.holdings()
-        assert len(self.engine.ledger) == self.engine.num_chunks
-        assert sum(n for _, n in held.tenant_bytes) == self.engine.used_bytes
+        held = self.engine.cpu.ledger.holdings()
+        assert len(self.engine.cpu.ledger) == self.engine.cpu.num_chunks
+        assert sum(n for _, n in held.tenant_bytes) == self.engine.cpu.used_bytes
 
 
 def run_of(prompt: int, num_chunks: int) -> PartRun:
@@ -149,10 +149,10 @@ def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
     rank.store(1, CROWD)
 
     def step() -> None:
-        rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
-        rank.engine.ledger.holdings()
+        rank.engine.cpu.note([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
+        rank.engine.cpu.ledger.holdings()
 
-    with rank.engine._cpu.cpu_lock:
+    with rank.engine.cpu._backend.cpu_lock:
         thread = threading.Thread(target=step, daemon=True)
         thread.start()
         thread.join(10.0)

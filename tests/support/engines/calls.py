@@ -87,7 +87,7 @@ def forget_unseen(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
     probe.reset_prefix_cache()
     probe.drain()  # the weights are read again, and steps bring news
-    empty(worker_of(probe)._engine)
+    empty(worker_of(probe)._tiers.engine)
 
 
 def forget(probe: EngineProbe) -> None:
@@ -104,7 +104,7 @@ def stored_on_ranks(probe: EngineProbe) -> list[tuple[int, int]]:
 def _stored(worker: Any) -> tuple[int, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return int(get_kv_transfer_group()._worker._engine.used_bytes), os.getpid()
+    return int(get_kv_transfer_group()._worker._tiers.engine.cpu.used_bytes), os.getpid()
 
 
 def wait_for_writes(probe: EngineProbe) -> None:
@@ -115,7 +115,7 @@ def wait_for_writes(probe: EngineProbe) -> None:
 def _drain_writes(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    tier = get_kv_transfer_group()._worker._tier
+    tier = get_kv_transfer_group()._worker._tiers.redis
     wait_until(lambda: not tier.stats().queued_bytes, "writes do not end")
 
 

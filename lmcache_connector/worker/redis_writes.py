@@ -1,4 +1,5 @@
-"""Schedules offers of chunks that memory holds and Redis may lack.
+"""Writes chunks of the CPU tier to Redis: newly stored ones, chunks that the tier had before, and
+chunks that memory holds and Redis may lack.
 
 A write can fail or never be tried: another writer claimed the chunk and died, the server was away
 or full, the queue was full. A written value can vanish: the server restarted, a purge, expiry.
@@ -13,13 +14,31 @@ Offers have a bounded rate and come after new writes. The store lane makes them 
 from __future__ import annotations
 
 import heapq
+import threading
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_connector.bounded import Latest
+from lmcache_connector.plans import PartRun, StoreJob
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.lmcache_tier import CpuTier
 
 _MAX_TRACKED = 1 << 16
 _MAX_DOUBLINGS = 16
+# A chunk is offered to Redis again only while at most so many bytes wait for its node. When the
+# queue fills up, offered chunks are dropped first.
+_OFFERED_BYTES = 32 << 20
+_LAST = 1 << 20
+_TICK_SECONDS = 0.1
+_IDLE_TICK_SECONDS = 0.5
+"""After a tick without offers."""
+_OFFERS_PER_TICK = 16
+_LOOKS_PER_TICK = 256
+"""Most chunks examined may belong to a slow node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +129,83 @@ class Offers:
     def _is_current(self, at: float, key: bytes) -> bool:
         state = self._states.get(key)
         return state is not None and state.is_due and state.at == at
+
+
+class RedisWrites:
+    """The writes of one rank. Job lanes and the engine's step call it; writes end on the threads of
+    ``redis``.
+
+    ``report``: whether written chunks are added to ``cpu.written``. ``clock`` returns seconds.
+    """
+
+    def __init__(
+        self,
+        redis: RedisTier,
+        cpu: CpuTier,
+        pace: Pace,
+        clock: Callable[[], float],
+        *,
+        report: bool,
+    ) -> None:
+        self._redis = redis
+        self._cpu = cpu
+        self._report = report
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._offers = Offers(pace)
+
+    def write(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
+        """Write the chunks of a run that the job says and the CPU tier has now. ``held``: those
+        that it had before. Of a full queue, later chunks of a prompt are dropped first."""
+        for key, chunk in zip(run.keys, run.chunks, strict=True):
+            if key not in held if job.redis_keys is None else key in job.redis_keys:
+                self._put(key, chunk)
+
+    def want(self, keys: Iterable[bytes]) -> None:
+        """Offer these chunks, which requests use and the CPU tier holds."""
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                self._offers.want(key, now)
+
+    def offer_due(self) -> float:
+        """Offer a bounded number of chunks that Redis may lack. Returns the seconds until the next
+        call."""
+        self._cpu.settle()  # learn which chunks requests use
+        num_offered, without_room = 0, list[bytes]()
+        for _ in range(_LOOKS_PER_TICK):
+            if num_offered == _OFFERS_PER_TICK:
+                break
+            with self._lock:
+                due = self._offers.take(self._clock(), 1)
+            if not due:
+                break
+            # Queued chunks stay in the CPU tier, so offers may use little of it. An offer to a full
+            # queue would count as a failed write.
+            if not self._redis.has_room(due[0], _OFFERED_BYTES):
+                without_room += due
+                continue
+            num_offered += 1
+            if not self._put(due[0], _LAST):
+                with self._lock:
+                    self._offers.forget(due[0])
+        with self._lock:
+            for key in without_room:
+                self._offers.requeue(key, self._clock())
+        return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS
+
+    def _put(self, key: bytes, order: int) -> bool:
+        """Queue a chunk of the CPU tier. False if the tier lacks it."""
+        if (memory := self._cpu.get(key)) is None:
+            return False
+        value = self._cpu.value(key, memory)
+        self._redis.put(key, value, partial(self._ended, key, memory), order)
+        return True
+
+    def _ended(self, key: bytes, memory: Any, stored: bool) -> None:
+        """``memory``: LMCache's ``MemoryObj``."""
+        memory.ref_count_down()
+        with self._lock:
+            self._offers.ended(key, stored, self._clock())
+        if stored and self._report:
+            self._cpu.written.append(key)
