@@ -31,11 +31,12 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.harness.ratios import median, median_ratio
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.copy_kv_blocks.copier import make_copier
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from tests.support.jobs import at_once
 from tests.support.parts import one_part
@@ -68,7 +69,7 @@ class Today:
     """The product's own engine."""
 
     def __init__(self, part: PagedPart) -> None:
-        settings = EngineSettings(0, 1, float(GIB))
+        settings = RankSettings(ConnectorConfig(cpu_gib=float(GIB), host_sharing=False))
         self._engine = LMCacheEngineAdapter(
             settings, [part], make_copier(torch.device("cpu")), None
         )

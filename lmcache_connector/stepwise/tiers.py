@@ -38,11 +38,10 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.worker.job_queue import Job, StepGate
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.redis_probe import probe_keys
-from lmcache_connector.worker.redis_writes import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -133,14 +132,11 @@ class Tiers:
             from lmcache_connector.storage.redis.tier import RedisTier
 
             redis = RedisTier(redis_config, geometries)
-        settings = EngineSettings(
-            rank=0,
-            world_size=1,
-            rank_gib=config.rank_gib,
-            overrides=config.lmcache,
-            pace=Pace.for_lifetime(config.redis_ttl_seconds),
+        settings = RankSettings(
+            config.model_copy(update={"host_sharing": False}),
+            probe_keys=probe_keys(config, probe_root),
         )
-        self._rank = RankTiers(settings, [part], redis, None, probe_keys(config, probe_root), clock)
+        self._rank = RankTiers(settings, [part], redis, None, clock)
         self._lookup: BackgroundLookup | None = None
         if redis_config is not None:
             lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)

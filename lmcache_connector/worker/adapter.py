@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ import torch
 
 from lmcache_connector.config import limits
 from lmcache_connector.copy_kv_blocks.copier import Fence
-from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.plans import (
@@ -38,7 +36,7 @@ from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.job_queue import Job, StepGate
 from lmcache_connector.worker.lmcache_engine import LoadInStep
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.metrics import WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
@@ -60,26 +58,6 @@ _TRANSFER_SHARE = 1 / 4
 _NO_UPDATES: StepOutput = StepOutput()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """The settings of one rank's worker side.
-
-    ``parts``: the model's. ``probe_keys``: chunks that measure Redis; empty: Redis is not measured.
-    ``configuration``: see :class:`RankStart`. ``finishes_stores``: complete all copies out of the
-    paged cache between steps. ``lease_seconds``: see :class:`Transfers`. ``loads``: this instance
-    also loads.
-    """
-
-    engine: EngineSettings
-    parts: tuple[PartLayout, ...]
-    probe_keys: Sequence[bytes] = ()
-    configuration: tuple[tuple[str, str], ...] = ()
-    blocks_are_zeroed: bool = False
-    finishes_stores: bool = False
-    lease_seconds: float = 60.0
-    loads: bool = True
-
-
 class WorkerAdapter:
     """Maps vLLM's worker-side connector calls onto jobs.
 
@@ -89,7 +67,7 @@ class WorkerAdapter:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: RankSettings,
         kv_caches: dict[str, torch.Tensor],
         redis: RedisTier | None,
         weights: LoadedWeights,
@@ -101,14 +79,13 @@ class WorkerAdapter:
         self._settings = settings
         self._lora_loads = lora_loads or LoraLoads(None)
         self._weights = weights
-        rank = settings.engine.rank
+        rank = settings.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         self._tiers = tiers = RankTiers(
-            settings.engine,
+            settings,
             parts,
             redis,
             peers,
-            settings.probe_keys,
             clock,
             on_executed=self._executed,
         )
@@ -118,8 +95,8 @@ class WorkerAdapter:
         self._cpu, self._jobs = tiers.engine.cpu, tiers.jobs
         self.self_test = tiers.self_test
         max_bytes = int(self._cpu.capacity_bytes * _TRANSFER_SHARE)
-        self._transfers = Transfers(self._cpu, max_bytes, settings.lease_seconds, clock)
-        self._metrics = WorkerMetrics(settings.engine.rank, tiers, self._transfers, clock)
+        self._transfers = Transfers(self._cpu, max_bytes, settings.config.lease_seconds, clock)
+        self._metrics = WorkerMetrics(settings.rank, tiers, self._transfers, clock)
         self._gate = StepGate()
         self._before: Fence | None = None  # end of all earlier passes
         self._ended: list[tuple[Job, JobResult]] = []  # not reported yet
@@ -135,7 +112,7 @@ class WorkerAdapter:
 
     @property
     def rank(self) -> int:
-        return self._settings.engine.rank
+        return self._settings.rank
 
     @property
     def redis_is_away(self) -> bool:
@@ -182,7 +159,7 @@ class WorkerAdapter:
         for this forward pass."""
         self._timer.stop()
         if plan.acked_leaving:
-            self._cpu.leaving.note_acked(plan.acked_leaving[self._settings.engine.rank])
+            self._cpu.leaving.note_acked(plan.acked_leaving[self._settings.rank])
         self._idle = plan.idle
         if plan.acked_weights:
             self._is_outdated = self._is_other(plan.acked_weights)
@@ -197,7 +174,7 @@ class WorkerAdapter:
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
         if plan.acked_adapters:
-            self._lora_loads.note_acked(plan.acked_adapters[self._settings.engine.rank])
+            self._lora_loads.note_acked(plan.acked_adapters[self._settings.rank])
         for job in plan.loads_and_earlier_stores():
             is_free = isinstance(job, LoadJob) and not job.after_passes
             self._submit(job, None if is_free else self._before)
@@ -231,7 +208,7 @@ class WorkerAdapter:
         """After :meth:`finish_step` has raised: report the ended jobs only."""
         self._take_ended()
         results = tuple(result for _, result in self._ended)
-        return self._output(RankReport(self._settings.engine.rank, (), results))
+        return self._output(RankReport(self._settings.rank, (), results))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
         """``call`` has raised and left an unknown state: cancel all jobs, also those of the plan
@@ -313,7 +290,7 @@ class WorkerAdapter:
 
     def _is_other(self, acked_weights: Sequence[int]) -> bool:
         """Whether the plan assumes other weights than those in memory."""
-        return acked_weights[self._settings.engine.rank] != self._weights.changes.number
+        return acked_weights[self._settings.rank] != self._weights.changes.number
 
     def _report_state(self) -> None:
         """Report the start, the weights and the adapters with this step."""
@@ -369,7 +346,7 @@ class WorkerAdapter:
         loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
         if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
-            report = RankReport(self._settings.engine.rank, (), ())
+            report = RankReport(self._settings.rank, (), ())
         reports = () if report is None else (report,)
         self._ended = []  # last: after a failure before, the next report tells of these jobs
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
@@ -383,7 +360,8 @@ class WorkerAdapter:
             self._ended += self._jobs.take_ended()
 
     def _report(self, ended: Sequence[tuple[Job, JobResult]]) -> RankReport | None:
-        events, written = self._cpu.take_events(), self._cpu.take_written()
+        events = self._cpu.take_events()
+        written = self._cpu.take_written() if self._cpu.written else ()
         start = None if self._is_start_told else self._start()
         forwards = self._timer.take() if self._timer.has_updates else ()
         measured = self._probe.take() if self._probe.has_updates else ()
@@ -395,7 +373,7 @@ class WorkerAdapter:
         if not (ended or events or forwards or measured or written or adapters or weights or start):
             return None
         return RankReport(
-            rank=self._settings.engine.rank,
+            rank=self._settings.rank,
             events=events,
             results=tuple(result for _, result in ended),
             forwards=forwards,
@@ -413,13 +391,13 @@ class WorkerAdapter:
             return None
         self._is_start_told = True
         self._cpu.share.reads = reads
-        rank, parts = self._settings.engine.rank, self._settings.parts
+        rank, parts = self._settings.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
             self._tiers.measured(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
-            changes_at=self._weights.changes.place if self._settings.engine.announces else "",
+            changes_at=self._weights.changes.place if self._settings.announces else "",
             reads=reads,
         )
 

@@ -38,10 +38,9 @@ from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_o
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.redis_probe import probe_keys
-from lmcache_connector.worker.redis_writes import Pace
 from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
@@ -77,28 +76,19 @@ def build_worker(
     config = config.fitted(model.chunk_size, ranks_on_host)
     loads = vllm_config.kv_transfer_config.is_kv_consumer
     root = {"namespace": config.namespace, **model.configuration}
-    settings = WorkerSettings(
-        engine=EngineSettings(
-            rank=model.rank,
-            world_size=model.world_size,
-            rank_gib=config.rank_gib,
-            overrides=config.lmcache,
-            tenant_share=config.tenant_share,
-            pin_share=config.pin_share,
-            report_writes=kv_events,
-            pace=Pace.for_lifetime(config.redis_ttl_seconds),
-            shares_memory=config.host_sharing,
-            announces=loads and loads_in_step(config, vllm_config),
-            owners=model.owners,
-        ),
+    probed = probe_keys(config, root) if loads else ()
+    settings = RankSettings(
+        config,
+        model.rank,
+        model.world_size,
+        model.owners,
+        announces=loads and loads_in_step(config, vllm_config),
+        report_writes=kv_events,
+        probe_keys=[part_key(key, 0, len(model.parts)) for key in probed],
         parts=model.parts,
-        probe_keys=[part_key(key, 0, len(model.parts)) for key in probe_keys(config, root)]
-        if loads
-        else (),
         configuration=tuple(sorted(model.configuration.items())),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
-        lease_seconds=config.lease_seconds,
         loads=loads,
     )
     if model.rank == 0:

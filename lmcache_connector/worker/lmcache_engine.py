@@ -44,13 +44,14 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_start import (
     PAGE_BYTES,
     ChunkNames,
-    EngineSettings,
+    RankSettings,
     SharedMemory,
+    num_pages,
     start_engine,
 )
 from lmcache_connector.worker.lmcache_tier import CpuTier, value_bytes
 from lmcache_connector.worker.paged_part import PagedPart, in_pieces, only, piece
-from lmcache_connector.worker.redis_writes import RedisWrites
+from lmcache_connector.worker.redis_writes import Pace, RedisWrites
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -199,7 +200,7 @@ class LMCacheEngineAdapter:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: RankSettings,
         parts: Sequence[PagedPart],
         copier: Copier,
         redis: RedisTier | None,
@@ -207,12 +208,12 @@ class LMCacheEngineAdapter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._parts, self._redis, self.copier = clock, parts, redis, copier
-        self._piece_bytes = int(settings.rank_gib * 2**30 * _PIECE_SHARE)
+        self._piece_bytes = int(settings.config.rank_gib * 2**30 * _PIECE_SHARE)
         self._num_stores = 0
         geometries = PartGeometries(tuple(part.geometry for part in parts))
         names, shared = ChunkNames(settings, geometries), SharedMemory()
         self._blocks = BlockCopyConnector(copier, clock)
-        with shared.allocating() if settings.shares_memory else nullcontext():
+        with shared.allocating() if settings.config.host_sharing else nullcontext():
             self._engine = start_engine(settings, names, self._blocks)
         backend = self._engine.storage_manager.storage_backends["LocalCPUBackend"]
         self.cpu = CpuTier(backend, shared, settings, geometries, names.engine_key, clock)
@@ -226,8 +227,9 @@ class LMCacheEngineAdapter:
             self._remote = RemoteTiers(redis, peers, self.cpu)
         self.writes: RedisWrites | None = None
         if redis is not None:
+            pace = Pace.for_lifetime(settings.config.redis_ttl_seconds)
             report = settings.report_writes
-            self.writes = RedisWrites(redis, self.cpu, settings.pace, clock, report=report)
+            self.writes = RedisWrites(redis, self.cpu, pace, clock, report=report)
             self.cpu.ledger.on_noted_use = self.writes.want
 
     def store(self, job: StoreJob, queued: QueuedJob) -> list[RunTransfer]:
@@ -240,15 +242,16 @@ class LMCacheEngineAdapter:
         cpu, transfers = self.cpu, []
         for run in job.runs:
             part = (queued.parts or self._parts)[run.part]
-            held = set(filter(cpu.holds, run.keys))
-            cpu.tell(held)
-            missing = only(run, [i for i, key in enumerate(run.keys) if cpu.lacks(key)])
+            held, elsewhere = cpu.find(run.keys), cpu.is_read_from_owner
+            lacking = [i for i, k in enumerate(run.keys) if not (k in held or elsewhere(k))]
+            missing = only(run, lacking)
             transfer = RunTransfer(missing, part, queued)
             transfers.append(transfer)
             if missing.keys and not queued.cancelled.is_set():
                 num_bytes = len(missing.keys) * part.geometry.chunk_bytes
+                sizes = [num_pages(part.geometry)] * len(missing.keys)
                 with cpu.expecting(job.claim.tenant, num_bytes), suppress(TransferCancelled):
-                    self._engine.store(tokens=missing.keys, transfer=transfer)
+                    self._engine.store(tokens=missing.keys, offsets=sizes, transfer=transfer)
                 self._num_stores += 1
                 if self._num_stores % _STORES_BETWEEN_DRAINS == 0:  # no reporter reads LMCache's
                     self._engine.stats_monitor.get_stats_and_clear()
@@ -278,8 +281,10 @@ class LMCacheEngineAdapter:
         cpu.use(job)  # so that fetched chunks evict others
         for transfer in transfers:
             keys = transfer.run.keys
-            num_missing = sum(map(cpu.lacks, keys)) if job.may_fetch else 0
-            num_bytes = num_missing * transfer.paged.geometry.chunk_bytes
+            num_bytes = 0
+            if job.may_fetch:
+                coming = [k for k in keys if not (cpu.holds(k) or cpu.is_read_from_owner(k))]
+                num_bytes = len(coming) * transfer.paged.geometry.chunk_bytes
             with cpu.expecting(job.claim.tenant, num_bytes) if num_bytes else nullcontext():
                 self._retrieve(transfer)
             if num_bytes:  # else the next piece would evict another tenant's chunks

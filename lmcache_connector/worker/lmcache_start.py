@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +31,12 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.kv_parts.owners import Owners
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.redis_writes import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -77,28 +78,31 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings of one rank's engine.
+class RankSettings:
+    """Settings of one rank.
 
-    ``rank_gib``: size of its CPU tier. A tenant keeps ``tenant_share`` of it while others need
-    memory, and ``pin_share`` may be pinned. ``overrides``: settings of LMCache's own.
-    ``report_writes``: record chunks written to Redis. ``pace``: how often chunks are offered to
-    Redis again. ``shares_memory``: processes of this host may map the CPU tier. ``announces``: tell
-    the scheduler side of evictions before they happen. ``owners``: which rank stores KV that
-    several ranks hold; ``None``: this rank stores all of its own.
+    ``config``: fitted to the model. ``owners``: which rank stores KV that several ranks hold;
+    ``None``: this rank stores all of its own. ``announces``: tell the scheduler side of evictions
+    before they happen. ``report_writes``: record chunks written to Redis. ``probe_keys``: chunks
+    that measure Redis; empty: Redis is not measured.
+
+    In vLLM's engines: ``parts`` are the model's, ``configuration`` is that of :class:`RankStart`.
+    ``blocks_are_zeroed``: see :class:`StepGate`. ``finishes_stores``: complete all copies out of
+    the paged cache between steps. ``loads``: this instance also loads.
     """
 
-    rank: int
-    world_size: int
-    rank_gib: float
-    overrides: dict[str, Any] = field(default_factory=dict)
-    tenant_share: float = 1.0
-    pin_share: float = 0.0
-    report_writes: bool = False
-    pace: Pace = field(default_factory=Pace)
-    shares_memory: bool = False
-    announces: bool = False
+    config: ConnectorConfig
+    rank: int = 0
+    world_size: int = 1
     owners: Owners | None = None
+    announces: bool = False
+    report_writes: bool = False
+    probe_keys: Sequence[bytes] = ()
+    parts: tuple[PartLayout, ...] = ()
+    configuration: tuple[tuple[str, str], ...] = ()
+    blocks_are_zeroed: bool = False
+    finishes_stores: bool = False
+    loads: bool = True
 
 
 class ChunkNames(TokenDatabase):
@@ -106,9 +110,10 @@ class ChunkNames(TokenDatabase):
     side has hashed the tokens. Hashing again would cost time and could disagree.
 
     A value is described to LMCache as plain bytes: one layer and one head, a page wide.
+    ``offsets`` of a store are the pages of each chunk.
     """
 
-    def __init__(self, settings: EngineSettings, geometries: PartGeometries) -> None:
+    def __init__(self, settings: RankSettings, geometries: PartGeometries) -> None:
         # The base initialiser would re-seed vLLM's own block hashes in this process.
         num_tokens = num_pages(geometries.largest)
         self.metadata = LMCacheMetadata(
@@ -124,14 +129,13 @@ class ChunkNames(TokenDatabase):
             chunk_size=num_tokens,
         )
         self.save_only_first_rank = False
-        self._geometries = geometries
 
     def process_tokens(
-        self, tokens: Sequence[bytes], *_: Any, **__: Any
+        self, tokens: Sequence[bytes], hashes: None, offsets: Sequence[int], *_: Any, **__: Any
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
         end = 0
-        for key in tokens:
-            start, end = end, end + num_pages(self._geometries.of(key))
+        for key, num_tokens in zip(tokens, offsets, strict=True):
+            start, end = end, end + num_tokens
             yield start, end, self.engine_key(key)
 
     def engine_key(self, key: bytes) -> CacheEngineKey:
@@ -143,18 +147,19 @@ def num_pages(geometry: ChunkGeometry) -> int:
 
 
 def start_engine(
-    settings: EngineSettings, names: ChunkNames, connector: GPUConnectorInterface
+    settings: RankSettings, names: ChunkNames, connector: GPUConnectorInterface
 ) -> LMCacheEngine:
     """Raises :class:`ConfigError` if LMCache cannot allocate the CPU tier."""
+    rank_gib, own = settings.config.rank_gib, settings.config.lmcache
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=names.metadata.chunk_size,
         local_cpu=True,
-        max_local_cpu_size=settings.rank_gib,
+        max_local_cpu_size=rank_gib,
         save_unfull_chunk=False,
         cache_policy="LRU",  # replaced by ours
         py_enable_gc=True,  # else LMCache disables garbage collection in the whole process
         lmcache_instance_id=f"rank-{settings.rank}",
-        **settings.overrides,
+        **own,
     )
     _let_vllm_start_again()
     with _process_settings_kept():
@@ -164,9 +169,9 @@ def start_engine(
         try:
             _in_daemon_thread(engine.post_init)
         except (AssertionError, RuntimeError) as error:
-            others = "".join(f" and lmcache.{name}" for name in settings.overrides)
+            others = "".join(f" and lmcache.{name}" for name in own)
             raise ConfigError(
-                f"LMCache cannot allocate a CPU tier of {settings.rank_gib:g} GiB per rank, from "
+                f"LMCache cannot allocate a CPU tier of {rank_gib:g} GiB per rank, from "
                 f"cpu_gib{others}: {error}"
             ) from error
     return engine

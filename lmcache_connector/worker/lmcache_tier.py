@@ -34,7 +34,7 @@ from lmcache_connector.retention.ledger import Ledger, Limits
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
 from lmcache_connector.worker.lmcache_start import (
     PAGE_BYTES,
-    EngineSettings,
+    RankSettings,
     SharedMemory,
     num_pages,
 )
@@ -132,7 +132,7 @@ class CpuTier:
         self,
         backend: LocalCPUBackend,
         shared: SharedMemory,
-        settings: EngineSettings,
+        settings: RankSettings,
         geometries: PartGeometries,
         engine_key: Callable[[bytes], CacheEngineKey],
         clock: Callable[[], float],
@@ -143,12 +143,13 @@ class CpuTier:
         self.geometries = geometries
         self.share = Share(settings.rank, settings.owners)
         self.is_read_from_owner = self.share.is_read_from_owner
-        self.capacity_bytes = settings.rank_gib * 2**30
+        config = settings.config
+        self.capacity_bytes = config.rank_gib * 2**30
         self._changed, self.num_leaving = deque[bytes](), 0
         self._unread, self.written = deque[bytes](), deque[bytes]()
         self.leaving = LeavingChunks(self._changed.extend)
         self._announces = settings.announces
-        limits = Limits.of(self.capacity_bytes, settings.tenant_share, settings.pin_share)
+        limits = Limits.of(self.capacity_bytes, config.tenant_share, config.pin_share)
         self.ledger = Ledger(limits, clock, self.leaving if settings.announces else None)
         self._table = ChunkTable(self.ledger, engine_key, self._changed.append)
         with backend.cpu_lock:
@@ -165,9 +166,11 @@ class CpuTier:
     def holds(self, key: bytes) -> bool:
         return key in self._table.chunks
 
-    def lacks(self, key: bytes) -> bool:
-        """Whether the chunk is missing, and this rank the one to store it."""
-        return not (self.is_read_from_owner(key) or key in self._table.chunks)
+    def find(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the chunks that are here. They are reported as events."""
+        held = {key for key in keys if key in self._table.chunks}
+        self._changed.extend(held)
+        return held
 
     def get(self, key: bytes) -> MemoryObj | None:
         """A new reference to the chunk's memory."""

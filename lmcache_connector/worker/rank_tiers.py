@@ -26,7 +26,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.worker.job_queue import Job, JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
@@ -49,18 +49,17 @@ _NUM_FETCH_LANES = 2
 class RankTiers:
     """``parts``: the rank's paged cache; the self-test writes to it and restores it.
 
-    Closing the tiers closes ``redis`` and ``peers``. ``probe_keys``: chunks that measure Redis;
-    empty: Redis is not measured. ``on_executed``: see :class:`JobQueue`. ``clock`` is monotonic, in
-    seconds. Runs on the thread that steps the engine. Raises ``ConfigError`` or ``SelfTestError``.
+    Closing the tiers closes ``redis`` and ``peers``. ``on_executed``: see :class:`JobQueue`.
+    ``clock`` is monotonic, in seconds. Runs on the thread that steps the engine. Raises
+    ``ConfigError`` or ``SelfTestError``.
     """
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: RankSettings,
         parts: Sequence[PagedPart],
         redis: RedisTier | None,
         peers: PeerTier | None = None,
-        probe_keys: Sequence[bytes] = (),
         clock: Callable[[], float] = time.monotonic,
         on_executed: Callable[[Job], None] = lambda job: None,
     ) -> None:
@@ -69,7 +68,7 @@ class RankTiers:
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
-        self.probe = RedisProbe(redis, probe_keys, clock)
+        self.probe = RedisProbe(redis, settings.probe_keys, clock)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
         except SelfTestError:

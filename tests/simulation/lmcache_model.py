@@ -158,9 +158,9 @@ class EngineModel:
         self.storage_manager = SimpleNamespace(storage_backends={"LocalCPUBackend": cpu})
         self.stats_monitor = SimpleNamespace(get_stats_and_clear=lambda: None)
 
-    def store(self, tokens: Any, **kwargs: Any) -> None:
+    def store(self, tokens: Any, offsets: Any, **kwargs: Any) -> None:
         keys, starts, ends, chunks = [], [], [], list[Chunk]()
-        for start, end, key in self._database.process_tokens(tokens):
+        for start, end, key in self._database.process_tokens(tokens, None, offsets):
             chunk = self.cpu.allocate(busy_loop=False)
             if chunk is None:
                 break
@@ -184,5 +184,5 @@ def start_engine(settings: Any, names: Any, connector: Any) -> EngineModel:
     """Stands in the place of `lmcache_start.start_engine`."""
     _, _, num_pages, _, page_bytes = names.metadata.kv_shape
     chunk_bytes = num_pages * page_bytes
-    cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
+    cpu = CpuTier(Pool(max(1, round(settings.config.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
     return EngineModel(names, connector, cpu)

@@ -34,12 +34,12 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.redis_writes import Pace
 from tests.support.costs import product_frames
 from tests.support.jobs import load_job, store_job
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.redis.servers import Server, free_port, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.vllm_configs import vllm_config
@@ -82,15 +82,18 @@ def make_instance(
         f"layers.{i}": torch.randn(NUM_BLOCKS, HEADS, BLOCK_SIZE, WIDTH).bfloat16()
         for i in range(LAYERS)
     }
-    settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05, pace=pace or Pace()),
+    settings = RankSettings(
+        tier_config(0.05),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
         probe_keys=PROBE_KEYS if probe else (),
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
     redis = RedisTier(config, PartGeometries((GEOMETRY,)))
-    return SteppedWorker(WorkerAdapter(settings, cache, redis, weights or FixedWeights()), cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "for_lifetime", lambda seconds: pace or Pace())
+        worker = WorkerAdapter(settings, cache, redis, weights or FixedWeights())
+    return SteppedWorker(worker, cache)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from lmcache_connector.plans import AdapterRef, LoadedAdapterList, Outcome, Step
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
+from lmcache_connector.worker.lmcache_start import RankSettings
 from tests.support.jobs import store_job
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.workers import FixedWeights, SteppedWorker
 
 GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
@@ -61,8 +61,8 @@ def loads() -> Loads:
 @pytest.fixture
 def worker(loads: Loads) -> Iterator[SteppedWorker]:
     cache = {"layers.0": torch.randn(16, 2, 16, 64).bfloat16()}
-    settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.01),
+    settings = RankSettings(
+        tier_config(0.01),
         parts=one_part(GEOMETRY, 16),
     )
     worker = WorkerAdapter(settings, cache, None, FixedWeights(), lora_loads=loads)

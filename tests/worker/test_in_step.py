@@ -17,12 +17,12 @@ from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.build import loads_in_step
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from tests.support.jobs import at_once, load_job, store_job
 from tests.support.memory import empty
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.redis.servers import Server
 from tests.support.vllm_configs import vllm_config
 from tests.support.workers import FixedWeights
@@ -50,8 +50,9 @@ class Rank:
         for block in range(NUM_BLOCKS):
             self.cache[block] = block
         rank_gib = self.capacity * GEOMETRY.chunk_bytes / 2**30
-        settings = WorkerSettings(
-            engine=EngineSettings(0, 1, rank_gib, announces=True),
+        settings = RankSettings(
+            tier_config(rank_gib),
+            announces=True,
             parts=one_part(GEOMETRY, 64),
         )
         caches = {"layers.0": self.cache}

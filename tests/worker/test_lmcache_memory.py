@@ -21,11 +21,11 @@ from lmcache_connector.storage import chunk_codec
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, Sealer, ValueHeader
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from tests.support.memory import empty
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.peers.chunks import serving
 from tests.support.peers.hosts import CONFIG, name_of, topology
 from tests.support.waits import within
@@ -116,7 +116,7 @@ def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
     part = PagedPart.from_kv_caches(
         one_part(GEOMETRY, 64)[0], 0, {f"layers.{i}": cache[i] for i in range(2)}
     )
-    tiers = RankTiers(EngineSettings(0, 1, 0.05, shares_memory=True), [part], None)
+    tiers = RankTiers(RankSettings(tier_config(0.05, host_sharing=True)), [part], None)
     copying, may_go_on, copy = threading.Event(), threading.Event(), tiers.copier.copy
 
     def slow(*args: Any) -> int:

@@ -32,9 +32,10 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import rank_tiers
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.lmcache_engine import RunTransfer
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
+from tests.support.parts import tier_config
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
 
@@ -117,8 +118,10 @@ class Rank:
             for slot, layer in enumerate(group)
         }
         model = parts(self.tp_size)
-        settings = WorkerSettings(
-            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, rank_gib=self.rank_gib),
+        settings = RankSettings(
+            tier_config(self.rank_gib),
+            self.rank,
+            self.tp_size,
             parts=model,
         )
         redis = None

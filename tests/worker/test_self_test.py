@@ -15,10 +15,10 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, Direction, QueuedCop
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.build import banner
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.self_test import SelfTestError, SelfTestResult, run_self_test
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 
 LAYERS, HEADS, BLOCK_SIZE, CONTENT, CHUNK, NUM_BLOCKS = 2, 2, 32, 48, 64, 5
 GEOMETRY = ChunkGeometry(CHUNK, 0, (CONTENT,) * LAYERS, tuple(range(HEADS)), HEADS, "uint8")
@@ -73,7 +73,7 @@ def engines(copier: Copier) -> Iterator[list[LMCacheEngineAdapter]]:
 
 
 def make_engine(part: PagedPart, copier: Copier) -> LMCacheEngineAdapter:
-    settings = EngineSettings(rank=0, world_size=1, rank_gib=0.01)
+    settings = RankSettings(tier_config(0.01))
     return LMCacheEngineAdapter(settings, [part], copier, None)
 
 

@@ -21,10 +21,10 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
-from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.adapter import WorkerAdapter
+from lmcache_connector.worker.lmcache_start import RankSettings
 from tests.support.jobs import load_job, store_job
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
 
@@ -80,8 +80,8 @@ class Instance(SteppedWorker):
 def made(redis: RedisTier | None = None) -> Iterator[Instance]:
     copier = HeldCopier(make_copier(torch.device("cpu")))
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
-    settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05),
+    settings = RankSettings(
+        tier_config(0.05),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
         blocks_are_zeroed=True,
     )

@@ -28,12 +28,12 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import by_tier
 from tests.support.jobs import at_once
 from tests.support.memory import empty
-from tests.support.parts import one_part
+from tests.support.parts import one_part, tier_config
 from tests.support.redis.servers import Server
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,) * 2, (0, 1), 2, "uint8")  # half a MiB a chunk
@@ -73,13 +73,9 @@ class Rank:
         caches = {f"layers.{i}": self.cache[i] for i in range(2)}
         self.part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
         rank_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
-        settings = EngineSettings(
-            *(self.rank, 2 if self.owners else 1, rank_gib),
-            tenant_share=0.5,
-            pin_share=0.5,
-            shares_memory=self.shares_memory,
-            owners=self.owners,
-        )
+        shares = {"tenant_share": 0.5, "pin_share": 0.5, "host_sharing": self.shares_memory}
+        config = tier_config(rank_gib, **shares)
+        settings = RankSettings(config, self.rank, 2 if self.owners else 1, self.owners)
         self.engine = LMCacheEngineAdapter(
             settings, [self.part], one_copier(), self.redis, self.peers
         )
@@ -187,7 +183,7 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
         ),
         pytest.param(
             0.01,
-            {"local_cpu_use_hugepages": True},
+            {"lmcache_hugepages": True},
             r"from cpu_gib and lmcache\.local_cpu_use_hugepages: mmap failed",
             id="no-pages",
         ),
@@ -200,7 +196,7 @@ def test_what_lmcache_cannot_allocate_is_one_sentence(
         raise RuntimeError("mmap failed")
 
     monkeypatch.setattr(memory_management.device_ops, "alloc_hugepage_pinned_ptr", no_pages)
-    settings = EngineSettings(0, 1, rank_gib, overrides=dict(overrides))
+    settings = RankSettings(tier_config(rank_gib, **overrides))
     caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
     part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
     with pytest.raises(ConfigError, match=said):
