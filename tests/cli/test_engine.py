@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector.metrics.samples import Samples
-from tests.support.command_line import Cli
+from tests.cli.conftest import Cli
 from tests.support.prometheus import prom_metrics
 from tests.support.redis.servers import free_port
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.api_server import ApiServer, running_api
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt
 from tests.support.redis.servers import Server
 
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5

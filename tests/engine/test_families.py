@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, forget, tiered_of, wait_for_writes
+from tests.support.engines.calls import (
+    assert_handed_over,
+    check_integrity,
+    forget,
+    tiered_of,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
-from tests.support.engines.transfers import assert_handed_over
 from tests.support.engines.updates import weights_name
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT

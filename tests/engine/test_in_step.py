@@ -12,8 +12,13 @@ import torch
 from tests.support.engines.calls import check_integrity, prepare_pipeline
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    kv_transfer,
+    random_prompt,
+    together,
+)
 
 
 @dataclass(frozen=True)

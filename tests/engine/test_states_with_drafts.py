@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import within
 from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_drafters import BESIDE_STATES, build_states_with_drafts
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.waits import within
 
 ANSWER = 24
 EVERY_TIME, *OTHERS = BESIDE_STATES

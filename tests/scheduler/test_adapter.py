@@ -13,8 +13,8 @@ from lmcache_connector.plans import PeerSource, Tier, WeightsInMemory
 from tests.support.clock import Clock
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_parts import SteppedAnswer
 from tests.support.doubles.shadow_worker import Faults
-from tests.support.doubles.stepped_lookup import SteppedAnswer
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:

@@ -21,7 +21,7 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.setup import ONE_HEAD
 from tests.simulation.weights import Weights, Worker
-from tests.support.memory import empty
+from tests.support.integrity import empty
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32

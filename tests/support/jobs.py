@@ -1,4 +1,4 @@
-"""Jobs of models that have one part."""
+"""Jobs of models that have one part, and that part as one rank holds it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_connector.kv_parts.part import BlockIds
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
+from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
 
@@ -44,3 +46,12 @@ def load_job(
 def at_once(job: Job) -> QueuedJob:
     """As the job queue hands it to a lane, without a forward pass to wait for."""
     return QueuedJob(job, None, time.monotonic())
+
+
+def one_part(geometry: ChunkGeometry, block_size: int) -> tuple[PartLayout, ...]:
+    """A model of one full-attention group, whose layers are called ``layers.0`` and so on."""
+    places = tuple(range(len(geometry.layer_widths)))
+    group = GroupLayers(tuple(f"layers.{place}" for place in places), places)
+    part = Part(Rule.PREFIX, (0,), block_size, 0)
+    heads = len(geometry.shards)
+    return (PartLayout(part, (group,), (geometry,), heads, planes=(), formats=()),)

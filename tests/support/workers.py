@@ -18,7 +18,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter
-from tests.support.waits import wait_until
+from tests.support.clock import wait_until
 
 
 class FixedWeights(LoadedWeights):

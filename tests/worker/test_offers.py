@@ -12,10 +12,9 @@ import pytest
 from lmcache_connector.plans import Claim, PrefixUse, StepPlan
 from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.offers import Offers, Pace
+from tests.support.clock import wait_until
 from tests.support.jobs import store_job
-from tests.support.redis.servers import Server, running_valkey
-from tests.support.redis.values import value_names
-from tests.support.waits import wait_until
+from tests.support.redis.servers import Server, running_valkey, value_names
 from tests.support.workers import SteppedWorker
 from tests.worker.test_adapter import KEYS, LONG, make_instance
 

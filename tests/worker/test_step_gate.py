@@ -23,8 +23,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.jobs import load_job, store_job
-from tests.support.parts import one_part
+from tests.support.jobs import load_job, one_part, store_job
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
 

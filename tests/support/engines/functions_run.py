@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 _ROOT = str(Path(__file__).parents[3])
 _PRODUCT = (f"{_ROOT}/lmcache_connector/", f"{_ROOT}/storage/")

@@ -17,10 +17,9 @@ import redis
 
 from lmcache_connector.metrics.samples import Samples
 from tests.support.engines.calls import check_integrity, preemptions
-from tests.support.engines.kv_digests import logical
-from tests.support.engines.layer_digests import NULL_BLOCK
+from tests.support.engines.kv_digests import NULL_BLOCK, logical
 from tests.support.engines.probe import EngineProbe
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 _MAX_IN_FLIGHT = 8
 _LENGTHS = (300, 513, 700, 1024, 400, 900, 640, 1200)
