@@ -207,9 +207,16 @@ class HitFinder:
         if answer is None:
             if remaining > 0:
                 wait.end()
-                share = lookup.found_share
-                if self._is_worth_a_step(asked, num_computed_tokens, known_stop, share, remaining):
-                    return PENDING
+                _, _, known = self._hit(asked, num_computed_tokens, asked.places)
+                stop, num_tokens = max(known.stop, known_stop), asked.request.num_tokens
+                if self.policy.is_worth_a_step(
+                    min(max(num_computed_tokens, asked.keys.end_of(stop)), num_tokens - 1),
+                    num_tokens,
+                    self.policy.bytes_of(asked.asked_keys),
+                    lookup.found_share,
+                    remaining,
+                ):
+                    return PENDING  # the answer may bring more than the known chunks
             # Not cancelled: its duration tells whether to wait for the next lookup.
             self.tally.count("lookups_given_up")
             answer = asked.places
@@ -218,26 +225,6 @@ class HitFinder:
         asked.places = answer
         asked.end_wait(self.clock())
         return asked.places
-
-    def _is_worth_a_step(
-        self,
-        asked: RequestLookup,
-        num_computed_tokens: int,
-        known_stop: int,
-        found_share: float,
-        seconds: float,
-    ) -> bool:
-        """Whether to ask again in the next step, to find more than the known chunks."""
-        _, _, known = self._hit(asked, num_computed_tokens, asked.places)
-        num_tokens, known_stop = asked.request.num_tokens, max(known.stop, known_stop)
-        num_known = max(num_computed_tokens, asked.keys.end_of(known_stop))
-        return self.policy.is_worth_a_step(
-            min(num_known, num_tokens - 1),
-            num_tokens,
-            self.policy.bytes_of(asked.asked_keys),
-            found_share,
-            seconds,
-        )
 
     def _up_to_stores(
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
