@@ -127,12 +127,6 @@ def adapter_ask(seed: int, path: Path, number: int, name: str = "mine") -> Ask:
     return Ask("", random_prompt(seed, 700), lora=(name, number, str(path)))
 
 
-def add_lora(probe: EngineProbe, name: str, number: int, path: str) -> None:
-    from vllm.lora.request import LoRARequest
-
-    assert probe.engine.add_lora(LoRARequest(name, number, path))
-
-
 def test_another_process_hits_an_adapter_at_once(
     adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
 ) -> None:

@@ -136,9 +136,7 @@ def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
         check_hit_of_now(engine, prompt)
 
 
-def test_an_update_during_a_load_from_redis_leaves_no_old_kv(
-    engine: VllmInstance, valkey: Server
-) -> None:
+def test_an_update_during_a_load_from_redis_leaves_no_old_kv(engine: VllmInstance) -> None:
     prompt = random_prompt(30, NUM_TOKENS)
     engine.serve(prompt)
     engine.call(wait_for_writes)

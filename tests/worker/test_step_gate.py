@@ -33,7 +33,6 @@ GEOMETRY = ChunkGeometry(2 * BLOCK_SIZE, 0, (WIDTH,), (0,), 1, "bfloat16")
 KEY = b"k" * 32
 STORE = store_job(1, "r", (KEY,), ((0, 1),))
 LOAD = load_job(2, "s", (KEY,), ((4, 5),), deadline_seconds=LONG)
-IDLE = StepPlan(idle=True)
 
 
 @dataclass
