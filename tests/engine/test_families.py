@@ -6,12 +6,12 @@ take several steps, so that windows free blocks before the prompt ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.engine.conftest import some_soak
 from tests.support.engines.calls import (
     assert_handed_over,
     check_integrity,
@@ -31,17 +31,11 @@ LIMITS = PATIENT
 
 BLOCK_SIZE = 128
 LEAST = 1100  # tokens of most prompts: past the window, and not at its border
-EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")  # an engine takes 15 seconds to start
+EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")
 HANDED_OVER = ("gemma3 5:1", "gemma4", "gpt-oss", "llama4")
 
 
-def params(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak) for name in names
-    ]
-
-
-@pytest.fixture(scope="module", params=params(FAMILIES))
+@pytest.fixture(scope="module", params=some_soak(FAMILIES, EVERY_TIME))
 def family(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if needs := FAMILIES[name].needs:
@@ -157,7 +151,7 @@ def test_chunks_load_from_valkey(one: VllmInstance, end: int, beyond: int) -> No
     one.call(check_integrity)
 
 
-@pytest.mark.parametrize("family", params(HANDED_OVER), indirect=True)
+@pytest.mark.parametrize("family", some_soak(HANDED_OVER, EVERY_TIME), indirect=True)
 def test_all_but_the_last_token_is_transferred(one: VllmInstance) -> None:
     for length in (2, 127, 129, 300, 3001):
         assert_handed_over(one, length, length)

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.clock import wait_until
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.kv_digests import Digests, differences, digest_layers_on_rank, merged
-from tests.support.engines.probe import EngineProbe, parts_of
+from tests.support.engines.probe import EngineProbe, Served, parts_of
 from tests.support.engines.settings import BLOCK_SIZE, random_prompt
 from tests.support.integrity import check_scheduler_side, empty
 
@@ -128,6 +128,17 @@ def draft_counts(probe: EngineProbe) -> tuple[int, int]:
         int(values.get("vllm:spec_decode_num_draft_tokens", 0)),
         int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
     )
+
+
+def served_with_drafts(
+    engine: VllmInstance, prompt: list[int], max_tokens: int
+) -> tuple[Served, tuple[int, int]]:
+    """And how many drafts were made for it, and accepted."""
+    before = engine.call(draft_counts)
+    served = engine.serve(prompt, max_tokens)
+    drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
+    print(f"accepted {accepted} of {drafted} after {served.external_hit_tokens} loaded tokens")
+    return served, (drafted, accepted)
 
 
 def prepare_pipeline(probe: EngineProbe) -> None:
