@@ -109,10 +109,6 @@ class CpuTier:
         self.cpu_lock = stdlib.Lock()
         self.cache_policy: Any = None
 
-    def contains(self, key: Any, pin: bool = False) -> bool:
-        with self.cpu_lock:
-            return key in self.hot_cache
-
     def get_blocking(self, key: Any) -> Chunk | None:
         with self.cpu_lock:
             chunk = self.hot_cache.get(key)
