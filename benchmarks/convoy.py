@@ -23,8 +23,7 @@ from benchmarks.harness.engines import Engines, Way
 from benchmarks.harness.ratios import median, median_ratio
 from benchmarks.harness.servers import warm_valkey
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
 
 _ALONE, _OURS = "alone", "ours"
 _WAYS = (Way(_ALONE), Way(_OURS, without_connector), Way(_OURS))

@@ -43,8 +43,7 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.servers import running_valkey
 from examples.tiny_model import ModelShape
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
 from tests.support.redis.servers import Server
 
 SLACK = 0.3

@@ -45,9 +45,8 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.support.engines.calls import forget, stored_on_ranks
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import Served
-from tests.support.engines.settings import tiered_transfer
-from tests.support.peers.chunks import HeldChunks, serving
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
+from tests.support.peers import HeldChunks, serving
 from tests.support.redis.chunks import chunk_key
 
 _HASH_KEY = "shared by the two engines"

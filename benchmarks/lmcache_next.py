@@ -38,8 +38,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from tests.support.jobs import at_once
-from tests.support.parts import one_part
+from tests.support.jobs import at_once, one_part
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
 

@@ -30,17 +30,15 @@ from benchmarks.harness.servers import running_valkey
 from tests.support.engines.calls import draft_counts
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_drafters import (
     BESIDE_STATES,
     build_drafted,
     build_states_with_drafts,
 )
 from tests.support.engines.tiny_families import FAMILIES, build_family
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 _DRAFTED = ("draft_model", "eagle")

@@ -52,8 +52,7 @@ from benchmarks.harness.engines import MODELS, Engines, Way
 from benchmarks.harness.ratios import in_turn, median, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
 
 LOOKUP_TOKENS = 32_000
 AUDIT_SHARE = 0.001  # the default

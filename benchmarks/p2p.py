@@ -28,14 +28,19 @@ from benchmarks.peers.raw_memory import RawMemory
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
 from examples.tiny_model import DEMO_SHAPE
-from tests.support.engines.asks import Ask, ask, prefill
 from tests.support.engines.calls import forget
 from tests.support.engines.instance import VllmInstance, set_environment
-from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
-from tests.support.engines.p2p_engines import kv_transfer
-from tests.support.engines.ports import free_ports
+from tests.support.engines.p2p_engines import (
+    Ask,
+    ask,
+    kv_transfer,
+    nixl_transfer,
+    nixl_transferred,
+    prefill,
+)
 from tests.support.engines.probe import EngineProbe
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
+from tests.support.redis.servers import free_ports
 
 _TRANSPORTS = ("mapped", "socket", "vllm-nixl")
 _SHAPE = replace(DEMO_SHAPE, max_position=32768)

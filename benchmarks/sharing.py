@@ -19,9 +19,7 @@ from benchmarks.harness.engines import Engines
 from benchmarks.harness.ratios import median
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import DIGEST_TOKENS, Served
-from tests.support.engines.settings import tiered_transfer
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.redis.servers import running_server, valkey_binary
 
 _WARM_UP_TOKENS = 700

@@ -44,11 +44,9 @@ from benchmarks.harness.servers import warm_valkey
 from tests.support.engines.calls import chunk_keys
 from tests.support.engines.instance import InstanceError, VllmInstance
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
+from tests.support.engines.settings import random_prompt, tiered_transfer
+from tests.support.redis.servers import Server, value_names
 from tests.support.redis.slow_proxy import SlowLink, proxy_process
-from tests.support.redis.values import value_names
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)

@@ -22,7 +22,7 @@ from benchmarks.harness.ratios import median, median_ratio, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
 from examples.tiny_model import build_tiny_model
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,9 +42,8 @@ from benchmarks.harness.servers import warm_valkey
 from benchmarks.peers.connectors import let_numba_come_early, lmcache_server, reason, transfers
 from tests.support.engines.instance import InstanceError, VllmInstance
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import random_prompt, tiered_transfer
 from tests.support.processes import ServerError
-from tests.support.prompts import random_prompt
 
 TOKENS = (1000, 4000, 16000)
 HITS_PER_ROUND = 3

@@ -23,8 +23,7 @@ from rich.progress import Progress
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.ratios import median, median_ratio
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
 
 _LAYER_BYTES = 64 << 20
 

@@ -35,8 +35,7 @@ from benchmarks.field.vllm_bench import VllmBench
 from benchmarks.peers.connectors import lmcache_server
 from tests.support import ROOT
 from tests.support.engines.api_server import ApiServer, started_api
-from tests.support.engines.settings import BLOCK_SIZE, tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import BLOCK_SIZE, random_prompt, tiered_transfer
 
 CONNECTORS = (NONE, OURS, MP)
 CONNECTOR_GIB = 3.0

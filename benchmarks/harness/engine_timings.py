@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.engines.calls import chunk_keys, forget_unseen, worker_of
 from tests.support.engines.probe import EngineProbe
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 _MAX_STEPS = 200_000
 _WRITE_SECONDS = 30.0

@@ -11,7 +11,7 @@ from examples.demo.stage import Stage, served_by, stage
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import Served
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 _CPU_GIB = 2
 

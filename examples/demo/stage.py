@@ -13,8 +13,7 @@ from rich.console import Console
 from examples.demo.outcome import Way
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt, tiered_transfer
 from tests.support.redis.servers import running_server, valkey_binary
 
 _WARM_UP_TOKENS = 700

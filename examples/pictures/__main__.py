@@ -24,10 +24,8 @@ from examples.pictures.terminal import record
 from examples.tiny_model import build_tiny_model
 from tests.support import ROOT
 from tests.support.engines.api_server import ApiServer, running_api
-from tests.support.engines.ports import free_ports
-from tests.support.engines.settings import tiered_transfer
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import running_valkey
+from tests.support.engines.settings import random_prompt, tiered_transfer
+from tests.support.redis.servers import free_ports, running_valkey
 
 IMAGES = ROOT / "docs/images"
 _CLI = (str(Path(sys.executable).with_name("lmcache-connector")),)

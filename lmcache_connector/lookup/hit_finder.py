@@ -145,15 +145,18 @@ class HitFinder:
             for tier in self.policy.remote_tiers:
                 self.tally.count("lookups", tier.value)
 
-    def known_elsewhere(
-        self, asked: RequestLookup, num_computed_tokens: int
-    ) -> HitElsewhere | None:
-        """The hit, if the answers so far of remote tiers make one. Never waits."""
-        places = asked.places if asked.pending is None else asked.pending.value
-        if not places:
+    def find_elsewhere(
+        self, asked: RequestLookup, num_computed_tokens: int, source_stop: int, wait: StepWait
+    ) -> HitElsewhere | Pending | None:
+        """The hit of memory, Redis and peers, if it ends behind chunk ``source_stop``, where the
+        hit from the request's source ends. ``PENDING``: call again in the next step."""
+        if source_stop >= len(asked.keys.loadable):
             return None
+        places = self._places(asked, num_computed_tokens, wait, source_stop)
+        if isinstance(places, Pending):
+            return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
-        if not hit:
+        if hit.stop <= source_stop:
             return None
         loaded = self._to_load(asked, num_computed_tokens, keys, are_in_cpu, hit)
         missing = tuple(key for *_, key, in_cpu in loaded if not in_cpu)
@@ -192,9 +195,10 @@ class HitFinder:
         return asked.pending is None or asked.pending.is_done
 
     def _places(
-        self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
+        self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait, known_stop: int = 0
     ) -> Mapping[bytes, Tier] | Pending:
-        """The answer of the remote tiers, after a short wait if that is worth it."""
+        """The answer of the remote tiers, after a short wait if that is worth it. Chunks before
+        ``known_stop`` can be loaded anyway."""
         pending, lookup = asked.pending, self.lookup
         if pending is None or lookup is None:
             return asked.places
@@ -203,9 +207,16 @@ class HitFinder:
         if answer is None:
             if remaining > 0:
                 wait.end()
-                share = lookup.found_share
-                if self._is_worth_a_step(asked, num_computed_tokens, share, remaining):
-                    return PENDING
+                _, _, known = self._hit(asked, num_computed_tokens, asked.places)
+                stop, num_tokens = max(known.stop, known_stop), asked.request.num_tokens
+                if self.policy.is_worth_a_step(
+                    min(max(num_computed_tokens, asked.keys.end_of(stop)), num_tokens - 1),
+                    num_tokens,
+                    self.policy.bytes_of(asked.asked_keys),
+                    lookup.found_share,
+                    remaining,
+                ):
+                    return PENDING  # the answer may bring more than the known chunks
             # Not cancelled: its duration tells whether to wait for the next lookup.
             self.tally.count("lookups_given_up")
             answer = asked.places
@@ -214,21 +225,6 @@ class HitFinder:
         asked.places = answer
         asked.end_wait(self.clock())
         return asked.places
-
-    def _is_worth_a_step(
-        self, asked: RequestLookup, num_computed_tokens: int, found_share: float, seconds: float
-    ) -> bool:
-        """Whether to ask again in the next step, to find more than the known chunks."""
-        _, _, known = self._hit(asked, num_computed_tokens, asked.places)
-        num_tokens = asked.request.num_tokens
-        num_known = max(num_computed_tokens, asked.keys.end_of(known.stop))
-        return self.policy.is_worth_a_step(
-            min(num_known, num_tokens - 1),
-            num_tokens,
-            self.policy.bytes_of(asked.asked_keys),
-            found_share,
-            seconds,
-        )
 
     def _up_to_stores(
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit

@@ -191,12 +191,12 @@ class Scheduler:
             return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if state.source is not None and hit is not PENDING:
-            elsewhere = self.hits.known_elsewhere(state.lookup, num_computed_tokens)
-            if (
-                elsewhere is not None
-                and elsewhere.stop > hit.stop
-                and self._loads.pays(state, num_computed_tokens, elsewhere)
-            ):
+            elsewhere = self.hits.find_elsewhere(
+                state.lookup, num_computed_tokens, hit.stop, self._wait
+            )
+            if elsewhere is PENDING:
+                return None
+            if elsewhere is not None and self._loads.pays(state, num_computed_tokens, elsewhere):
                 self.transfers.turn_down(state)
                 hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:

@@ -12,11 +12,10 @@ import pytest
 from lmcache_connector.cli import check
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.vllm_compat.api import versions
-from tests.support.command_line import Cli, CliResult, transfer
-from tests.support.engines.ports import free_ports
-from tests.support.peers.chunks import HeldChunks, serving
+from tests.cli.conftest import Cli, CliResult, transfer
+from tests.support.peers import HeldChunks, serving
 from tests.support.redis.chunks import PARTS
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, free_ports, running_server, valkey_binary
 
 
 def verdicts(outcome: CliResult) -> dict[str, str]:

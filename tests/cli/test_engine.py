@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector.metrics.samples import Samples
-from tests.support.command_line import Cli
+from tests.cli.conftest import Cli
 from tests.support.prometheus import prom_metrics
 from tests.support.redis.servers import free_port
 
@@ -110,11 +110,12 @@ def test_wrong_kv_that_an_audit_found_is_an_exit_code(cli: Cli, engine: Engine) 
 
 
 def test_watch_shows_the_changes_between_two_looks(cli: Cli, engine: Engine) -> None:
-    engine.happened(0, some_traffic)  # before the first look
-    runner = threading.Timer(0.3, lambda: engine.happened(0, some_traffic))
-    runner.start()
-    outcome = cli("stats", "--watch", engine.url, "--count", "1", "--interval", "1", "--json")
-    runner.join()
+    def page() -> bytes:
+        engine.happened(0, some_traffic)  # before each look
+        return generate_latest(engine.registry)
+
+    with served(page) as url:
+        outcome = cli("stats", "--watch", url, "--count", "1", "--interval", "1", "--json")
     (seen,) = outcome.document["engines"]
     assert math.isclose(seen["hit_rate"], 0.64)
     assert (seen["queried_tokens"], seen["recomputed_tokens"]) == (1000, 128)

@@ -11,8 +11,8 @@ import pytest
 
 from lmcache_connector.peers.host import HostFolder, HostSocket, SocketName, digest
 from lmcache_connector.storage.redis.value_names import parse_value_name
-from tests.support.command_line import Cli
-from tests.support.peers.chunks import HeldChunks, serving
+from tests.cli.conftest import Cli
+from tests.support.peers import HeldChunks, serving
 from tests.support.redis.chunks import GEOMETRY, chunk_key, open_tier, put_all
 from tests.support.redis.servers import Server
 

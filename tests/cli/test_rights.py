@@ -11,10 +11,11 @@ from itertools import chain
 import pytest
 
 from lmcache_connector.storage.redis import admin
+from tests.cli.conftest import Cli, transfer
 from tests.support import ROOT
-from tests.support.command_line import Cli, transfer
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import chunk_data, chunk_key, config, get_all, open_tier, put_all
-from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
+from tests.support.redis.proxies import Fault, FaultProxy, Kind
 from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
@@ -30,7 +31,6 @@ from tests.support.redis.servers import (
     running_valkey,
     valkey_binary,
 )
-from tests.support.waits import wait_until
 
 PASSWORD = "pass-word"
 VALUES_PER_CHUNK = 4

@@ -25,8 +25,8 @@ from tests.support.doubles.simulated_instance import (
     CPU_BYTES_PER_SECOND,
     SimulatedInstance,
     TrueSpeed,
+    calibrate,
 )
-from tests.support.measured import calibrate
 
 CPU, REDIS = Tier.CPU, Tier.REDIS
 SECONDS_PER_TOKEN = 1e-4

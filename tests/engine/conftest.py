@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,12 @@ import pytest
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.settings import kv_transfer
 from tests.support.redis.servers import Server, running_valkey
+
+
+def some_soak(names: Iterable[str], every_time: Container[str]) -> list[Any]:
+    """Parameters; those not of ``every_time`` run in `make soak`: an engine takes 15 seconds to
+    start."""
+    return [pytest.param(n, marks=() if n in every_time else pytest.mark.soak) for n in names]
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.audits import ROWS, audits, build_retrained_model
 from tests.support.engines.calls import check_integrity, share_again, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.engines.updates import live_on_another_host
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    PATIENT,
+    kv_transfer,
+    random_prompt,
+)
+from tests.support.engines.updates import ROWS, audits, build_retrained_model, live_on_another_host
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT

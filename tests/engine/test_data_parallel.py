@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.api_server import ApiServer, running_api
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt
 from tests.support.redis.servers import Server
 
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
@@ -36,7 +35,7 @@ def text(api: ApiServer, prompt: list[int], rank: int) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def test_an_engine_loads_another_ones_chunks(api: ApiServer, valkey: Server) -> None:
+def test_an_engine_loads_another_ones_chunks(api: ApiServer) -> None:
     prompt = random_prompt(1, PROMPT_TOKENS)
     cold = text(api, prompt, rank=0)
     api.settle(lambda: api.metric("vllm:lmcache_written_chunks_total") >= FULL_CHUNKS)

@@ -5,37 +5,34 @@ Tests compare the bytes of every layer, the drafter's included, and the number o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
+from tests.engine.conftest import some_soak
+from tests.support.engines.calls import (
+    assert_handed_over,
+    check_integrity,
+    forget,
+    served_with_drafts,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
-from tests.support.engines.transfers import assert_handed_over
 from tests.support.engines.updates import flip_one_bit_of_the_drafter, weights_name
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
 CHUNK = 128
-EVERY_TIME = ("eagle",)  # an engine takes 15 seconds to start
+EVERY_TIME = ("eagle",)
 SHARP = {"draft_model": 1.0}
 """The least acceptance rate of these drafters: ``draft_model`` is the model itself."""
 
 
-def params(kinds: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(kind, marks=() if kind in EVERY_TIME else pytest.mark.soak) for kind in kinds
-    ]
-
-
-@pytest.fixture(scope="module", params=params(KINDS))
+@pytest.fixture(scope="module", params=some_soak(KINDS, EVERY_TIME))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,22 +53,6 @@ def engine(
         instance.call(check_integrity)
 
 
-def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = 40) -> tuple[Served, float]:
-    """Also returns the share of accepted drafts."""
-    before = engine.call(draft_counts)
-    served = engine.serve(prompt, max_tokens)
-    drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
-    print(f"accepted {accepted} of {drafted} after {served.external_hit_tokens} loaded tokens")
-    return served, accepted / drafted
-
-
-def cold(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Served:
-    """Compute the prompt without any cache."""
-    served = engine.serve(prompt, max_tokens, skip_reading_prefix_cache=True)
-    assert served.cached_tokens == 0
-    return served
-
-
 def assert_equal(hit: Served, other: Served, end: int) -> None:
     """All layers have the same bytes before token ``end``."""
     places = {place for place in other.layer_digests if place.first_token < end}
@@ -84,19 +65,19 @@ def assert_equal(hit: Served, other: Served, end: int) -> None:
 def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
     for seed in range(3):
         prompt = random_prompt(seed, 700)
-        computed, share = serve(engine, prompt)
+        computed, (drafted, accepted) = served_with_drafts(engine, prompt, 40)
         assert computed.external_hit_tokens == 0
-        assert share >= SHARP.get(kind, 0.0)
+        assert accepted / drafted >= SHARP.get(kind, 0.0)
         engine.call(wait_for_writes)
         for only_redis in (False, True):
             engine.reset_prefix_cache()
             if only_redis:
                 engine.call(forget)
-            hit, share_of_hit = serve(engine, prompt)
+            hit, drafts_of_hit = served_with_drafts(engine, prompt, 40)
             assert hit.external_hit_tokens == hit.cached_tokens == 640
             assert_equal(hit, computed, 640)
             assert hit.token_ids == computed.token_ids
-            assert share_of_hit == share
+            assert drafts_of_hit[1] / drafts_of_hit[0] == accepted / drafted
 
 
 @pytest.mark.parametrize("beyond", [0, 1, CHUNK], ids=lambda n: f"border+{n}")
@@ -111,7 +92,7 @@ def test_chunk_borders(engine: VllmInstance, kind: str, beyond: int) -> None:
     assert_equal(hit, computed, known // CHUNK * CHUNK)
 
 
-@pytest.mark.parametrize("kind", params(["eagle", "draft_model"]), indirect=True)
+@pytest.mark.parametrize("kind", some_soak(["eagle", "draft_model"], EVERY_TIME), indirect=True)
 def test_all_but_the_last_token_is_transferred(engine: VllmInstance) -> None:
     for length in (2, 127, 129, 300, 3001):
         assert_handed_over(engine, length, length)

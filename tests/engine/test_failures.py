@@ -10,12 +10,10 @@ import pytest
 from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import StartInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import kv_transfer
+from tests.support.engines.settings import kv_transfer, random_prompt
 from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.planted import PlantedError
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
-from tests.support.redis.values import value_names
+from tests.support.redis.servers import Server, value_names
 
 
 def fail_a_step(probe: EngineProbe, prompt: list[int], call: str) -> Served:

@@ -6,39 +6,36 @@ take several steps, so that windows free blocks before the prompt ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, forget, tiered_of, wait_for_writes
+from tests.engine.conftest import some_soak
+from tests.support.engines.calls import (
+    assert_handed_over,
+    check_integrity,
+    forget,
+    tiered_of,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
-from tests.support.engines.transfers import assert_handed_over
 from tests.support.engines.updates import weights_name
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
 
 BLOCK_SIZE = 128
 LEAST = 1100  # tokens of most prompts: past the window, and not at its border
-EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")  # an engine takes 15 seconds to start
+EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")
 HANDED_OVER = ("gemma3 5:1", "gemma4", "gpt-oss", "llama4")
 
 
-def params(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak) for name in names
-    ]
-
-
-@pytest.fixture(scope="module", params=params(FAMILIES))
+@pytest.fixture(scope="module", params=some_soak(FAMILIES, EVERY_TIME))
 def family(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if needs := FAMILIES[name].needs:
@@ -154,7 +151,7 @@ def test_chunks_load_from_valkey(one: VllmInstance, end: int, beyond: int) -> No
     one.call(check_integrity)
 
 
-@pytest.mark.parametrize("family", params(HANDED_OVER), indirect=True)
+@pytest.mark.parametrize("family", some_soak(HANDED_OVER, EVERY_TIME), indirect=True)
 def test_all_but_the_last_token_is_transferred(one: VllmInstance) -> None:
     for length in (2, 127, 129, 300, 3001):
         assert_handed_over(one, length, length)

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.conftest import some_soak
 from tests.support.engines.calls import check_integrity, prepare_pipeline
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    kv_transfer,
+    random_prompt,
+    together,
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 EVERY_TIME = ("one rank", "two ranks")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak) for name in ENGINES
-    ],
-)
+@pytest.fixture(scope="module", params=some_soak(ENGINES, EVERY_TIME))
 def instance(start: StartInstance, request: pytest.FixtureRequest) -> Iterator[VllmInstance]:
     transfer = kv_transfer(cpu_gib=0.02)  # 20 chunks in all ranks
     if request.param == "in MultiConnector":

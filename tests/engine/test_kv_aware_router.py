@@ -14,11 +14,9 @@ import pytest
 
 from examples.tiny_model import ModelShape
 from tests.support.engines.api_server import SERVED_MODEL, ApiServer, running_api
-from tests.support.engines.ports import free_ports
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt
 from tests.support.engines.vllm_router import BINARY, running_router
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import Server, free_ports
 
 BLOCK_SIZE = 32
 # vLLM's own cache has room for four of each server's conversations.

@@ -17,14 +17,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, add, ask
 from tests.support.engines.calls import check_integrity, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.p2p_engines import Ask, add, ask
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    PATIENT,
+    kv_transfer,
+    random_prompt,
+)
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
@@ -121,12 +125,6 @@ def adapted(
 
 def adapter_ask(seed: int, path: Path, number: int, name: str = "mine") -> Ask:
     return Ask("", random_prompt(seed, 700), lora=(name, number, str(path)))
-
-
-def add_lora(probe: EngineProbe, name: str, number: int, path: str) -> None:
-    from vllm.lora.request import LoRARequest
-
-    assert probe.engine.add_lora(LoRARequest(name, number, path))
 
 
 def test_another_process_hits_an_adapter_at_once(

@@ -14,13 +14,11 @@ import pytest
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.plans import StoreJob
 from lmcache_connector.worker.job_queue import QueuedJob
-from tests.support.engines.api_server import running_api
+from tests.support.engines.api_server import check_pauses, running_api
 from tests.support.engines.calls import check_integrity, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
-from tests.support.engines.pauses import check_pauses
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt, together
 from tests.support.redis.servers import Server, free_port
 
 NUM_TOKENS = 1300

@@ -15,13 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines.asks import Answer, Ask, ask, prefill
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred, running_nixl
+from tests.support.engines.p2p_engines import (
+    Answer,
+    Ask,
+    ask,
+    nixl_transfer,
+    nixl_transferred,
+    prefill,
+    running_nixl,
+)
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt, together
 from tests.support.redis.servers import Server
 
 pytestmark = pytest.mark.skipif(

@@ -13,9 +13,13 @@ import pytest
 from examples.tiny_model import ModelShape, build_tiny_model
 from tests.support.engines.calls import abort_after, check_integrity, stored_on_ranks
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    PATIENT,
+    kv_transfer,
+    random_prompt,
+)
 
 LIMITS = PATIENT
 

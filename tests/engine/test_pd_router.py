@@ -13,10 +13,9 @@ import pytest
 
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.p2p_engines import kv_transfer
-from tests.support.engines.ports import free_ports
+from tests.support.engines.settings import random_prompt
 from tests.support.engines.vllm_router import BINARY, running_router
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import free_port
+from tests.support.redis.servers import free_port, free_ports
 
 pytestmark = [
     pytest.mark.soak,

@@ -10,13 +10,11 @@ from itertools import count
 import pytest
 import torch
 
+from tests.support.clock import within
 from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.ports import free_ports
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
-from tests.support.waits import within
+from tests.support.engines.settings import CHUNK_SIZE, PATIENT, kv_transfer, random_prompt
+from tests.support.redis.servers import free_ports
 
 LIMITS = PATIENT
 

@@ -22,11 +22,9 @@ from lmcache_connector.cli.app import app
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.dashboard import used_metrics
-from tests.support.engines.api_server import ApiServer, running_api
-from tests.support.engines.audits import build_retrained_model
-from tests.support.engines.pauses import check_pauses
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.prompts import random_prompt
+from tests.support.engines.api_server import ApiServer, check_pauses, running_api
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.engines.updates import build_retrained_model
 from tests.support.redis.servers import Server
 
 # Room for about 50 chunks: the other prompts evict one, which then comes from Redis.

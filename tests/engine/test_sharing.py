@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, chunk_keys, prepare_pipeline
+from tests.support.clock import wait_until
+from tests.support.engines.calls import (
+    assert_handed_over,
+    check_integrity,
+    chunk_keys,
+    prepare_pipeline,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.transfers import assert_handed_over
+from tests.support.engines.settings import CHUNK_SIZE, PATIENT, kv_transfer, random_prompt
 from tests.support.engines.updates import move_weights, weights_name
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
-from tests.support.redis.values import values_of
-from tests.support.waits import wait_until
+from tests.support.redis.servers import Server, values_of
 
 LIMITS = PATIENT
 NUM_HEADS = 4

@@ -12,25 +12,27 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, draft_counts, forget, wait_for_writes
+from tests.engine.conftest import some_soak
+from tests.support.clock import within
+from tests.support.engines.calls import (
+    check_integrity,
+    draft_counts,
+    forget,
+    served_with_drafts,
+    wait_for_writes,
+)
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.interpreted import copy_states_without_a_gpu
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.settings import PATIENT, random_prompt, tiered_transfer
 from tests.support.engines.tiny_drafters import BESIDE_STATES, build_states_with_drafts
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.waits import within
 
 ANSWER = 24
-EVERY_TIME, *OTHERS = BESIDE_STATES
 
 
-@pytest.fixture(
-    scope="module", params=[EVERY_TIME, *(pytest.param(m, marks=pytest.mark.soak) for m in OTHERS)]
-)
+@pytest.fixture(scope="module", params=some_soak(BESIDE_STATES, BESIDE_STATES[:1]))
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -83,13 +85,8 @@ def block_size_of(probe: Any) -> int:
     return int(probe.scheduler.block_size)
 
 
-def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = ANSWER) -> tuple[Served, Any]:
-    """And how many drafts were made, and accepted."""
-    before = engine.call(draft_counts)
-    served = engine.serve(prompt, max_tokens)
-    drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
-    print(f"accepted {accepted} of {drafted} after {served.external_hit_tokens} loaded tokens")
-    return served, (drafted, accepted)
+def serve(engine: VllmInstance, prompt: list[int]) -> tuple[Served, tuple[int, int]]:
+    return served_with_drafts(engine, prompt, ANSWER)
 
 
 def assert_equal(hit: tuple[Served, Any], cold: tuple[Served, Any], end: int) -> None:

@@ -12,15 +12,21 @@ import pytest
 import torch
 
 from examples.tiny_model import TINY
-from tests.support.engines.calls import check_integrity, forget, reset_everything, wait_for_writes
+from tests.support.engines.calls import (
+    CONSUMED,
+    assert_handed_over,
+    check_integrity,
+    forget,
+    produced,
+    reset_everything,
+    transfer,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import differences
+from tests.support.engines.kv_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.engines.transfers import CONSUMED, assert_handed_over, produced, transfer
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
-from tests.support.redis.values import value_names, wait_for_values
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.redis.servers import Server, value_names, wait_for_values
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,14 @@ import pytest
 from tests.support import ROOT
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server, running_valkey
-from tests.support.redis.values import value_names, wait_for_values
+from tests.support.engines.settings import (
+    BLOCK_SIZE,
+    CHUNK_SIZE,
+    PATIENT,
+    kv_transfer,
+    random_prompt,
+)
+from tests.support.redis.servers import Server, running_valkey, value_names, wait_for_values
 
 LIMITS = PATIENT
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.audits import build_other_layers
 from tests.support.engines.calls import check_integrity, forget, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.settings import CHUNK_SIZE, PATIENT, kv_transfer, random_prompt
 from tests.support.engines.updates import (
     accept_updates,
+    build_other_layers,
     flip_one_bit,
     load_rows,
     move_weights,
@@ -24,8 +24,6 @@ from tests.support.engines.updates import (
     update_under_load,
     weights_name,
 )
-from tests.support.limits import PATIENT
-from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 LIMITS = PATIENT
@@ -138,9 +136,7 @@ def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
         check_hit_of_now(engine, prompt)
 
 
-def test_an_update_during_a_load_from_redis_leaves_no_old_kv(
-    engine: VllmInstance, valkey: Server
-) -> None:
+def test_an_update_during_a_load_from_redis_leaves_no_old_kv(engine: VllmInstance) -> None:
     prompt = random_prompt(30, NUM_TOKENS)
     engine.serve(prompt)
     engine.call(wait_for_writes)

@@ -21,10 +21,10 @@ from lmcache_connector.cli.target import connector_config
 from lmcache_connector.storage.redis.client.url import TopologyKind
 from lmcache_connector.vllm_compat.api.versions import VLLM_PACKAGE, text_of
 from tests.support import ROOT
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import get_all, open_tier, put_all
 from tests.support.redis.server_groups import certificates
 from tests.support.redis.servers import free_port
-from tests.support.waits import wait_until
 from tests.test_packaging import PACKAGED
 
 API_VERSION = "1.34"

@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.support.clock import wait_until
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
-from tests.support.waits import wait_until
 
 _IDLE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 _NUM_CHUNKS = 16

@@ -14,9 +14,8 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.integrations.settings import KEYS as SETTINGS
 from lmcache_connector.integrations.settings import TierSettings
 from tests.integrations.offloading import Instance, block_key, running_instance, tier_settings
-from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.redis.servers import Server
-from tests.support.redis.values import value_names
+from tests.support.redis.proxies import Fault, FaultProxy, Kind
+from tests.support.redis.servers import Server, value_names
 
 KEYS = [block_key(i) for i in range(8)]
 

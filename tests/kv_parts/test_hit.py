@@ -32,8 +32,6 @@ from lmcache_connector.kv_parts.hit import (
 from lmcache_connector.kv_parts.owners import Owners, Share
 from lmcache_connector.kv_parts.part import Part, Rule, parents_of_part, part_key
 
-FULL = Part(Rule.PREFIX, (0,), 4)
-
 
 def window(span: int, block_size: int = 4) -> Part:
     return Part(Rule.WINDOW, (1,), block_size, span)

@@ -26,7 +26,7 @@ from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import PENDING, Pending, StepWait
 from tests.lookup.test_background_lookup import GatedLookup
 from tests.support.clock import Clock
-from tests.support.measured import calibrate
+from tests.support.doubles.simulated_instance import calibrate
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.peers.dials import watched_dials
+from tests.support.peers import watched_dials
 
 
 @pytest.fixture(autouse=True)

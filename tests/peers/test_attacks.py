@@ -19,9 +19,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from tests.peers.test_server import dial, get, name, url
 from tests.peers.test_tier import at, reading, topology_of
-from tests.support.peers.chunks import CountedLease, HeldChunks, bit_by_bit, serving
-from tests.support.peers.dials import once_dialled
-from tests.support.peers.hosts import read
+from tests.support.peers import CountedLease, HeldChunks, bit_by_bit, once_dialled, read, serving
 from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
 
 BIG = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)  # 8 MiB a chunk, 4 MiB a value

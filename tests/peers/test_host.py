@@ -29,10 +29,9 @@ from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from tests.support.peers.chunks import HeldChunks, serving
-from tests.support.peers.hosts import CONFIG, name_of, topology
+from tests.support.clock import within
+from tests.support.peers import CONFIG, HeldChunks, name_of, serving, topology
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
-from tests.support.waits import within
 
 FOUND_SECONDS = 20.0
 """Two are enough; a busy machine may need more."""

@@ -26,10 +26,9 @@ from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from tests.support.peers.chunks import HeldChunks, serving
-from tests.support.peers.hosts import CONFIG, name_of, read, topology
+from tests.support.clock import within
+from tests.support.peers import CONFIG, HeldChunks, name_of, read, serving, topology
 from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
-from tests.support.waits import within
 
 FOUND_SECONDS = 20.0
 PLAN = ValuePlan(CONFIG, PARTS)

@@ -23,7 +23,7 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.clock import Clock
 from tests.support.engines.strangers import SAYINGS, memory_of, talk
-from tests.support.peers.chunks import HeldChunks, bit_by_bit, serving
+from tests.support.peers import HeldChunks, bit_by_bit, serving
 from tests.support.redis.chunks import GEOMETRY, chunk_data, chunk_key, config, get_all, open_tier
 
 NUM_CHUNKS = 6

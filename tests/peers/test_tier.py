@@ -31,11 +31,7 @@ from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, awai
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult
 from tests.support.clock import Clock
-from tests.support.engines.ports import free_ports
-from tests.support.peers.chunks import HeldChunks, serving
-from tests.support.peers.dials import once_dialled
-from tests.support.peers.held_replies import HeldReplies
-from tests.support.peers.hosts import read
+from tests.support.peers import HeldChunks, once_dialled, read, serving
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -45,7 +41,8 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.servers import Server
+from tests.support.redis.proxies import HeldReplies
+from tests.support.redis.servers import Server, free_ports
 
 OWN = Greeting(1, "the-reader")
 

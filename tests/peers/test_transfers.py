@@ -22,11 +22,10 @@ from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import TransferUpdate
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from tests.support.clock import Clock
-from tests.support.engines.ports import free_ports
-from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.clock import Clock, within
+from tests.support.peers import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
-from tests.support.waits import within
+from tests.support.redis.servers import free_ports
 
 KEYS = tuple(map(chunk_key, range(6)))
 NUM_HELD = 4

@@ -13,8 +13,8 @@ from lmcache_connector.plans import PeerSource, Tier, WeightsInMemory
 from tests.support.clock import Clock
 from tests.support.doubles.lives import CHUNK, calm, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_parts import SteppedAnswer
 from tests.support.doubles.shadow_worker import Faults
-from tests.support.doubles.stepped_lookup import SteppedAnswer
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
@@ -130,11 +130,13 @@ def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
     assert steps["kv_both"] <= steps["kv_producer"]
 
 
+@pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
-    model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool, num_steps: int
 ) -> None:
-    """Otherwise the prompt would be computed that the instance has half of."""
+    """Otherwise the prompt would be computed that the instance has half of. Redis answers after
+    ``num_steps`` steps: later than the instance."""
     engine = calm(model, Shape(redis=True, num_blocks=100))
     adapter, costs = engine.adapter, engine.adapter.policy.model
     costs.mode = "auto"
@@ -142,12 +144,14 @@ def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
         costs.observe_prefill(4096, context, 4.096)
     costs.tiers[Tier.REDIS].arrived(0.0, 1 << 20, 1000.0 if is_slow else 1e-3)
     lookup = adapter.hits.lookup
-    monkeypatch.setattr(lookup, "submit", lambda keys: SteppedAnswer(frozenset(keys), 0))
+    monkeypatch.setattr(lookup, "submit", lambda keys: SteppedAnswer(frozenset(keys), num_steps))
     request = engine.requests[engine.add(prompt(1, 8 * CHUNK + 1), max_tokens=1)]
     state = adapter.book.get(request.request_id)
     assert state is not None
     state.source = PeerSource("127.0.0.1", 1, 1, is_trusted=True)
     state.lookup.offered_keys = frozenset(state.keys.keys[:4])
+    for _ in range(num_steps):
+        assert adapter.get_num_new_matched_tokens(request, 0) == (None, False)
     num_chunks = 4 if is_slow else 8
     assert adapter.get_num_new_matched_tokens(request, 0) == (num_chunks * CHUNK, True)
     assert (state.source is None) is not is_slow

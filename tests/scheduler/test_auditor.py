@@ -13,8 +13,8 @@ import pytest
 
 from lmcache_connector.plans import AuditJob
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
-from tests.support.doubles.shadow_cells import Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_memory import Image
 from tests.support.doubles.shadow_worker import Faults
 
 FIRST = Shape(audit_share=1e-9, num_blocks=40)

@@ -12,9 +12,8 @@ import pytest
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
 from tests.support.clock import Clock
-from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, VOCABULARY
 from tests.support.doubles.shadow_worker import Faults
 
 SCARCE = Shape(num_blocks=40, groups=("full", "w32"), tier_chunks=1000, prefix_caching=False)

@@ -11,9 +11,8 @@ import pytest
 
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
-from tests.support.doubles.shadow_cells import Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, Image
 from tests.support.doubles.shadow_worker import Faults
 
 PROMPT = prompt(5, 4 * BLOCK_SIZE + 1)

@@ -18,9 +18,8 @@ from tests.support.clock import Clock
 from tests.support.costs import product_frames
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
-from tests.support.doubles.shadow_cells import VOCABULARY
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, VOCABULARY
 from tests.support.doubles.shadow_worker import Faults
 
 MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))

@@ -42,10 +42,10 @@ from tests.simulation.rank import (
     Rank,
     Shape,
     Step,
+    Weights,
     config_of,
     kv_cache_config,
 )
-from tests.simulation.weights import Weights
 from tests.support.engine_core import merged, sampled, sampling
 from tests.support.integrity import check_scheduler_side
 from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler

@@ -109,10 +109,6 @@ class CpuTier:
         self.cpu_lock = stdlib.Lock()
         self.cache_policy: Any = None
 
-    def contains(self, key: Any, pin: bool = False) -> bool:
-        with self.cpu_lock:
-            return key in self.hot_cache
-
     def submit_put_task(
         self, key: Any, chunk: Chunk, on_complete_callback: Callable[[Any], None] | None = None
     ) -> None:

@@ -51,7 +51,6 @@ def deploy(kernel: Kernel, network: Network) -> Deployment:
             kernel,
             network,
             (f"redis{i}", 6379 + i),
-            max_bytes=chance.choice([1 << 40, 1 << 20]),
             password=b"word" if kind == "sentinel" else None,
         )
         for i in range({"single": 1, "cluster": 3, "sentinel": 2}[kind])
@@ -82,8 +81,6 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
         servers[0].cluster.spread()
     elif odd == "slow node":
         deployment.slow = servers[2]
-        for server in servers:  # what is not there was not written
-            server.max_bytes = 1 << 40
         network.paths[servers[2].address] = Path(bytes_per_second=SLOW_BYTES_PER_SECOND)
     return deployment
 

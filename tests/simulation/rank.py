@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.worker_base import WorkerBase
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.retention.ledger import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
 from tests.simulation.setup import ONE_HEAD
-from tests.simulation.weights import Weights, Worker
-from tests.support.memory import empty
+from tests.support.integrity import empty
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32
@@ -87,6 +88,35 @@ class Step:
     passes: list[Pass]
     tables: dict[str, list[int]]
     needs_loads: bool = False
+
+
+class Weights:
+    """KV follows from them: ``version`` is what cells begin with. Versions above 0 came by an
+    update, followed by a reset."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.model = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        self.load(0)
+
+    def load(self, version: int) -> None:
+        """Other ones, or the same again, unseen by the connector. A reset of the cache follows."""
+        self.version = version
+        self.model.weight.fill_(version)
+
+
+class Worker(WorkerBase):
+    """Initialises a connector's worker side, as vLLM's worker does."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.model_runner: Any = SimpleNamespace()
+        self._model = weights.model
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
+
+    def initialize(self, connector: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+        connector.register_kv_caches(kv_caches)
 
 
 class Rank:

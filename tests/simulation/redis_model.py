@@ -1,4 +1,4 @@
-"""A small model of Redis servers: the commands the tier uses, expiry, eviction, clusters, restarts.
+"""A small model of Redis servers: the commands the tier uses, expiry, clusters, restarts.
 
 `test_redis_model.py` compares its answers with those of a real server.
 """
@@ -18,8 +18,6 @@ _NUM_SLOTS = 16384
 _SECONDS_PER_COMMAND = 5e-6
 _SECONDS_PER_BYTE = 2e-10
 _WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
-_OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
-_SYNTAX = b"-ERR syntax error\r\n"
 _OF_ONE_KEY = {b"GET", b"GETEX", b"SET", b"STRLEN", b"PEXPIRE"}
 _WRITES = {b"SET", b"PEXPIRE", b"GETEX"}
 
@@ -92,8 +90,6 @@ class RedisModel:
     kernel: Kernel
     network: Network
     address: Address
-    max_bytes: int = 1 << 40
-    evicts: bool = True
     cluster: Cluster | None = None
     is_frozen: bool = False
     is_loading: bool = False
@@ -133,10 +129,6 @@ class RedisModel:
         """Of what has not expired."""
         self._expire()
         return list(self.entries)
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(len(name) + len(e.value) + 64 for name, e in self.entries.items())
 
     # -- Service -------------------------------------------------------------------------------
 
@@ -213,13 +205,6 @@ class RedisModel:
         ]:
             del self.entries[name]
 
-    def _make_room(self, num_bytes: int) -> bool:
-        while self.entries and self.used_bytes + num_bytes > self.max_bytes:
-            if not self.evicts:
-                return False
-            del self.entries[self.kernel.chance.choice(list(self.entries))]
-        return self.used_bytes + num_bytes <= self.max_bytes
-
     def do_get(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
@@ -235,11 +220,7 @@ class RedisModel:
         return reply
 
     def do_set(self, session: Session, args: Sequence[bytes]) -> bytes:
-        name, value, *options = args
-        if options and (len(options) != 2 or options[0] != b"PX"):
-            return _SYNTAX
-        if not self._make_room(len(name) + len(value) + 64):
-            return _OOM
+        name, value, *options = args  # PX and milliseconds, or none
         expires_at = self.kernel.now + int(options[1]) / 1000 if options else None
         self.entries[name] = Entry(value, expires_at=expires_at)
         return b"+OK\r\n"
@@ -260,17 +241,11 @@ class RedisModel:
         return b":1\r\n"
 
     def _keep_for(self, name: bytes, milliseconds: int) -> None:
-        if milliseconds <= 0:
-            del self.entries[name]
-            return
         expires_at = self.kernel.now + milliseconds / 1000
         self.entries[name] = replace(self.entries[name], expires_at=expires_at)
 
     def do_info(self, session: Session, args: Sequence[bytes]) -> bytes:
-        policy = b"allkeys-lru" if self.evicts else b"noeviction"
-        limit = 0 if self.max_bytes >= 1 << 40 else self.max_bytes
-        text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
-        return _bulk(text % (self.used_bytes, limit, policy))
+        return _bulk(b"# Memory\r\nmaxmemory:0\r\nmaxmemory_policy:allkeys-lru\r\n")
 
     def do_auth(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.password is None:

@@ -27,10 +27,9 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.plan import Client, deploy, draw_plan
-from tests.simulation.rank import PEER_PORT
+from tests.simulation.rank import PEER_PORT, Weights
 from tests.simulation.recovery import Recovery
 from tests.simulation.stdlib import RUNTIME
-from tests.simulation.weights import Weights
 
 _MAX_SECONDS = 1200.0  # of one world, simulated
 _START_SECONDS = 30.0

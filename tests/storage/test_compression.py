@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmcache_connector.storage.chunk_codec import DTYPE_CODES, InvalidValueError, ValueFault
 from lmcache_connector.storage.compression import compress, decompress
-from tests.support.kv_bytes import bfloat16_bytes
+from tests.support.redis.chunks import bfloat16_bytes
 
 PAYLOAD = bfloat16_bytes(1, 48 << 10)
 

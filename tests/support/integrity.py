@@ -1,4 +1,4 @@
-"""What must be left of requests on the scheduler side once all are gone: nothing."""
+"""The insides of a scheduler side and of a CPU tier: what no user of them reaches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lmcache_connector.scheduler.scheduler import Scheduler
+if TYPE_CHECKING:  # vLLM cannot start once lmcache has been imported
+    from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 
 
 def check_scheduler_side(side: Scheduler) -> None:
@@ -18,3 +20,9 @@ def check_scheduler_side(side: Scheduler) -> None:
     assert not side._ask_until, "vLLM is still to ask for a request again"
     assert not side._to_compute, "requests are still excluded from loads"
     assert len(side.transfers) == 0, "KV transfers have not ended"
+
+
+def empty(engine: LMCacheEngineAdapter) -> None:
+    """Remove all chunks, with events."""
+    for key in engine.cpu.all_keys():
+        engine.cpu.forget(key)

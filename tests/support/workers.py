@@ -18,7 +18,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter
-from tests.support.waits import wait_until
+from tests.support.clock import wait_until
 
 
 class FixedWeights(LoadedWeights):
@@ -51,7 +51,6 @@ class SteppedWorker:
     cache: dict[str, torch.Tensor]
     results: dict[int, JobResult] = field(default_factory=dict)
     events: list[CacheEvent] = field(default_factory=list)
-    redis_bytes: int = 0
 
     def __enter__(self) -> SteppedWorker:
         return self
@@ -68,7 +67,6 @@ class SteppedWorker:
         for report in reports:
             self.events += report.events
             self.results |= {result.job_id: result for result in report.results}
-            self.redis_bytes += sum(result.fetched_bytes for result in report.results)
         return reports
 
     def wait_for(self, job_id: int) -> JobResult:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
-from tests.support.engines.ports import free_ports
+from tests.support.redis.servers import free_ports
 
 Way = Callable[..., dict[str, Any]]
 """``(role, port, **settings)``: the JSON of ``--kv-transfer-config``."""

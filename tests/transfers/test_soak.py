@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, ask
 from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
-from tests.support.engines.ports import free_ports
-from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Ask, Engines, ask, running
+from tests.support.engines.settings import random_prompt
+from tests.support.redis.servers import Server, free_ports
 from tests.transfers.conftest import Way
 from tests.transfers.test_transfers import BLOCK, check, missing_blocks
 

@@ -15,14 +15,24 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import ModelShape
-from tests.support.engines.asks import Answer, Ask, add, ask, ask_all, prefill
 from tests.support.engines.calls import check_integrity, forget
-from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, log_stats, metrics
+from tests.support.engines.p2p_engines import (
+    NOTICED_SECONDS,
+    Answer,
+    Ask,
+    Engines,
+    add,
+    ask,
+    ask_all,
+    log_stats,
+    metrics,
+    prefill,
+)
 from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import random_prompt
 from tests.support.engines.strangers import SAYINGS, cpu_seconds_of, memory_of, ports_of, talk
 from tests.support.engines.updates import load_rows, move_weights
-from tests.support.prompts import random_prompt
-from tests.support.redis.fault_proxy import Direction, FaultProxy
+from tests.support.redis.proxies import Direction, FaultProxy
 
 BLOCK = 128
 WANTS: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}

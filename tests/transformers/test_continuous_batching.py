@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.transformers.continuous_batching import TieredBatching
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 from tests.support.redis.servers import Server
 
 PAGE, CHUNK = 32, 128

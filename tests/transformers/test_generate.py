@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Mist
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.transformers import KVTiers, TieredCache
+from tests.support.clock import within
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.waits import within
 
 CHUNK = 128
 SMALL = {"cpu_gib": 0.05, "compute_or_load": "always"}

@@ -1,4 +1,5 @@
-"""Every field of vLLM's configuration is excused with a reason, or part of the key.
+"""Every field of vLLM's configuration is excused with a reason, or part of the key. Versions that
+compute the same KV have the same keys, and those of 0.32 stay what they are.
 
 Fields are changed one by one on a real configuration, to a value that vLLM itself would not take:
 what counts is whether the change can be told.
@@ -25,11 +26,15 @@ from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERA
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from examples.tiny_model import TINY, build_tiny_model
-from lmcache_connector.vllm_compat.identity import configuration_digests
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.vllm_compat.identity import configuration_digests, fingerprint
 from lmcache_connector.vllm_compat.identity_tables import (
     CONDITIONALLY_IGNORED,
     INDEPENDENT_OF_LENGTH,
     NOT_PART_OF_IDENTITY,
+    OTHERS_HAVE,
+    OTHERS_LACK,
+    same_form,
 )
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
@@ -148,3 +153,54 @@ def test_rotary_embeddings_that_use_the_length_are_known() -> None:
     folder = Path(vllm_models.__path__[0]).parent / "layers" / "rotary_embedding"
     using = [file.name for file in folder.glob("*.py") if "max_model_len" in file.read_text()]
     assert using == ["phi3_long_rope_scaled_rope.py"]
+
+
+# -- between versions ------------------------------------------------------------------------------
+
+# Of the tiny model, in every version of vLLM that this release names. A change of these bytes is a
+# change of format: nothing that was stored before is ever found again.
+FINGERPRINT = "e93e616e6bd00196ad54c20d637999f87b1aacd3a512e38344f0eea1d7bcd0f4"
+CHUNK_KEY = "fd4e76de825d63bcaa1cff7114519e425fe834c4aa310b0172a6efdf6959e47d"
+
+
+def first_key(configuration: dict[str, str]) -> str:
+    root = {"namespace": "default", "weights": "w", "configuration": configuration}
+    return PrefixHasher(root, 128, None).root_key({}).hex()
+
+
+def test_keys_are_what_they_were(model: Path) -> None:
+    found = configuration_digests(vllm_config(model), kv_cache(), ["a packing"])
+    assert (fingerprint(found), first_key(found)) == (FINGERPRINT, CHUNK_KEY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("vllm.config.cache.CacheConfig", "user_specified_mamba_block_size", False),
+        ("vllm.v1.kv_cache_interface.FullAttentionSpec", "is_draft", False),
+        ("vllm.v1.kv_cache_interface.SlidingWindowSpec", "is_draft", False),
+        ("vllm.model_executor.models.registry._ModelInfo", "supports_lora", True),
+    ],
+)
+def test_a_field_that_changes_nothing_is_left_out(kind: str, field: str, value: object) -> None:
+    assert same_form([{"is": kind, field: value}]) == same_form([{"is": kind}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("vllm.config.cache.CacheConfig", "user_specified_mamba_block_size", True),
+        ("vllm.config.cache.CacheConfig", "user_specified_mamba_block_size", 0),
+        ("vllm.v1.kv_cache_interface.FullAttentionSpec", "is_draft", True),
+        ("somebodys.CacheConfig", "user_specified_mamba_block_size", False),
+        ("vllm.config.cache.CacheConfig", "something_new", False),
+    ],
+)
+def test_any_other_keeps_versions_apart(kind: str, field: str, value: object) -> None:
+    form = {"is": kind, field: value}
+    assert same_form(form) == form
+
+
+def test_the_tables_do_not_contradict_each_other() -> None:
+    for name, fields in OTHERS_LACK.items():
+        assert not fields.keys() & OTHERS_HAVE.get(name, {}).keys()

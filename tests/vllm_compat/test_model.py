@@ -19,7 +19,6 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -96,9 +95,6 @@ def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path
 SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
 
 
-LATENT = SHAPE | {"num_kv_heads": 1, "head_size": 576}
-
-
 def window(span: int = 64, **sizes: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(sliding_window=span, **SHAPE | sizes)
 
@@ -111,13 +107,6 @@ def grouped(specs: Sequence[Any]) -> KVCacheConfig:
     """Layers with these specs in model order, as vLLM groups them."""
     named = {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate(specs)}
     groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(named))
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def uniform(specs: dict[str, Any]) -> KVCacheConfig:
-    """Layers of specs that differ in size, in one group."""
-    found = UniformTypeKVCacheSpecs.from_specs(specs)
-    groups = [KVCacheGroupSpec(list(specs), found)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

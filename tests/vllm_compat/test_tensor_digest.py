@@ -15,8 +15,6 @@ from lmcache_connector.vllm_compat.tensor_digest import (
     tensor_digest,
 )
 
-elements = st.binary(min_size=1, max_size=200).map(list)
-
 
 class Model(nn.Module):
     def __init__(self, **tensors: torch.Tensor) -> None:

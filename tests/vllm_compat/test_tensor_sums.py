@@ -11,7 +11,7 @@ from tests.support.triton import run_python
 REHEARSAL = """
 import torch
 from lmcache_connector.vllm_compat.tensor_sums import sums_digest
-from tests.support.doubles.reference_sums import reference_sums
+from tests.vllm_compat.test_tensor_sums import reference_sums
 draw = torch.Generator().manual_seed(1)
 count = 0
 for size in (1, 3, 4, 5, 127, 8191 * 4, 8192 * 4, 8192 * 4 + 1, 3 * 8192 * 4 + 7):
@@ -39,6 +39,23 @@ print(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
 """
 
 
+def reference_sums(data: bytes) -> bytes:
+    """What ``sums_digest`` returns for these bytes, in numpy."""
+    from lmcache_connector.vllm_compat.tensor_sums import STEPS
+
+    num_whole = len(data) // 4 * 4
+    words = np.frombuffer(data[:num_whole], dtype="<u4").astype(np.uint64)
+    at = np.arange(1, len(words) + 1, dtype=np.uint64)
+    sums = []
+    with np.errstate(over="ignore"):
+        for step in STEPS:
+            z = words + at * np.uint64(step)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            sums.append((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+    return np.array(sums, dtype="<u8").tobytes() + data[num_whole:]
+
+
 def test_the_kernel_sums_as_numpy_does() -> None:
     assert int(run_python("-c", REHEARSAL, TRITON_INTERPRET="1").split()[-1]) == 13
 
@@ -51,8 +68,6 @@ def test_the_kernel_compiles_for_gpus(capability: str, tmp_path: object) -> None
 
 def test_the_sums_know_every_word_and_its_place() -> None:
     pytest.importorskip("triton", reason="runs where Triton is installed")
-    from tests.support.doubles.reference_sums import reference_sums
-
     words = np.arange(1000, dtype="<u4")
     found = {reference_sums(words.tobytes()), reference_sums(words[:-1].tobytes())}
     for change in range(32):
@@ -70,7 +85,6 @@ def test_the_sums_know_every_word_and_its_place() -> None:
 @pytest.mark.parametrize("size", [1, 4, 5, 8192 * 4 + 3, (1 << 28) + 2])
 def test_a_device_sums_as_numpy_does(size: int) -> None:
     from lmcache_connector.vllm_compat.tensor_digest import tensor_digest
-    from tests.support.doubles.reference_sums import reference_sums
 
     draw = torch.Generator(device="cuda").manual_seed(size)
     data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=draw)

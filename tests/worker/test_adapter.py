@@ -37,13 +37,12 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.redis_writes import Pace
+from tests.support.clock import wait_until, within
 from tests.support.costs import product_frames
-from tests.support.jobs import load_job, store_job
-from tests.support.parts import one_part, tier_config
+from tests.support.jobs import load_job, one_part, store_job, tier_config
 from tests.support.redis.servers import Server, free_port, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.vllm_configs import vllm_config
-from tests.support.waits import wait_until, within
 from tests.support.workers import FixedWeights, SteppedWorker
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head

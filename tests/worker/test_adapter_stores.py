@@ -13,8 +13,7 @@ from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
-from tests.support.jobs import store_job
-from tests.support.parts import one_part, tier_config
+from tests.support.jobs import one_part, store_job, tier_config
 from tests.support.workers import FixedWeights, SteppedWorker
 
 GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")

@@ -20,9 +20,8 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.build import loads_in_step
 from lmcache_connector.worker.lmcache_start import RankSettings
-from tests.support.jobs import at_once, load_job, store_job
-from tests.support.memory import empty
-from tests.support.parts import one_part, tier_config
+from tests.support.integrity import empty
+from tests.support.jobs import at_once, load_job, one_part, store_job, tier_config
 from tests.support.redis.servers import Server
 from tests.support.vllm_configs import vllm_config
 from tests.support.workers import FixedWeights

@@ -24,11 +24,10 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
-from tests.support.memory import empty
-from tests.support.parts import one_part, tier_config
-from tests.support.peers.chunks import serving
-from tests.support.peers.hosts import CONFIG, name_of, topology
-from tests.support.waits import within
+from tests.support.clock import within
+from tests.support.integrity import empty
+from tests.support.jobs import one_part, tier_config
+from tests.support.peers import CONFIG, name_of, serving, topology
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))

@@ -11,10 +11,9 @@ import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse, StepPlan
 from lmcache_connector.worker.redis_writes import Offers, Pace, RedisWrites
+from tests.support.clock import wait_until
 from tests.support.jobs import store_job
-from tests.support.redis.servers import Server, running_valkey
-from tests.support.redis.values import value_names
-from tests.support.waits import wait_until
+from tests.support.redis.servers import Server, running_valkey, value_names
 from tests.support.workers import SteppedWorker
 from tests.worker.test_adapter import KEYS, LONG, make_instance
 

@@ -19,8 +19,7 @@ from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.self_test import store_sample
-from tests.support.peers.chunks import serving
-from tests.support.peers.hosts import CONFIG, name_of
+from tests.support.peers import CONFIG, name_of, serving
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key
 
 PARTS = PartGeometries((GEOMETRY,))

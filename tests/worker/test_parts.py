@@ -35,7 +35,7 @@ from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.lmcache_engine import RunTransfer
 from lmcache_connector.worker.lmcache_start import RankSettings
-from tests.support.parts import tier_config
+from tests.support.jobs import tier_config
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
 

@@ -14,9 +14,9 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_readers import ReadResult
 from lmcache_connector.storage.redis.write_queue import OnDone
 from lmcache_connector.worker.redis_probe import RedisProbe
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.servers import Server
-from tests.support.waits import wait_until
 
 NUM_CHUNKS = 8
 

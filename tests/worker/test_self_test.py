@@ -18,7 +18,7 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.self_test import SelfTestError, SelfTestResult, run_self_test
-from tests.support.parts import one_part, tier_config
+from tests.support.jobs import one_part, tier_config
 
 LAYERS, HEADS, BLOCK_SIZE, CONTENT, CHUNK, NUM_BLOCKS = 2, 2, 32, 48, 64, 5
 GEOMETRY = ChunkGeometry(CHUNK, 0, (CONTENT,) * LAYERS, tuple(range(HEADS)), HEADS, "uint8")

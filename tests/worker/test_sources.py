@@ -20,9 +20,9 @@ from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.worker import lmcache_engine
-from tests.support.engines.ports import free_ports
-from tests.support.peers.chunks import serving
-from tests.support.waits import within
+from tests.support.clock import within
+from tests.support.peers import serving
+from tests.support.redis.servers import free_ports
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key, one_copier
 
 PARTS = PartGeometries((GEOMETRY,))

@@ -23,8 +23,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
-from tests.support.jobs import load_job, store_job
-from tests.support.parts import one_part, tier_config
+from tests.support.jobs import load_job, one_part, store_job, tier_config
 from tests.support.redis.servers import Server
 from tests.support.workers import FixedWeights, SteppedWorker
 
@@ -34,7 +33,6 @@ GEOMETRY = ChunkGeometry(2 * BLOCK_SIZE, 0, (WIDTH,), (0,), 1, "bfloat16")
 KEY = b"k" * 32
 STORE = store_job(1, "r", (KEY,), ((0, 1),))
 LOAD = load_job(2, "s", (KEY,), ((4, 5),), deadline_seconds=LONG)
-IDLE = StepPlan(idle=True)
 
 
 @dataclass

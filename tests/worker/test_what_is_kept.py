@@ -31,9 +31,8 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import by_tier
-from tests.support.jobs import at_once
-from tests.support.memory import empty
-from tests.support.parts import one_part, tier_config
+from tests.support.integrity import empty
+from tests.support.jobs import at_once, one_part, tier_config
 from tests.support.redis.servers import Server
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,) * 2, (0, 1), 2, "uint8")  # half a MiB a chunk

@@ -19,6 +19,7 @@ from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag
+from tests.support.clock import wait_until, within
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -30,11 +31,10 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind
+from tests.support.redis.proxies import Direction, Fault, FaultProxy, Kind
 from tests.support.redis.server_groups import running_cluster
 from tests.support.redis.servers import Server, running_server
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
-from tests.support.waits import wait_until, within
 
 DEADLINE_SECONDS = 0.5
 GRACE_SECONDS = 5.0

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support.peers.held_replies import HeldReplies
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
+from tests.support.redis.proxies import HeldReplies
 from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
-from tests.support.waits import wait_until
 
 
 @contextmanager

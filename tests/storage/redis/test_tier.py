@@ -18,6 +18,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -31,7 +32,6 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.servers import Server, running_server
-from tests.support.waits import wait_until
 
 
 @pytest.fixture(params=["tcp", "unix"])

@@ -15,6 +15,7 @@ from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import (
     PARTS,
     Ends,
@@ -37,7 +38,6 @@ from tests.support.redis.server_groups import (
     running_tls_server,
 )
 from tests.support.redis.servers import Server, running_server
-from tests.support.waits import wait_until
 
 
 def holds(tier: RedisTier, indices: range | list[int]) -> bool:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.doubles.foreign_connector import Arrival, Offer
-from tests.support.doubles.shadow_cells import VOCABULARY, Image
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, VOCABULARY, Image
 from tests.support.doubles.shadow_worker import Faults
 
 CHUNK = 2 * BLOCK_SIZE

@@ -43,19 +43,25 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
-from tests.support.doubles.shadow_cells import (
+from tests.support.doubles.shadow_config import Shape, build_scheduler
+from tests.support.doubles.shadow_memory import (
+    BLOCK_SIZE,
     VOCABULARY,
+    Cells,
+    ForeignWork,
     Image,
     Source,
     WrongKV,
     cells_of,
     cells_of_part,
 )
-from tests.support.doubles.shadow_config import Shape, build_scheduler
-from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
-from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
+from tests.support.doubles.shadow_parts import (
+    ShadowEncoders,
+    ShadowIdentifier,
+    SteppedLookup,
+    finding_in_redis,
+)
 from tests.support.doubles.shadow_worker import Faults, KeyBook, Pass, ShadowRank, Step
-from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
 from tests.support.engine_core import merged, sampled, sampling
 from tests.support.integrity import check_scheduler_side
 

@@ -1,6 +1,6 @@
 """A worker without a model: memory that knows what it holds, and jobs run in any legal order.
 
-A forward pass reads all cells (:mod:`~tests.support.doubles.shadow_cells`) before the ones it
+A forward pass reads all cells (:mod:`~tests.support.doubles.shadow_memory`) before the ones it
 writes. If one is wrong it fails, or, where vLLM itself or another connector may be wrong, writes
 wrong ones.
 """
@@ -33,7 +33,6 @@ from lmcache_connector.plans import (
     WeightsInMemory,
 )
 from lmcache_connector.retention.leaving import LeavingChunks
-from tests.support.doubles.shadow_cells import WrongKV, cells_of_part
 from tests.support.doubles.shadow_memory import (
     BLOCK_SIZE,
     NO_FOREIGN_WORK,
@@ -41,7 +40,9 @@ from tests.support.doubles.shadow_memory import (
     ForeignWork,
     ForeignWorker,
     Memory,
+    WrongKV,
     cell,
+    cells_of_part,
 )
 
 

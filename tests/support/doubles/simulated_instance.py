@@ -180,3 +180,12 @@ class SimulatedInstance:
             rest = self.compute_seconds(num_chunks * CHUNK_TOKENS, PROMPT_TOKENS)
             best = min(best, fetch + copy + rest)
         return best
+
+
+def calibrate(
+    model: CostModel, tier: Tier, bytes_per_second: float, latency_seconds: float = 0.0
+) -> None:
+    """As the self-test or a probe would, without noise."""
+    sizes = (1 << 30, 1 << 20)
+    loads = [(n, latency_seconds + n / bytes_per_second) for n in sizes]
+    model.tiers[tier].measured(model._clock(), loads)

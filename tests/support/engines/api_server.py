@@ -6,17 +6,21 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.support.clock import wait_until
+from tests.support.engines.settings import random_prompt
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
-from tests.support.waits import wait_until
 
 SERVED_MODEL = "tiny"
 _START_SECONDS = 400.0  # less than a test may take; a starved machine took 200
@@ -139,3 +143,30 @@ def running_api(
         api.wait_ready()
         yield api
         api.stop()
+
+
+_NUM_TOKENS = 700
+_PATIENCE_SECONDS = 60.0
+
+
+def check_pauses(api: ApiServer) -> None:
+    """Each time it comes to rest, as it would without a connector, and then goes on."""
+    seeds, stop = count(50_000), threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            api.complete(random_prompt(next(seeds), _NUM_TOKENS))
+
+    with ThreadPoolExecutor(1) as pool:
+        client = pool.submit(serve)
+        try:
+            for mode in ("abort", "wait", "keep"):
+                for begin, end in (("/pause", "/resume"), ("/sleep", "/wake_up")):
+                    api.complete(random_prompt(next(seeds), _NUM_TOKENS))
+                    api.post(f"{begin}?mode={mode}")
+                    api.post(end)
+        finally:
+            stop.set()
+        client.result(_PATIENCE_SECONDS)
+    answer = json.loads(api.complete(random_prompt(next(seeds), _NUM_TOKENS)))
+    assert answer["choices"][0]["finish_reason"] == "length"

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from lmcache_connector.metrics.samples import Samples
 from tests.support.engines.probe import EngineProbe, Served
-from tests.support.limits import set_limits
+from tests.support.engines.settings import set_limits
 
 _START_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
@@ -54,8 +54,8 @@ class VllmInstance:
     """Runs an :class:`EngineProbe` in a new process; use it in a ``with``.
 
     ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
-    process before the engine starts. ``limits``: see :mod:`tests.support.limits`. Entering waits
-    until the engine serves, and raises :class:`InstanceError` if it does not.
+    process before the engine starts. ``limits``: see :func:`set_limits`. Entering waits until the
+    engine serves, and raises :class:`InstanceError` if it does not.
 
     ``context`` starts the processes. A test session, which starts dozens, lets them fork from one
     that has imported vLLM (:func:`forks_from`): importing is most of a start.

@@ -1,12 +1,15 @@
 """Digests of KV bytes that compare across block sizes, memory layouts and splits over ranks.
 
-Every rank digests what it holds, per run of tokens, KV head and layer, in the order tokens and
-elements have by their meaning. Nothing here relies on the connector's own idea of a layout.
+Every rank digests what it holds, in the order tokens and elements have by their meaning: per run of
+tokens, KV head and layer, or, of models whose layers follow several rules, per layer, block and KV
+head. A windowed layer has let go of blocks that no later token reads, and a state has a block here
+and there, so these are found by the place of a block in its request. Nothing here relies on the
+connector's own idea of a layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -145,3 +148,67 @@ def _as_stored(numbers: Any, dtype: Any, tokens: int, head_size: int) -> Any:
     if eight_bits:
         stored = stored.view(torch.float8_e4m3fn)
     return stored.float().round().long()
+
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """``first_token`` of a block in its request. The heads of a state are its ranks."""
+
+    layer: str
+    first_token: int
+    head: int
+
+
+Digests = dict[Place, str]
+
+
+def digest_layers_on_rank(
+    worker: Any, block_ids: tuple[list[int], ...], num_tokens: int, is_whole: bool = True
+) -> Digests:
+    """Runs in a worker process of vLLM: all blocks of a request that hold ``num_tokens`` tokens
+    and nothing else, or, unless ``is_whole``, the beginning of the last one too. Of a state, the
+    last one is that after the last token."""
+    runner = worker.model_runner
+    caches = runner.compilation_config.static_forward_context
+    found: Digests = {}
+    for group, ids in zip(runner.kv_cache_config.kv_cache_groups, block_ids, strict=True):
+        size = group.kv_cache_spec.block_size
+        for name in group.layer_names:
+            cache = caches[name].kv_cache
+            is_state = not hasattr(cache, "shape")
+            last = -(-num_tokens // size) if is_state or not is_whole else num_tokens // size
+            for index, block in enumerate(ids[:last]):
+                if block == NULL_BLOCK:
+                    continue
+                heads = _state(cache, block) if is_state else logical(cache, [block])
+                shift, left = worker.rank * len(heads), num_tokens - index * size
+                for head, data in enumerate(heads):
+                    place = Place(name, index * size, shift + head)
+                    own = data if is_state else data[: min(size, left)]
+                    found[place] = blake3(own.tobytes()).hexdigest()
+    return found
+
+
+def merged(ranks: Iterable[Digests]) -> Digests:
+    """Of all ranks. Heads that several ranks hold are not looked at twice."""
+    together: Digests = {}
+    for digests in ranks:
+        together |= digests
+    return together
+
+
+def differences(one: Mapping[Place, str], other: Mapping[Place, str]) -> list[Place]:
+    """Where both hold a block, and not the same bytes."""
+    return sorted(place for place in one.keys() & other.keys() if one[place] != other[place])
+
+
+def _state(cache: Iterable[Any], block: int) -> list[Any]:
+    """All pieces of one rank's state, one after the other, as one "head"."""
+    import numpy as np
+    import torch
+
+    pieces = [piece[block].contiguous().cpu().flatten().view(torch.uint8) for piece in cache]
+    return [np.concatenate([piece.numpy() for piece in pieces])]

@@ -16,8 +16,14 @@ from typing import Any
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import PREFIX
-from tests.support.engines.kv_digests import block_digests, digest_on_rank, shard_digests
-from tests.support.engines.layer_digests import Digests, digest_layers_on_rank, merged
+from tests.support.engines.kv_digests import (
+    Digests,
+    block_digests,
+    digest_layers_on_rank,
+    digest_on_rank,
+    merged,
+    shard_digests,
+)
 from tests.support.engines.settings import BLOCK_SIZE
 
 DIGEST_TOKENS = 256

@@ -1,8 +1,12 @@
-"""``--kv-transfer-config`` of the connector, as benchmarks and the engine tests use it."""
+"""How benchmarks and tests start engines, and what they ask: settings, limits, random prompts."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from typing import Any
+
+from lmcache_connector.config import limits
 
 BLOCK_SIZE = 128
 CHUNK_SIZE = 2 * BLOCK_SIZE  # so that a hit can begin inside a chunk
@@ -39,3 +43,23 @@ def together(*transfers: dict[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": list(transfers)},
     }
+
+
+PATIENT: Mapping[str, float] = {"LOOKUP_DEADLINE_SECONDS": 10.0}
+"""For tests, and figures, of what is loaded: not of how long a request waits to hear of it."""
+
+
+def set_limits(values: Mapping[str, float]) -> None:
+    """In this process, for good: for an engine that has a process to itself."""
+    for name, value in values.items():
+        getattr(limits, name)  # a name that is gone is the caller's mistake
+        setattr(limits, name, value)
+
+
+_VOCABULARY = 2000  # less than any model's here
+
+
+def random_prompt(seed: int, num_tokens: int) -> list[int]:
+    """Token ids for the tiny model, the same for the same seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(1, _VOCABULARY) for _ in range(num_tokens)]

@@ -17,10 +17,9 @@ import redis
 
 from lmcache_connector.metrics.samples import Samples
 from tests.support.engines.calls import check_integrity, preemptions
-from tests.support.engines.kv_digests import logical
-from tests.support.engines.layer_digests import NULL_BLOCK
+from tests.support.engines.kv_digests import NULL_BLOCK, logical
 from tests.support.engines.probe import EngineProbe
-from tests.support.prompts import random_prompt
+from tests.support.engines.settings import random_prompt
 
 _MAX_IN_FLIGHT = 8
 _LENGTHS = (300, 513, 700, 1024, 400, 900, 640, 1200)
@@ -60,7 +59,6 @@ class StormReport:
     updates: int = 0
     preemptions: int = 0
     checked_blocks: int = 0
-    loaded_requests: int = 0
     nearest: float = 0.0
     far: list[tuple[int, str, int, float]] = field(default_factory=list)
     counts: Samples = field(default_factory=Samples, repr=False)
@@ -159,7 +157,6 @@ class Storm:
             if blocks and not is_kept:
                 number = int(name.split("-")[1])
                 self._kept.append(_Kept(number, prompt, blocks, self._weights))
-                self.report.loaded_requests += 1
         if output.finished:
             wanted, reason = self._wanted.pop(name), output.outputs[0].finish_reason
             assert len(answer) == wanted, (name, len(prompt), len(answer), wanted, reason)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+import numpy as np
+
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.kv_bytes import bfloat16_bytes
 
 # 16 tokens, 4 layers of 64 bytes, 2 heads: 8 KiB a chunk.
 GEOMETRY = ChunkGeometry(
@@ -113,3 +114,12 @@ def get_all(
         time.monotonic() + seconds,
     )
     return result.hits, [bytes(b) for b in buffers]
+
+
+def bfloat16_bytes(seed: int, num_bytes: int) -> bytes:
+    """Normal numbers, each of 64 channels with a scale of its own; the same for the same seed."""
+    random = np.random.default_rng(seed)
+    scales = np.exp(random.standard_normal(64))
+    values = random.standard_normal((-(-num_bytes // 128), 64)) * scales
+    halves = (values.astype(np.float32).view(np.uint32) >> 16).astype("<u2")
+    return bytes(halves.tobytes()[:num_bytes])

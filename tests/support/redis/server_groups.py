@@ -18,8 +18,8 @@ from pathlib import Path
 
 import redis
 
+from tests.support.clock import wait_until
 from tests.support.redis.servers import Server, free_port, oldest_binary, running_server
-from tests.support.waits import wait_until
 
 NUM_SLOTS = 16384
 MASTER = "cache"

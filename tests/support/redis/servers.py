@@ -18,8 +18,11 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.support.clock import wait_until
+
 if TYPE_CHECKING:
     from tests.support.redis.server_groups import Certificates
+
 
 _START_SECONDS = 20.0
 
@@ -183,3 +186,33 @@ def running_server(
 def running_valkey(settings: Mapping[str, str] | None = None) -> AbstractContextManager[Server]:
     """:func:`running_server` with the Valkey of the development dependencies."""
     return running_server(valkey_binary() or "valkey-server", settings)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row that nobody listens on, as far as one can know."""
+    while True:
+        port = free_port()
+        try:
+            for offset in range(1, count):
+                with socket.create_server(("127.0.0.1", port + offset)):
+                    pass
+        except OSError:
+            continue
+        return port
+
+
+def value_names(server: Server) -> list[bytes]:
+    with server.client() as client:
+        return sorted(client.keys("lmc:*-*"))
+
+
+def values_of(server: Server, tag: bytes) -> list[bytes]:
+    """Names of the values of one chunk, by KV head. ``tag``: what their names begin with."""
+    with server.client() as client:
+        names = client.keys(tag.replace(b"{", b"?").replace(b"}", b"?") + b":*")
+    return sorted(names, key=lambda n: n.rsplit(b":", 1)[1])
+
+
+def wait_for_values(server: Server, least: int) -> None:
+    """Writes go to Redis in the background; there are at least as many values as blocks."""
+    wait_until(lambda: len(value_names(server)) >= least, "the writes did not arrive")

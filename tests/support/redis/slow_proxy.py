@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from tests.support.redis.loopback_proxy import LoopbackProxy
+from tests.support.redis.proxies import LoopbackProxy
 
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 4096  # on their way per connection and direction

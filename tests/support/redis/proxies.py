@@ -1,18 +1,88 @@
-"""A TCP proxy on loopback that fails as networks and dying servers do, or alters what passes.
-
-One fault is armed at a time. It strikes the first connection that carries more than ``offset``
-bytes in the fault's direction from then on, and only that one unless it is ``sticky``.
-"""
+"""TCP proxies on loopback: one fails as networks and dying servers do, one holds replies back."""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
-from tests.support.redis.loopback_proxy import LoopbackProxy
+
+class LoopbackProxy:
+    """Listens on ``port`` and connects whoever comes with ``target_port``. Closed by a ``with``."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        cut(self._listener)
+        self._listener.close()
+        with self._lock:
+            victims = list(self._open)
+        for sock in victims:
+            cut(sock)
+        for thread in self._threads:
+            thread.join(5)
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        """Both ways, on threads of their own."""
+        raise NotImplementedError
+
+    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._open |= {client, server}
+            with contextlib.suppress(OSError):  # it may be reset already
+                for sock in (client, server):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._forward(client, server)
+
+    def _end(self, *sockets: socket.socket) -> None:
+        for sock in sockets:
+            cut(sock)
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+
+def cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Kind(Enum):
@@ -131,3 +201,47 @@ class FaultProxy(LoopbackProxy):
         poll.register(sock, select.POLLRDHUP)
         while not self._closed.is_set() and sock.fileno() >= 0 and not poll.poll(20):
             continue
+
+
+class HeldReplies(LoopbackProxy):
+    """For one client at a time. While ``is_holding``, replies pass only by `let`."""
+
+    def __init__(self, target_port: int) -> None:
+        super().__init__(target_port)
+        self._changed = threading.Condition()
+        self._held = bytearray()
+        self.is_holding = False
+        self._spawn(self._accept)
+
+    def let(self, num_bytes: int) -> None:
+        """Pass on so many bytes, once the peer has sent them."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._held) >= num_bytes, 20.0)
+            self._client.sendall(self._held[:num_bytes])
+            del self._held[:num_bytes]
+
+    def cut(self) -> None:
+        """Break the connection."""
+        cut(self._client)
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        self._client, self._held = client, bytearray()
+        self._spawn(self._pass_requests, client, server)
+        self._spawn(self._pass_replies, server, client, self._held)
+
+    def _pass_requests(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                server.sendall(data)
+        self._end(client, server)
+
+    def _pass_replies(self, server: socket.socket, client: socket.socket, held: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                with self._changed:
+                    held += data
+                    if not self.is_holding:
+                        client.sendall(held)
+                        held.clear()
+                    self._changed.notify_all()
+        self._end(client, server)

@@ -1,4 +1,4 @@
-"""A CPU tier that a peer server can serve from: chunks that count who has leased them."""
+"""A CPU tier that a peer server can serve from, and engines of this host that find each other."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
+from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.peers.server import Limits, PeerServer, listen
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
-from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+from lmcache_connector.storage.redis import connections
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.value_readers import ReadResult
+from lmcache_connector.threads import Task, ValueT
+from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
 
 
 @dataclass(frozen=True)
@@ -134,3 +145,52 @@ def serving(
         transfers.close()
         if isinstance(chunks, HeldChunks):
             assert chunks.num_leased == 0
+
+
+_SECONDS = 30.0
+_ENDED = threading.Event()
+
+
+@contextmanager
+def watched_dials() -> Iterator[None]:
+    """While entered, `once_dialled` hears of every dial that ends, well or not."""
+    with patch.object(connections, "Task", _Dial):
+        yield
+
+
+class _Dial(Task[ValueT]):
+    def settle(self, value: ValueT | None) -> None:
+        super().settle(value)
+        _ENDED.set()
+
+
+def once_dialled(holds: Callable[[], bool]) -> None:
+    """Ask now, and again whenever somebody has been dialled, until it holds."""
+    until = time.monotonic() + _SECONDS
+    while True:
+        _ENDED.clear()
+        if holds():
+            return
+        assert time.monotonic() < until
+        _ENDED.wait(1.0)
+
+
+CONFIG = RedisTierConfig(url="redis://peers")
+
+
+def name_of(engine: str, rank: int = 0, num_ranks: int = 1) -> SocketName:
+    return SocketName(digest("default"), digest(engine), rank, num_ranks)
+
+
+def topology(path: Path, own: str = "reader") -> PeerTopology:
+    greeting = Greeting(1, own)
+    return PeerTopology(CONFIG, (), greeting, Share(0), time.monotonic, HostFolder(path))
+
+
+def read(
+    tier: PeerTier, indices: Sequence[int], seconds: float = 5.0
+) -> tuple[ReadResult, list[bytes]]:
+    buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in indices]
+    keys, views = [chunk_key(i) for i in indices], [memoryview(b) for b in buffers]
+    result = tier.read(keys, views, time.monotonic() + seconds)
+    return result, [bytes(b) for b in buffers]

@@ -1,16 +1,77 @@
-"""Redis look-ups of a shadow engine, answered in as many steps as chance says."""
+"""Stand for parts of a shadow engine's scheduler side: for what says what requests are made of, and
+for look-ups in Redis, which are answered in as many steps as chance says."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from vllm.v1.request import Request
+
+from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Places
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.scheduler import Scheduler
+from lmcache_connector.threads import StepWait
+from tests.support.doubles.shadow_memory import Source
 from tests.support.doubles.shadow_worker import ShadowRank
+
+
+class ShadowAdapters:
+    def may_compute(self, request: Request, lora: str | None) -> bool:
+        return True
+
+
+class ShadowEncoders:
+    """There is no encoder cache: a request's own images are what its KV is computed with."""
+
+    def vouches(self, *_: Any) -> bool:
+        return True
+
+    def next_step(self, *_: Any) -> None:
+        """Nothing is encoded."""
+
+    def clear(self) -> None:
+        """Nothing is held."""
+
+
+class ShadowIdentifier:
+    """Stands for ``RequestIdentifier``. ``source_of(request_id)``: the truth."""
+
+    def __init__(self, source_of: Callable[[str], Source]) -> None:
+        self._source_of = source_of
+        self.adapters = ShadowAdapters()
+
+    def identify(self, request: Request, wait: StepWait | None = None) -> RequestIdentity | None:
+        source = self._source_of(request.request_id)
+        if source.is_hidden:
+            return None
+        return RequestIdentity(
+            cache_salt=source.salt,
+            lora=f"{source.adapter}/{source.adapter_version}" if source.adapter else None,
+            multimodal=tuple(MultimodalSpan(i.content, i.start, i.end) for i in source.images),
+        )
+
+    def is_current(self, request: Request, wait: StepWait | None = None) -> bool:
+        return True
+
+    def multimodal(self, request_id: str) -> None:
+        return None
+
+    def give_up(self, request_id: str) -> None:
+        """Nothing is being read."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is remembered."""
+
+    def forget_all(self) -> None:
+        """Nothing is remembered."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class SteppedLookup(BackgroundLookup):
