@@ -15,10 +15,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import vllm
 from blake3 import blake3
@@ -42,7 +42,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache_connector.config import limits
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import parse
-from lmcache_connector.integrations.settings import KEYS, TierSettings
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -52,12 +52,31 @@ from lmcache_connector.vllm_compat.weights import folder_identity
 
 logger = logging.getLogger(__name__)
 
+KEYS = (
+    *("redis_url", "namespace", "hash_key", "redis_ttl_seconds", "redis_timeout_seconds"),
+    *("load_deadline_seconds", "model_digest", "locality", "enable_kv_events"),
+)
+"""The tiered connector's settings for Redis, with the same names and meanings, and vLLM's own."""
 _HASH_BYTES = 32
 _NAME_CONTEXT = "lmcache-connector 2026-11 neighbour block name v1"
 _SECRET_CONTEXT = "lmcache-connector 2026-11 neighbour block secret v1"
 # Blocks are cut into pieces of this size, which are packed into values.
 _PIECE_BYTES = 128 << 10
 _NUM_LOADERS = 2
+
+
+class TierSettings(ConnectorConfig):
+    """Only :data:`KEYS` may be given."""
+
+    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
+    """Location of Redis in KV cache events."""
+    enable_kv_events: bool = True
+    """Publish stores as KV cache events, if vLLM publishes any."""
+
+    def problems(self) -> Iterator[str]:
+        if self.redis_url is None:
+            yield "'redis_url': field required"
+        yield from super().problems()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lmcache_connector.config.strict import parse
-from lmcache_connector.integrations.settings import KEYS, TierSettings
+from lmcache_connector.integrations.vllm_tier import KEYS, TierSettings
 from tests.support import ROOT
 from tests.test_readme import table_after
 

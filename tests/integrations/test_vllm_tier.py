@@ -11,8 +11,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from lmcache_connector.config.strict import parse
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.integrations.settings import KEYS as SETTINGS
-from lmcache_connector.integrations.settings import TierSettings
+from lmcache_connector.integrations.vllm_tier import KEYS as SETTINGS
+from lmcache_connector.integrations.vllm_tier import TierSettings
 from tests.integrations.offloading import Instance, block_key, running_instance, tier_settings
 from tests.support.redis.proxies import Fault, FaultProxy, Kind
 from tests.support.redis.servers import Server, value_names
