@@ -202,15 +202,16 @@ class HitFinder:
         pending, lookup = asked.pending, self.lookup
         if pending is None or lookup is None:
             return asked.places
-        remaining = self._remaining_seconds(asked, num_computed_tokens, lookup.last_seconds)
+        num_tokens, end_of = asked.request.num_tokens, asked.keys.end_of
+        num_known = min(max(num_computed_tokens, end_of(known_stop)), num_tokens - 1)
+        remaining = self._remaining_seconds(asked, num_known, lookup.last_seconds)
         answer = wait.on(lambda seconds: pending.answer(min(seconds, max(0.0, remaining))))
         if answer is None:
             if remaining > 0:
                 wait.end()
                 _, _, known = self._hit(asked, num_computed_tokens, asked.places)
-                stop, num_tokens = max(known.stop, known_stop), asked.request.num_tokens
                 if self.policy.is_worth_a_step(
-                    min(max(num_computed_tokens, asked.keys.end_of(stop)), num_tokens - 1),
+                    min(max(num_known, end_of(known.stop)), num_tokens - 1),
                     num_tokens,
                     self.policy.bytes_of(asked.asked_keys),
                     lookup.found_share,
@@ -249,14 +250,15 @@ class HitFinder:
         return now < asked.stores_until
 
     def _remaining_seconds(
-        self, asked: RequestLookup, num_computed_tokens: int, last: Mapping[Tier, float]
+        self, asked: RequestLookup, num_known_tokens: int, last: Mapping[Tier, float]
     ) -> float:
-        """Seconds for which this request may still wait for answers, all together."""
+        """Seconds for which this request may still wait for answers, all together: a share of the
+        compute of all but the known tokens."""
         now = self.clock()
         if asked.wait_until is None:
             if asked.wait_seconds is None:
                 asked.wait_seconds = self.policy.lookup_seconds(
-                    num_computed_tokens, asked.request.num_tokens, last
+                    num_known_tokens, asked.request.num_tokens, last
                 )
             asked.wait_until = now + asked.wait_seconds
         return asked.wait_until - now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -93,16 +94,25 @@ def build_worker(
     )
     if model.rank == 0:
         _log_warnings(config, vllm_config, model)
-    lora_config = vllm_config.lora_config
-    worker = WorkerAdapter(
-        settings,
-        kv_caches,
-        _redis_tier(config, model),
-        lora_loads=LoraLoads(lora_config),
-        weights=LoadedWeights(worker_on_stack()),
-        peers=_peer_tier(config, model, vllm_config),
-        make_peer_server=_peer_server_maker(config, model, vllm_config),
-    )
+    make_peer_server = _peer_server_maker(config, model, vllm_config)
+    with ExitStack() as if_it_fails:
+        weights = LoadedWeights(worker_on_stack())
+        if_it_fails.callback(weights.close)
+        if (peers := _peer_tier(config, model, vllm_config)) is not None:
+            if_it_fails.callback(peers.close, 0.0)
+        if (redis := _redis_tier(config, model)) is not None:
+            if_it_fails.callback(redis.close, 0.0)
+        lora_loads = LoraLoads(vllm_config.lora_config)
+        worker = WorkerAdapter(
+            settings,
+            kv_caches,
+            redis,
+            weights,
+            lora_loads=lora_loads,
+            peers=peers,
+            make_peer_server=make_peer_server,
+        )
+        if_it_fails.pop_all()
     if model.rank == 0:
         logger.info(
             banner(

@@ -172,6 +172,21 @@ def test_a_queued_request_is_looked_up_once_more(scene: Scene) -> None:
     assert asked.pending is None, "it has been decided"
 
 
+@pytest.mark.parametrize(("source_stop", "is_awaited"), [(0, True), (3, False), (4, False)])
+def test_beside_a_source_a_request_waits_for_what_that_lacks(
+    scene: Scene, source_stop: int, is_awaited: bool
+) -> None:
+    """A quarter of the prompt is worth a wait of 0.01 s, the whole of it 0.04 s."""
+    scene.tier.gate.clear()
+    scene.tier.seconds = [0.0]
+    asked = scene.request(1)
+    found = [scene.finder.find_elsewhere(asked, 0, source_stop, scene.wait)]
+    scene.clock.now += 0.02
+    scene.wait.next_step()
+    found.append(scene.finder.find_elsewhere(asked, 0, source_stop, scene.wait))
+    assert found == [None if source_stop == 4 else PENDING, PENDING if is_awaited else None]
+
+
 def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
     """A request whose look-up expired behind another one. ``seconds``: Redis' times per look-up."""
     scene.tier.gate.clear()
