@@ -150,7 +150,7 @@ class Tiers:
         )
         while self._rank.is_calibrating:
             time.sleep(0.01)
-        self._policy.observe_measured([self._rank.measured()])
+        self._policy.observe_measured([self._rank.measured])
         self._last_job = 0
 
     def __str__(self) -> str:

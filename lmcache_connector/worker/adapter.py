@@ -2,9 +2,9 @@
 
 ``start_loads`` and ``end_forward`` hand jobs to the lanes of a :class:`JobQueue`. A store waits for
 the forward pass that fills its blocks, a load for passes that may still use its blocks: the
-copier's fences mark their ends. The step's thread copies only for loads inside the step, and waits
-only where ``finishes_stores`` is set and, for up to 5 ms, in an idle step until a job ends:
-spinning would keep the interpreter lock from the lanes.
+copier's fences mark their ends. The step's thread copies only loads inside the step. It waits only
+if ``finishes_stores`` is set, and up to 5 ms in an idle step until a job ends: spinning would keep
+the interpreter lock from the lanes.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class WorkerAdapter:
 
     def shutdown(self) -> None:
         """Takes 5 s at most for each of: the last stores, the probe of Redis, the lanes, reads from
-        peers, the peer server, writes to Redis; and 1 s for each of three background threads."""
+        peers, the peer server, writes to Redis."""
         self._ranks.close()
         seconds = limits.SHUTDOWN_SECONDS
         self._wait_for_no_plan()
@@ -389,8 +389,7 @@ class WorkerAdapter:
         )
 
     def _start(self) -> RankStart | None:
-        """The rank's start report, once Redis was measured or proved too slow, and the ranks whose
-        memory this rank can read are known; ``None`` before."""
+        """The start report; ``None`` before Redis and readable ranks are known, or given up."""
         if self._tiers.is_calibrating or (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
@@ -398,7 +397,7 @@ class WorkerAdapter:
         rank, parts = self._settings.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
-            self._tiers.measured(),
+            self._tiers.measured,
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.announces else "",
@@ -407,8 +406,7 @@ class WorkerAdapter:
 
 
 def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
-    """Whether the adapter files that the scheduler side saw are in memory, and vLLM has read no
-    others since; false if a digest takes more than 2 s."""
+    """Whether vLLM has read the adapter files that the scheduler side saw, and no others since."""
     return all(name.wait(_ADAPTER_SECONDS) for name in names) and is_current_and_unreplaced(
         digest, [name.value for name in names]
     )

@@ -179,8 +179,7 @@ class JobQueue:
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
     step's tokens are sampled and sent first. ``on_executed`` is called on the lane after each job,
-    ``between_stores`` on the store lane if no store is ready, and again after the seconds that it
-    returns.
+    ``between_stores`` on the store lane if no store is ready; it returns seconds to the next call.
     """
 
     def __init__(

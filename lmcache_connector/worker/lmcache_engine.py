@@ -6,8 +6,7 @@ call of the copier. Each run of a job (its chunks of one part) is one store, or 
 pieces. Loads read the CPU tier directly; if Redis, a peer or another rank may have to be read, they
 go through :mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
 
-Threads: the store lane calls ``store``, the audit lane ``compare``, several lanes ``load``, and the
-engine's step ``load_in_step``, all at once.
+Threads: lanes call ``store``, ``load`` and ``compare`` at once, the engine's step ``load_in_step``.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ _PIECE_SHARE = 1 / 8
 @dataclass(slots=True)
 class LoadInStep:
     """A load that the next forward pass reads: copies that the host has made, or the device makes
-    before that pass, and references to the memory of their chunks. ``seconds`` it took to make, or
-    queue, the copies."""
+    before that pass, and references to their chunks' memory. ``seconds``: to make or queue them."""
 
     job: LoadJob
     memory: tuple[MemoryObj, ...]
