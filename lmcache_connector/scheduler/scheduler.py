@@ -211,7 +211,7 @@ class Scheduler:
     def _was_refused_while_idle(self, request_id: str) -> bool:
         """Whether vLLM has refused this request's load although nothing runs that could free
         blocks. vLLM reserves blocks for requests whose load failed, and such a request may queue
-        behind this one. Computing the request needs only blocks that exist."""
+        behind this one. A load must leave these blocks free; computing the request need not."""
         name, times = self._refused
         waits = name == request_id and self.is_idle and not len(self.jobs)
         self._refused = request_id, times + 1 if waits else 0
