@@ -1,4 +1,4 @@
-"""``check``: the port of a peer server, the peers, the hosts that may be dialled, the proxy."""
+"""``check`` of peers: the peer server's port, the host's folder, other instances, the proxy."""
 
 from __future__ import annotations
 

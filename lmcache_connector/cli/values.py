@@ -135,7 +135,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
     if not re.fullmatch("[0-9a-f]{1,64}", prefix):
         raise CliError(
             f"{digits!r} is not the beginning of a chunk key",
-            "a chunk key is KEY of names in Redis, lmc:{NAMESPACE:KEY}:..., 64 hex digits",
+            "names in Redis are lmc:{NAMESPACE:KEY}:..., and KEY has 64 hex digits",
         )
     with open_admin(tier) as admin:
         values = sorted(

@@ -38,7 +38,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 
 _OF_LMCACHE = ("lmcache.numa_mode", "lmcache.local_cpu_use_hugepages")
 _FOUND_AGAIN_SECONDS = 2.0
-"""Longest time until a new peer, or one that is back, is asked."""
+"""Longest pause between two tries to reach a peer that does not answer."""
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
@@ -75,7 +75,7 @@ HashKey = Annotated[
         lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
     ),
 ]
-"""Keys names and values, with or without Redis."""
+"""Keys the names and seals of chunks, with or without Redis."""
 RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
 """URL of one server, of Sentinels or of a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -122,7 +122,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
-    """Timeout for one reply from Redis."""
+    """Longest time to connect to Redis or a peer, and longest time in which it moves no byte."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
@@ -369,7 +369,7 @@ _GONE = {
 
 
 _PORT = TypeAdapter(Annotated[int, Field(gt=0, lt=65536)])
-"""Converts as vLLM does."""
+"""Converts a number in a string, as vLLM does."""
 
 
 def parse_p2p_config(
@@ -394,7 +394,7 @@ def parse_p2p_config(
     try:
         is_local = Address(host, 1).check().is_loopback
     except (TypeError, ValueError):
-        is_local = True  # it is refused below
+        is_local = True  # parse_config refuses the host
     if is_local:
         known.setdefault("peer_hosts", list(_LOOPBACK))
     elif kv_role != "kv_producer" and not known.get("peer_hosts"):
@@ -421,8 +421,8 @@ def parse_p2p_config(
 
 def check_settings(transfer: Mapping[str, Any], block_size: int | None = None) -> None:
     """Check the settings of each of our connectors in a ``kv_transfer_config`` of vLLM, also inside
-    a ``MultiConnector``. An unknown port or role is left out. Raises :class:`ConfigError`, but not
-    for what vLLM itself refuses."""
+    a ``MultiConnector``. A port or role that is missing is not checked. Raises
+    :class:`ConfigError`, but not for what vLLM itself refuses."""
     connector, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
         return

@@ -83,7 +83,7 @@ class TierSpeed:
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
     def untried(self) -> TierSpeed:
-        """The tier for a request that tries it: unknown, but for its failure rate."""
+        """The tier as a request on trial sees it: unknown, but for its failure rate."""
         fresh = TierSpeed(self.probed)
         fresh.failure_rate = self.failure_rate
         return fresh
