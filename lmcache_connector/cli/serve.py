@@ -117,7 +117,7 @@ def plan(options: Options) -> Server:
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
     environment = {}
-    notes = [f"{name} holds a secret of the settings: this line needs it set" for name in secrets]
+    notes = [f"{name} holds a secret of the settings: the command needs it set" for name in secrets]
     has_one_rank = not _names(options.vllm_options, _RANKS)
     are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
     if is_for_cpu and not are_chosen and has_one_rank:

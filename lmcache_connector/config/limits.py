@@ -1,4 +1,4 @@
-"""Fixed limits, removed settings, and the folder for caches.
+"""Fixed limits, removed and refused settings, and the folder for caches.
 
 Use limits as ``limits.NAME``, not imported by name, so that tests on slow machines can raise them.
 """

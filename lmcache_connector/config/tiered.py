@@ -323,7 +323,7 @@ def fit_chunk_size(wanted: int | None, block_size: int) -> int:
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
     extra_config = {str(key): value for key, value in extra_config.items()}
-    hints = dict(_NOT_HERE)
+    hints = dict(_NOT_IN_TIERED)
     for key in extra_config:
         misspelt = difflib.get_close_matches(key, _OF_LMCACHE, n=1, cutoff=0.85)
         if key.startswith("lmcache.") and not misspelt:
@@ -334,13 +334,13 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     return parse(ConnectorConfig, extra_config, "kv_connector_extra_config", hints)
 
 
-_VLLMS = dict.fromkeys(
+_OF_VLLM = dict.fromkeys(
     ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy"),
     "vLLM's own setting: put it beside 'kv_connector'",
 )
-_NOT_HERE = {
+_NOT_IN_TIERED = {
     **limits.GONE,
-    **_VLLMS,
+    **_OF_VLLM,
     "host": "a setting of LMCacheP2PConnector: here it is 'peer_listen', or 'peer_host'",
     "bind_host": "a setting of LMCacheP2PConnector: here it is 'peer_listen'",
     "insecure": "a setting of LMCacheP2PConnector: here it is 'peer_insecure'",
@@ -349,7 +349,7 @@ _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 _PULLED = f"{limits.LEAVE_OUT}: decode instances fetch KV once it is computed"
 _ONE_PORT = f"{limits.LEAVE_OUT}: KV goes over 'kv_port'"
 _IN_CPU_GIB = "now part of 'cpu_gib', a quarter of which may wait to be fetched"
-_GONE = {
+_NOT_IN_P2P = {
     "secret": "no longer a setting: set 'hash_key', the same everywhere, to key names and seals of "
     "KV, and 'router_secret' for a proxy that expects signed registrations",
     "send_type": _PULLED,
@@ -364,7 +364,7 @@ _GONE = {
     "peer_listen": "called 'host', 'bind_host' and vLLM's 'kv_port' here",
     "peer_host": "called 'host' here",
     "peer_insecure": "called 'insecure' here",
-    **_VLLMS,
+    **_OF_VLLM,
 }
 
 
@@ -376,8 +376,8 @@ def parse_p2p_config(
     extra_config: Mapping[str, Any], kv_port: object = 1, kv_role: str = "kv_producer"
 ) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
-    known = {key: value for key, value in extra_config.items() if key not in _GONE}
-    problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
+    known = {key: value for key, value in extra_config.items() if key not in _NOT_IN_P2P}
+    problems = [f"{key!r} is {_NOT_IN_P2P[key]}" for key in extra_config if key in _NOT_IN_P2P]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
     try:

@@ -24,10 +24,10 @@ class Reason(Enum):
 class LoadOffer:
     """A hit to decide on, of at least one chunk.
 
-    ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
-    there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes
-    per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
-    load, which can begin after ``wait_seconds``.
+    ``context_tokens`` of ``prompt_tokens`` are computed. ``tiers``: the tier of each chunk of the
+    hit, in prompt order; the first chunk may be computed in part. ``chunk_bytes``: bytes per chunk
+    on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this load, which
+    can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
     ``num_waiting``: requests that no step has begun, this one included.
 

@@ -401,15 +401,15 @@ class LoadPolicy:
         was cut off, because deadlines include it."""
         result = max(results, key=lambda each: (each.has_fetch_failed, each.seconds))
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
-        telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
+        measured = [each for each in result.fetched if each.num_bytes or each.has_failed]
         now = self._clock()
-        for fetched in telling:
+        for fetched in measured:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
             speed = self.model.tiers[fetched.tier]
             note = speed.cut_off if fetched.has_failed else speed.arrived
             note(now, fetched.num_bytes, seconds)
-        if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
+        if not measured and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
         return result
 
