@@ -1,8 +1,7 @@
 """Audits: recompute one chunk of a hit, and compare the chunk with its stored copy.
 
 The last chunk of an audited hit is not loaded. In a hit with images, the audited chunk is the last
-one that contains image tokens: a later chunk would be recomputed from the images' loaded KV, and
-match even if that is wrong::
+one that contains image tokens: a later one would be recomputed from the images' KV as loaded::
 
     |-- vLLM has these --|---- loaded ----| audited |-- computed --|
     0            num_computed          chunk      hit end      num_tokens
