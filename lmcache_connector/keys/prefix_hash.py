@@ -2,12 +2,12 @@
 
 ::
 
-    key_0 = H(root)                      root: everything that makes the KV of a request unique
+    key_0     = H(root)                root: everything that makes the KV of a request unique
     key_{i+1} = H(key_i || tokens of chunk i as little-endian u32 || extras of chunk i)
 
-Chunks are numbered from 0; ``key_{i+1}`` names chunk ``i``. A chunk's tokens have a fixed
-length, so the start of the extras is unambiguous. With a secret, BLAKE3 is keyed, and nobody
-without it can guess or forge a key.
+Chunk ``i`` (from 0) is named by ``key_{i+1}``. A chunk's tokens have a fixed length, so the start
+of the extras is unambiguous. With a secret, BLAKE3 is keyed, and nobody without it can guess or
+forge a key.
 
 If KV depends on later tokens too, these are among the chunk's tokens: with a drafter that reads one
 token ahead, chunk ``i`` is named by its own tokens and the first of chunk ``i + 1``.

@@ -74,7 +74,7 @@ NO_TRANSFER: Final = Transfer()
 class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
-    ``end``: chunk where the load ends, decided with ``decided_from`` tokens computed and
+    ``end``: chunk before which the load ends, decided with ``decided_from`` tokens computed and
     ``num_firm`` leading chunks of the hit firm. ``offered_from``: computed tokens when the load was
     offered. ``fetched_tokens``: tokens of the last planned load that memory lacked. ``is_second``:
     a load has failed before. ``in_step``: offered as a load inside the step.
