@@ -102,7 +102,7 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """Consecutive chunks of one part of the model, and the blocks to copy them from or to.
+    """Chunks of one part, ascending (a load's: consecutive), and the blocks to copy from or to.
 
     ``keys[i]`` names the stored data of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
     ``chunks[i]`` is the index of chunk i in its request. ``block_ids[g]`` lists the blocks of all
@@ -300,7 +300,7 @@ class StepPlan:
 class Outcome(Enum):
     DONE = "done"
     MISSING = "missing"
-    """Load: a chunk was absent or corrupt. Store: too little memory for all chunks."""
+    """Load: a chunk was absent, corrupt or unreadable. Either: memory was too short."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     FAILED = "failed"
