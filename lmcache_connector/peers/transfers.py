@@ -4,9 +4,9 @@
 
     announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
-A transfer pins its chunks, within a limit that all transfers share. It ends when every instance
-that asked for it has read it, or nobody has asked for ``lease_seconds``. The engine's step and the
-store lane report stores; the peer server's thread answers readers.
+A transfer pins its chunks, within a limit that all transfers share, until every instance that
+asked for it has read it. A complete one expires once nobody has asked for ``lease_seconds``. The
+engine's step and the store lane report stores; the peer server's thread answers readers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Transfer:
     leases: dict[bytes, Lease | None] = field(default_factory=dict)
     open_jobs: set[int] | None = None
     readers: set[bytes] = field(default_factory=set)
+    refused: set[bytes] = field(default_factory=set)  # keys that count in `Transfers.num_refused`
 
     @property
     def is_complete(self) -> bool:
@@ -61,7 +62,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._open_jobs: set[int] = set()
-        self._held: dict[str, set[int]] = {}  # requests: the store jobs that read their blocks
+        self._held: dict[str, set[int]] = {}  # by request: store jobs that read its blocks
         self._finished: set[str] = set()
         self._leased_bytes = 0
         self._next_look = 0.0
@@ -97,7 +98,7 @@ class Transfers:
                     self._settle_if_complete(transfer)
 
     def apply(self, updates: Iterable[TransferUpdate]) -> None:
-        """Called after their store jobs have begun. Idempotent."""
+        """Called after the store jobs of the same plan have begun. Idempotent."""
         with self._lock:
             for update in updates:
                 self._apply(update)
@@ -111,8 +112,8 @@ class Transfers:
     # -- readers --------------------------------------------------------------------------------
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
-        """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
-        until `done`."""
+        """Concatenated key prefixes of the pinned chunks of a complete transfer, which stay pinned
+        until `done` or expiry."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -198,13 +199,14 @@ class Transfers:
             try:
                 lease = self._chunks.lease(key)
             except Exception:  # blocks and stores must not wait forever
-                logger.exception("A chunk cannot be kept for a KV transfer")
+                logger.exception("A chunk cannot be pinned for a KV transfer")
                 return
             if lease is None:
                 continue
             if self._leased_bytes + len(lease.view) > self._max_bytes:
                 lease.release()
-                self.num_refused += 1
+                self.num_refused += key not in transfer.refused
+                transfer.refused.add(key)
                 continue
             self._leased_bytes += len(lease.view)
             transfer.leases[key] = lease

@@ -31,8 +31,8 @@ NUM_SLOTS = 16384
 MAX_NODES = 1000
 MAX_SLOTS_BYTES = 8 << 20
 
-# Between two reads of the slot map, however many errors request one. Doubles while maps go stale
-# quickly.
+# Seconds between two reads of the slot map, however many errors request one; doubled while maps go
+# stale quickly.
 _MIN_SECONDS, _MAX_SECONDS = 0.25, 4.0
 # Nodes of the current map that are asked for a new one, beside those of the URL.
 _MAX_ASKED = 8
@@ -76,9 +76,9 @@ class Topology:
 
 
 class SentinelTopology(Topology):
-    """The master that a group of sentinels names, asked for every connection. A master demoted
-    later still serves reads, which are verified, and refuses writes. The node has the master's
-    name, so that breaker and logs follow the role."""
+    """The master that the sentinels of the URL name; one is asked before each connection. A master
+    demoted later still serves reads, which are verified, and refuses writes. The node has the
+    master's name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
@@ -195,7 +195,7 @@ class ClusterTopology(Topology):
 
 def parse_slots(reply: Any, asked: Endpoint) -> Mapping[int, Endpoint]:
     """The master of each slot, from the reply of node ``asked`` to ``CLUSTER SLOTS``. Raises one of
-    ``CONNECTION_ERRORS`` unless each slot has at most one owner."""
+    ``CONNECTION_ERRORS`` if malformed, or with more slots or nodes than a cluster has."""
     owners: dict[int, Endpoint] = {}
     nodes: set[Endpoint] = set()
     num_slots = 0
