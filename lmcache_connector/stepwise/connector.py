@@ -83,9 +83,8 @@ class LMCacheConnector:
 
         Waits for each load up to its deadline; chunks that have not arrived are computed. The first
         call raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for
-        an unsupported model or caches. Raises ``ValueError`` for another model or caches later, for
-        inconsistent block tables, and after :meth:`close`; ``StuckCopyError`` if a load does not
-        end: the blocks must not be used.
+        an unsupported model or caches. Raises ``ValueError`` for another model or caches later,
+        inconsistent block tables, and after :meth:`close`, and ``StuckCopyError`` for a stuck load.
         """
         paged = self._bound(model_executable, kv_caches)
         rows = list(model_input.rows())
@@ -114,11 +113,10 @@ class LMCacheConnector:
         hidden_or_intermediate_states: Any,
     ) -> None:
         """Store every completed chunk, after the forward pass of the ``model_input`` that ``recv``
-        returned. Returns once the blocks are read, after ``load_deadline_seconds`` at the latest:
-        chunks not read by then are dropped. Writes to Redis go on.
+        returned. Returns once the blocks are read; drops the rest after ``load_deadline_seconds``.
 
-        ``hidden_or_intermediate_states`` is ignored. Nothing is stored if the model has changed
-        since ``recv``. Raises ``ValueError`` as ``recv`` does.
+        ``hidden_or_intermediate_states`` is ignored. Writes to Redis go on afterwards. Nothing is
+        stored if the model has changed since ``recv``. Raises ``ValueError`` as ``recv`` does.
         """
         paged = self._bound(model_executable, kv_caches)
         paged.tiers.forward_ended()
@@ -131,8 +129,7 @@ class LMCacheConnector:
         paged.tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within 5 s, and release memory and threads.
-        Idempotent."""
+        """Write what is queued for Redis, within 5 s; release memory and threads. Idempotent."""
         self._is_closed = True
         if self._paged is not None and os.getpid() == self._process:
             self._paged.tiers.close()

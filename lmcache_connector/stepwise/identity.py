@@ -1,10 +1,9 @@
 """Identity of a model in memory: its state, not its code.
 
-It consists of the modules' classes by name and their plain attributes; the configuration; torch's
-precision of float32 products; every byte of the weights in memory, or their ``model_digest``; the
-form of the KV; and the name and release of the engine, so that two kinds of engines never share KV.
-Files do not count: a model in memory may have been cast, merged with an adapter or trained further.
-The caller's ``label`` identifies code that is not part of a release.
+It consists of the modules' classes by name and their plain attributes; the configuration; every
+byte of the weights in memory, or ``model_digest``; the precision of float32 products; the form of
+the KV; and the engine's name, so that two kinds of engines never share KV. Files do not count: a
+model in memory may have been cast, merged or trained. ``label`` identifies code of the caller's.
 
 The state is read before every prompt, so this must be fast. A tensor's address and version do not
 show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
@@ -39,8 +38,7 @@ _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Passes of transformers in training mode bypass the tiers; an engine stepped by hand may compute in
-# the mode of new modules. The others do not affect KV.
+# Training mode: checked by transformers/, elsewhere up to the caller. The rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
 

@@ -55,9 +55,8 @@ class ModelInput:
             object.__setattr__(self, name, _plain(getattr(self, name)))
         number = len(self.seq_lens)
         salts = self.cache_salts or (None,) * number
-        sampled = salts if self.sampling_positions is None else self.sampling_positions
-        listed = (self.query_lens, self.block_tables, sampled, salts)
-        if any(len(each) != number for each in listed):
+        listed = (self.query_lens, self.block_tables, self.sampling_positions, salts)
+        if any(each is not None and len(each) != number for each in listed):
             raise ValueError(f"{number} sequences, but other fields have another length")
         if len(self.token_ids) != sum(self.seq_lens):
             raise ValueError(f"{len(self.token_ids)} tokens for lengths {list(self.seq_lens)}")

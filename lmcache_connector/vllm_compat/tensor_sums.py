@@ -41,8 +41,7 @@ def _sum_words(words, num_words, sums, STEP_0: tl.constexpr, STEP_1: tl.constexp
 
 
 def sums_digest(tensor: torch.Tensor) -> bytes:
-    """The sums, 16 bytes, and up to 3 bytes at the end of a contiguous tensor, after all work on
-    its device's current stream."""
+    """16 to 19 bytes for a contiguous tensor, after all work on its device's current stream."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     words, rest = split_words(tensor)
     if words.numel():
