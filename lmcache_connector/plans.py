@@ -323,12 +323,14 @@ class LayerDifference:
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Bytes that one tier delivered for a job or a probe, and the time it took. ``has_failed``: the
-    tier was too slow or broke; a missing chunk is not a failure."""
+    tier was too slow or broke; a missing chunk is not a failure. ``lacks_next``: the tier has
+    answered that it does not have the chunk that follows."""
 
     tier: Tier
     num_bytes: int
     seconds: float
     has_failed: bool = False
+    lacks_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)

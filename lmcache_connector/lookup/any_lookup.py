@@ -22,6 +22,8 @@ class AnyLookup:
         self._clock = clock
         self.last_seconds: Mapping[Tier, float] = {}
         """Duration of each tier's part of the last lookup, answered or not."""
+        self.absent: bytes | None = None
+        """The first key of the last lookup that Redis has answered it does not have whole."""
 
     @property
     def has_servers(self) -> bool:
@@ -34,6 +36,7 @@ class AnyLookup:
 
     def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
         """The first tier that holds each key, as far as known by ``deadline`` on the clock."""
+        self.absent = None
         if not keys:
             return {}
         limit, started = Deadline(deadline, self._clock), self._clock()
@@ -53,6 +56,9 @@ class AnyLookup:
         for tier in reversed(list(asked)):
             are_held = self._lookups[tier].found(keys, asked[tier])
             places |= dict.fromkeys(compress(keys, are_held), tier)
+            if tier is Tier.REDIS:
+                answered = sorted(i for q in asked[tier] for i in q.counts)
+                self.absent = next((keys[i] for i in answered if not are_held[i]), None)
         return places
 
     def maintain(self) -> None:

@@ -41,7 +41,8 @@ MISS: Final[Places] = MappingProxyType({})
 
 class PendingLookup(Task[Places]):
     """One lookup: one thread asks and waits, another settles it. ``value``: the answer once
-    there, even past the deadline. ``deadline`` is a reading of ``clock``, in seconds."""
+    there, even past the deadline; ``absent``: a key that Redis has answered it does not have.
+    ``deadline`` is a reading of ``clock``, in seconds."""
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
@@ -49,6 +50,7 @@ class PendingLookup(Task[Places]):
         super().__init__()
         self.keys = keys
         self.deadline = deadline
+        self.absent: bytes | None = None
         self._clock = clock
 
     def answer(self, seconds: float) -> Places | None:
@@ -122,6 +124,7 @@ class BackgroundLookup:
             return MISS
         try:
             found: Places = self._lookup.find(pending.keys, pending.deadline)
+            pending.absent = self._lookup.absent
             share = len(found) / max(1, len(pending.keys))
             self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed
@@ -164,7 +167,7 @@ class RequestLookup:
         return Tier.PEER if key in self.offered_keys else self.places.get(key, Tier.REDIS)
 
     def lose(self, key: bytes) -> None:
-        """A load found the chunk missing."""
+        """A load could not read the chunk, for any reason: it is no part of a later hit."""
         self.places = {each: tier for each, tier in self.places.items() if each != key}
         self.offered_keys -= {key}
 

@@ -14,11 +14,7 @@ from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
-from lmcache_connector.lookup.background_lookup import (
-    MISS,
-    BackgroundLookup,
-    RequestLookup,
-)
+from lmcache_connector.lookup.background_lookup import BackgroundLookup, RequestLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
@@ -222,8 +218,8 @@ class HitFinder:
             # The look-up goes on: its duration tells whether to wait for the next one.
             self.tally.count("lookups_given_up")
             answer = asked.places
-        elif answer is not MISS and len(answer) < len(asked.asked_keys):
-            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer))
+        elif pending.absent is not None:
+            self.kv_events.missing(pending.absent)
         asked.places = answer
         asked.end_wait(self.clock())
         return asked.places

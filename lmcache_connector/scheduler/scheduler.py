@@ -580,7 +580,7 @@ class Scheduler:
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
             key = planned.job.keys[result.num_chunks]
             planned.state.lookup.lose(key)
-            if planned.job.may_fetch and planned.job.source is None:  # else Redis was not asked
+            if any(each.lacks_next for each in result.fetched if each.tier is Tier.REDIS):
                 self.kv_events.gone(Tier.REDIS, rank, key)
         return self._end(planned) if has_ended else []
 

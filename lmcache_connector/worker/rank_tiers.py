@@ -154,6 +154,7 @@ def by_tier(fetches: Sequence[Fetched]) -> Iterator[Fetched]:
             sum(each.num_bytes for each in found),
             sum(each.seconds for each in found),
             any(each.has_failed for each in found),
+            found[-1].lacks_next,
         )
 
 

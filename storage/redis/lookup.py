@@ -187,17 +187,14 @@ class RedisLookup:
         return True
 
     def _take(self, node_lookup: NodeLookup, line: bytes) -> None:
-        """Count one reply. Raises ``WireError`` if it is malformed."""
-        node_lookup.counts[node_lookup.indices.pop(0)] = self._number(line, node_lookup.node)
-
-    def _number(self, line: bytes, node: Node) -> int:
-        """The count in a reply; 0 for a chunk that has moved or is being moved."""
+        """Count one reply; a redirection has no count. Raises ``WireError`` if it is malformed."""
         if line[:1] == b":" and line[1:].isdigit() and len(line) <= _COUNT_BYTES:
-            return int(line[1:])
-        if is_redirection(line):
-            self._servers.topology.redirected(node)
-            return 0
-        raise WireError(WireFault.OUT_OF_STEP, first_line(line))
+            node_lookup.counts[node_lookup.indices[0]] = int(line[1:])
+        elif is_redirection(line):
+            self._servers.topology.redirected(node_lookup.node)
+        else:
+            raise WireError(WireFault.OUT_OF_STEP, first_line(line))
+        del node_lookup.indices[0]
 
 
 def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[bytes, ...]:

@@ -42,11 +42,13 @@ _CONNECTION_FAULTS = frozenset(
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """``hits[i]``: chunk i was read and verified. ``seconds``: duration of the read. ``cut_off``:
-    chunks are missing because a server was too slow or unreachable, or a connection broke."""
+    chunks are missing because a server was too slow or unreachable, or a connection broke.
+    ``lacks_next``: a server has answered that it does not have the first missing chunk."""
 
     hits: list[bool]
     seconds: float
     cut_off: bool
+    lacks_next: bool = False
 
 
 class ValueReaders:
@@ -104,7 +106,8 @@ class ValueReaders:
         misses = read.misses() + [Miss(NotAsked.UNAVAILABLE)] * left
         self._counters.count_chunks(sum(hits), misses)
         cut_off = not _CONNECTION_FAULTS.isdisjoint(miss.cause for miss in misses)
-        return ReadResult(hits, self._servers.clock() - started, cut_off)
+        lacks_next = bool(misses) and misses[0].cause is ReplyFault.MISSING
+        return ReadResult(hits, self._servers.clock() - started, cut_off, lacks_next)
 
     def stop(self) -> None:
         """End each thread once it has served its node; chunks left are misses at the deadline."""

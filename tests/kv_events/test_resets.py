@@ -84,10 +84,10 @@ def test_a_chunk_of_wrong_kv_earns_no_credit(router: Router) -> None:
     assert not any(event.blocks.shared for event in stored)
 
 
-def test_a_miss_of_memory_says_nothing_of_redis(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["memory only is asked", "no memory", "Redis lacks it"])
+def test_only_a_chunk_that_redis_lacks_has_left_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """A chunk was evicted before a load planned from memory, which asks no other tier."""
     shape = Shape(num_blocks=40, tier_chunks=40, redis=True, kv_events=True)
     router = Router(calm(model, shape), monkeypatch)
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
@@ -95,10 +95,21 @@ def test_a_miss_of_memory_says_nothing_of_redis(
     (rank,) = engine.ranks
     engine.adapter.kv_events.apply(RankReport(0, (), (), written=tuple(rank.remote)))
     router.take()
-    rank.tier.clear()
+    if why == "memory only is asked":
+        rank.tier.clear()
+    else:
+        rank.evict(len(rank.tier), unannounced=1.0)
+        serve(engine, [1])  # the rank reports it
+        router.take()
+    if why == "no memory":
+        rank.faults.failed_load = 1.0
+    elif why == "Redis lacks it":
+        rank.remote.clear()
+        monkeypatch.setattr(engine.adapter.hits.lookup, "held", frozenset)  # a moment before
     monkeypatch.setattr(rank.chance, "choice", lambda outcomes: outcomes[0])
     serve(engine, tokens)
-    (load,) = [job for plan in engine.plans for job in plan.loads]
-    assert not load.may_fetch
-    told = [event for event in router.take() if not event.is_stored]
-    assert {event.tier for event in told} == {Tier.CPU}
+    (load_job,) = [job for plan in engine.plans for job in plan.loads]
+    assert load_job.may_fetch == (why != "memory only is asked")
+    told = {event.tier for event in router.take() if not event.is_stored}
+    expected = {"memory only is asked": {Tier.CPU}, "Redis lacks it": {Tier.REDIS}}
+    assert told == expected.get(why, set())

@@ -27,6 +27,7 @@ class GatedLookup(AnyLookup):
         self.closed = False
         self.error: Exception | None = None
         self.last_seconds = {Tier.REDIS: 0.5}
+        self.absent: bytes | None = None
         self.circuits: dict[str, CircuitState] = {}
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:

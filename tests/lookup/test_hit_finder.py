@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import (
     BackgroundLookup,
     PendingLookup,
@@ -23,10 +26,13 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
+from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.threads import PENDING, Pending, StepWait
 from tests.lookup.test_background_lookup import GatedLookup
 from tests.support.clock import Clock
 from tests.support.doubles.simulated_instance import calibrate
+from tests.support.redis.chunks import PARTS, config
+from tests.support.redis.servers import Server, free_port
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
@@ -205,6 +211,21 @@ def test_an_expired_look_up_tells_of_no_missing_chunk(scene: Scene) -> None:
     scene.clock.now -= 6.0
     assert scene.find(second) == 0
     assert told.missing_keys == []
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_only_a_redis_that_answers_tells_of_a_missing_chunk(
+    scene: Scene, valkey: Server, answers: bool
+) -> None:
+    url = valkey.url if answers else f"redis://127.0.0.1:{free_port()}"
+    told = scene.finder.kv_events = Told()
+    redis = AnyLookup({Tier.REDIS: RedisLookup(config(url), [PARTS])}, time.monotonic)
+    with closing(BackgroundLookup(redis, 5.0, time.monotonic)) as lookup:
+        scene.finder.lookup = lookup
+        asked = scene.request(1)
+        assert num_found(pending(asked)) == 0
+        assert scene.find(asked) == 0
+    assert told.missing_keys == list(asked.keys.keys[:answers])
 
 
 def test_chunks_evicted_while_a_request_queued_come_from_redis(scene: Scene) -> None:

@@ -175,6 +175,14 @@ def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
     ):
         once_dialled(lambda: exist(lookup, [0]) + exist(lookup, [2]) == [True, True])
         assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
+        assert lookup.absent == chunk_key(0), "Redis itself lacks it"
+
+
+def test_peers_do_not_answer_for_a_redis_that_is_away() -> None:
+    away = f"redis://127.0.0.1:{free_ports(1)}"
+    with serving(HeldChunks([0])) as server, looking(at(server), away) as lookup:
+        assert exist(lookup, [0, 1]) == [True, False]
+        assert lookup.absent is None
 
 
 @pytest.mark.parametrize("said", [b"+111", b"+12", b"+1x", b":1", b"+", b"-ERR no", b"$2"])

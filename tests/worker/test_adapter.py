@@ -272,6 +272,26 @@ def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
     assert time.monotonic() - began < 6.0
 
 
+@pytest.mark.parametrize("why", ["Redis lacks it", "no memory"])
+def test_a_load_that_ends_early_tells_whether_redis_lacks_a_chunk(
+    reader: SteppedWorker, valkey: Server, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    connected(reader)
+    cpu = reader.worker._tiers.engine.cpu
+    allocate = cpu.allocate
+    if why == "Redis lacks it":
+        with valkey.client() as client:
+            assert client.delete(*client.keys(f"*{KEYS[2].hex()}*"))
+    else:
+        monkeypatch.setattr(
+            cpu, "allocate", lambda k, at: allocate(k, at) if k != KEYS[2] else None
+        )
+    reader.run(StepPlan(loads=(load(1, range(5), 0),)))
+    result = reader.wait_for(1)
+    assert (result.outcome, result.num_chunks) == (Outcome.MISSING, 2)
+    assert [each.lacks_next for each in result.fetched] == [why == "Redis lacks it"]
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
     with make_instance(free_port() if is_away else valkey.port) as instance:

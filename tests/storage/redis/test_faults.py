@@ -92,6 +92,25 @@ def test_no_fault_in_a_reply_reaches_the_buffer_of_a_hit(
         wait_until(lambda: all(checked_get(tier, range(4))), "the tier did not recover")
 
 
+def test_a_chunk_is_lacking_only_if_the_server_says_so(proxy: FaultProxy) -> None:
+    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
+
+        def lacks(last: int) -> bool:
+            keys = [chunk_key(0), chunk_key(last)]
+            views = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in keys]
+            result = tier.read(keys, views, time.monotonic() + DEADLINE_SECONDS)
+            assert not all(result.hits)
+            return result.lacks_next
+
+        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
+        assert lacks(9)
+        for kind in set(Kind) - {Kind.DELAY}:
+            wait_until(lambda: all(checked_get(tier, range(2))), "the tier did not recover")
+            proxy.arm(Fault(kind, OFFSETS["mid-payload"]))
+            assert not lacks(1)
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("kind", Kind)
 def test_no_fault_in_a_write_leaves_a_wrong_chunk(

@@ -10,6 +10,8 @@ from threading import Thread
 
 import pytest
 
+from lmcache_connector.lookup.any_lookup import AnyLookup
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -229,6 +231,9 @@ class TestCluster:
                 keys = [chunk_key(i) for i in [*others, 7]]
                 until = time.monotonic() + 5.0
                 assert lookup.exists_prefix(keys, until) == len(others) + (slot_of(7) != slot)
+                asked = AnyLookup({Tier.REDIS: lookup}, time.monotonic)
+                assert len(asked.find(keys, until)) == len(others)
+                assert asked.absent is None, "a node that has lost the slot knows nothing of it"
                 lookup.close()
             finally:
                 if trouble == "unmapped":

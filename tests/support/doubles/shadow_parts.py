@@ -87,7 +87,9 @@ class SteppedLookup(BackgroundLookup):
         return frozenset(k for k in keys if all(k in rank.remote for rank in self._ranks))
 
     def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
-        return SteppedAnswer(self.held(keys), self._chance.choice([0, 0, 1, 3]))
+        held = self.held(keys)
+        absent = next((key for key in keys if key not in held), None)
+        return SteppedAnswer(held, self._chance.choice([0, 0, 1, 3]), absent)
 
     def report(self, tally: Tally) -> None:
         """Nobody reads how long it took."""
@@ -99,8 +101,9 @@ class SteppedLookup(BackgroundLookup):
 class SteppedAnswer:
     """Comes when it was waited for ``delay`` times."""
 
-    def __init__(self, found: frozenset[bytes], delay: int) -> None:
+    def __init__(self, found: frozenset[bytes], delay: int, absent: bytes | None = None) -> None:
         self._found = dict.fromkeys(found, Tier.REDIS)
+        self.absent = absent
         self._delay = delay
 
     @property

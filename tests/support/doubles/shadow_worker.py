@@ -404,7 +404,9 @@ class ShadowRank:
                     self._write(run, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
                     self._events.append(CacheEvent(key, key in self.tier))
                     outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
-                    return JobResult(job.job_id, outcome, i, 0, 0.0)
+                    was_asked = i < fail_at and job.may_fetch and job.source is None
+                    fetched = (Fetched(Tier.REDIS, 0, 0.0, lacks_next=True),) * was_asked
+                    return JobResult(job.job_id, outcome, i, 0, 0.0, fetched)
                 self._admit(key, found)
                 cells += found
             self._write(run, cells)
