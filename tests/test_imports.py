@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 820},
     {"connector": 590, "stepwise": 1212},
     {"integrations": 310, "scheduler": 3245, "worker": 3350},
-    {"lookup": 705, "vllm_compat": 2530},
+    {"lookup": 709, "vllm_compat": 2530},
     {"config": 823, "copy_kv_blocks": 1095, "peers": 2745},
     {
         "audit": 340,
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 689,
-        "storage/redis": 2935,
+        "storage/redis": 2944,
         "tracing": 85,
         "weight_names": 280,
     },

@@ -45,11 +45,12 @@ def _judge_server(facts: ServerFacts, tier: RedisTierConfig) -> Finding:
     text = describe_server(facts)
     if facts.version is None:
         return Finding("redis server", "warning", text, "allow this user +info to check its limits")
-    endless = not facts.max_bytes and tier.ttl_seconds is None
-    if endless or facts.policy == "noeviction":
+    hint = ""
+    if not facts.max_bytes and tier.ttl_seconds is None:
         hint = "set maxmemory, and maxmemory-policy allkeys-lru, or redis_ttl_seconds"
-        return Finding("redis server", "warning", text, hint)
-    return Finding("redis server", "ok", text)
+    elif facts.max_bytes and facts.policy == "noeviction":
+        hint = "set maxmemory-policy allkeys-lru: a full server refuses writes"
+    return Finding("redis server", "warning" if hint else "ok", text, hint)
 
 
 def _round_trip(admin: RedisAdmin, config: RedisTierConfig) -> Iterator[Finding]:

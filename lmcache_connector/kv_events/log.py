@@ -2,8 +2,9 @@
 
 Blocks have the names of vLLM's own events, so a block has one name in GPU memory and in the tiers.
 A chunk is in a tier once all ranks that store it have put it there. A chunk in Redis is reported as
-removed when a lookup or load misses it, when its lifetime ends, or after ``MAX_REDIS_CHUNKS``
-others were written or used: the chunk may still exist, but only a router's credit is lost.
+removed when Redis answers a lookup or load that it lacks it, when its lifetime ends, or after
+``MAX_REDIS_CHUNKS`` others were written or used: the chunk may still exist, but only a router's
+credit is lost.
 
 Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
 is in a tier, or that an open job may put there.

@@ -248,8 +248,8 @@ class _InstancePoller:
             if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
         with self._changed:  # round robin if there are more than fit into one command
-            self._open = [each for each in self._open if not each.is_done]
-            self._open = self._open[len(asked) :] + self._open[: len(asked)]
+            left = (each for each in self._open if not each.is_done)
+            self._open = sorted(left, key=set(asked).__contains__)
 
     def _connect(self) -> None:
         greeting = self._greet_next()

@@ -54,7 +54,7 @@ class Servers:
         topology: Topology,
         clock: Callable[[], float],
         random: Callable[[], float] = random_module.random,
-        greet: Callable[[Client], None] = lambda client: None,
+        greet: Callable[[Client], None] | None = None,
         kind: str = "redis",
     ) -> None:
         self.kind = kind
@@ -137,7 +137,7 @@ class Servers:
                 client.exists(probe_key(self.config.namespace))
             with self._lock:
                 first, self._greeted = not self._greeted, True
-            if first:
+            if first and self._greet is not None:
                 self._greet(client)
         except BaseException:
             client.close()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline, never
+from lmcache_connector.storage.chunk_codec import MAX_PAYLOAD_BYTES
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import SpoiledChunks
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
@@ -67,13 +68,21 @@ class RedisTier:
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
     ) -> None:
-        """Returns at once; connections are made in the background."""
+        """Returns at once; connections are made in the background. Raises ``ValueError`` if a value
+        would be larger than readers accept."""
+        widest = max(max(part.layer_widths) * part.num_tokens for part in geometries.parts)
+        if widest > MAX_PAYLOAD_BYTES:
+            raise ValueError(
+                f"a layer of a chunk has {widest} bytes per KV head, and a value in Redis at most "
+                f"{MAX_PAYLOAD_BYTES}: use a smaller chunk_size"
+            )
         self._config = config
         self.geometries = geometries
         self._clock = clock
         self._counters = Counters()
         self._topology = make_topology(config, clock)
-        self._servers = Servers(config, self._topology, clock, random, greet=warn_if_unbounded)
+        greet = warn_if_unbounded if config.ttl_seconds is None else None
+        self._servers = Servers(config, self._topology, clock, random, greet)
         self._writes = WriteQueue(config.write_queue_bytes)
         self._is_writer = is_writer
         plan = ValuePlan(config, geometries)
@@ -138,9 +147,9 @@ class RedisTier:
         return self._writes.wait_empty(timeout)
 
     def close(self, seconds: float) -> bool:
-        """Write for up to ``seconds``, drop the rest, end all threads. Idempotent. False if a
-        thread is still running, for instance in a read until its deadline; it is a daemon, and
-        touches only buffers of reads and writes that have not ended."""
+        """Write for up to ``seconds``, drop the rest, cancel reads, end all threads. Idempotent.
+        False if a thread is still running, for instance in a write until its time-out; it is a
+        daemon, and touches only buffers of reads and writes that have not ended."""
         until = time.monotonic() + seconds
         self._writes.wait_empty(seconds)
         self._drop(self._writes.close())

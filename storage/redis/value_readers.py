@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
@@ -98,7 +98,8 @@ class ValueReaders:
         started = self._servers.clock()
         check_sizes(self._plan.geometries, keys, buffers)
         end = len(nodes)
-        read = PendingRead(self._plan, keys[:end], buffers[:end], nodes, limit)
+        until = replace(limit, cancelled=lambda: self.closed or limit.cancelled())
+        read = PendingRead(self._plan, keys[:end], buffers[:end], nodes, until)
         if nodes and self._add(read):
             read.wait(on_arrival)
         left = len(keys) - end
@@ -110,13 +111,13 @@ class ValueReaders:
         return ReadResult(hits, self._servers.clock() - started, cut_off, lacks_next)
 
     def stop(self) -> None:
-        """End each thread once it has served its node; chunks left are misses at the deadline."""
+        """Cancel all reads, under way or not begun, and end each thread."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
-        """False if a thread is still running; it is a daemon, in a read that has not ended."""
+        """False if a thread is still running; it is a daemon, and touches no buffer."""
         self.stop()
         until = time.monotonic() + seconds
         for thread in self.threads:

@@ -103,7 +103,7 @@ class Batch:
             line = bytes(request.head[: max(0, min(here, len(request.line)))])
             if not request.line.startswith(line):
                 head = bytes(request.head[:here])
-                if head[:1] == b"-" and here < _ERROR_BYTES:
+                if head[:1] == b"-" and here < _ERROR_BYTES and CRLF not in head:
                     return  # too short to tell the kind of error
                 raise BadReplyError(classify_mismatch(head), head)
             if here < request.reply_bytes:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.cli import check
+from lmcache_connector.cli import check, check_redis
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
+from lmcache_connector.storage.redis.admin import ServerFacts
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.vllm_compat.api import versions
 from tests.cli.conftest import Cli, CliResult, transfer
 from tests.support.peers import HeldChunks, serving
@@ -84,6 +87,26 @@ def test_a_server_without_room_is_found(cli: Cli) -> None:
     assert outcome.code == 1
     assert verdicts(outcome)["redis write"] == "error"
     assert verdicts(outcome)["redis server"] == "warning"  # noeviction
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "policy", "ttl_seconds", "hint"),
+    [
+        (0, "noeviction", None, "or redis_ttl_seconds"),
+        (0, "noeviction", 60.0, ""),
+        (1 << 30, "noeviction", 60.0, "set maxmemory-policy allkeys-lru"),
+        (1 << 30, "allkeys-lru", None, ""),
+    ],
+)
+def test_only_a_missing_setting_is_advised(
+    max_bytes: int, policy: str, ttl_seconds: float | None, hint: str
+) -> None:
+    facts = ServerFacts(Node("a"), "9.0", 0, max_bytes, policy, 0)
+    tier = RedisTierConfig("redis://a", ttl_seconds=ttl_seconds)
+    finding = check_redis._judge_server(facts, tier)
+    assert finding.verdict == ("warning" if hint else "ok")
+    assert hint in finding.hint
+    assert "redis_ttl_seconds" not in finding.hint or ttl_seconds is None
 
 
 # -- versions --------------------------------------------------------------------------------------

@@ -313,6 +313,28 @@ def test_idle_pollers_make_room(watch: TransferWatch, chunks: HeldChunks) -> Non
     assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
+def test_no_open_question_is_passed_over(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command has room for some of them; those that are answered leave the list."""
+    monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
+    monkeypatch.setattr(watch_module, "_MAX_ASKED", 4)
+    source, asked = Address("127.0.0.1", 9), list[str]()
+    for name in "abcdefgh":
+        watch.ask(source, name, 60.0)
+    poller: Any = watch._pollers[source]
+
+    def ask(client: object, wanted: list[Awaited]) -> None:
+        asked.append("".join(each.transfer_id for each in wanted))
+        for each in wanted[1:]:
+            each.settle(Offered())
+
+    poller._clients, poller._ask = [None], ask
+    poller._work()
+    poller._work()
+    assert asked == ["abcd", "efgh"]
+
+
 def test_silent_sources_take_a_bounded_number_of_threads(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

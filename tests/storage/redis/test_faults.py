@@ -178,6 +178,36 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
         assert tier.stats().counts.misses == {"cancelled": 1}
 
 
+def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
+    """The one at a silent server, and the one that no reader has begun."""
+    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
+        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
+        num_struck = proxy.num_struck
+        proxy.arm(Fault(Kind.STALL))
+        far = 60.0  # seconds
+        reads = [threading.Thread(target=get_all, args=(tier, [i], far)) for i in range(2)]
+        reads[0].start()
+        wait_until(lambda: proxy.num_struck > num_struck, "the server was not asked")
+        reads[1].start()
+        wait_until(lambda: any(r.nodes_with_work() for r in tier._readers._reads), "not queued")
+        assert tier.close(0.1)
+        for read in reads:
+            read.join(GRACE_SECONDS)
+            assert not read.is_alive()
+        assert tier.stats().counts.misses == {"cancelled": 2}
+
+
+def test_a_short_error_is_known_at_once(proxy: FaultProxy) -> None:
+    """Although it may be the beginning of another one, and nothing follows it."""
+    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
+        wait_until(lambda: all(put_all(tier, range(1))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(1))), "not readable at first")
+        proxy.alter[Direction.REPLY] = lambda data: b"-ERR x\r\n"
+        assert checked_get(tier, range(1)) == [False]
+        assert tier.stats().counts.misses == {"error_reply": 1}
+
+
 def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> None:
     """The reader still waits for an older read, which is cut off and counted."""
     with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:

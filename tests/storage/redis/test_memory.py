@@ -84,14 +84,15 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
 def test_a_server_without_a_memory_limit_is_warned_of_once(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def warnings(maxmemory: int, policy: str) -> int:
+    def warnings(maxmemory: int, policy: str, ttl_seconds: float | None = None) -> int:
         configure(server, maxmemory, policy)
         caplog.clear()
-        with open_tier(server.url) as tier:
+        with open_tier(server.url, ttl_seconds=ttl_seconds) as tier:
             put_all(tier, [0])
         return sum("noeviction" in r.message for r in caplog.records)
 
     with caplog.at_level(logging.WARNING):
         assert warnings(0, "noeviction") == 1
+        assert warnings(0, "noeviction", 60.0) == 0
         assert warnings(100 << 20, "noeviction") == 0
         assert warnings(0, "allkeys-lru") == 0

@@ -53,6 +53,18 @@ def test_big_values_come_back(valkey: Server) -> None:
     assert max(lengths) <= 4 << 20
 
 
+def test_values_that_no_reader_accepts_are_refused_at_start() -> None:
+    """A single layer is not cut, and values of several are small."""
+    layers = (1 << 20,) * 4
+    with open_tier("redis://127.0.0.1:1", ChunkGeometry(64, 0, layers, (0,), 1, "uint8")):
+        pass
+    with (
+        pytest.raises(ValueError, match="use a smaller chunk_size"),
+        open_tier("redis://127.0.0.1:1", ChunkGeometry(65, 0, layers, (0,), 1, "uint8")),
+    ):
+        pass
+
+
 def test_each_value_is_written_once(valkey: Server) -> None:
     with open_tier(valkey.url) as one, open_tier(valkey.url) as other:
         assert put_all(one, range(5)) == [True] * 5
