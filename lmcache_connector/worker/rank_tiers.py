@@ -68,12 +68,12 @@ class RankTiers:
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
-        self.probe = RedisProbe(redis, settings.probe_keys, clock)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
         except SelfTestError:
             self.engine.close(0.0)
             raise
+        self.probe = RedisProbe(redis, settings.probe_keys, clock)
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
         writes = self.engine.writes
         self.jobs = JobQueue(
