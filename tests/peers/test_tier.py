@@ -25,6 +25,7 @@ from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
@@ -90,6 +91,36 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
 
     once_dialled(is_whole)
     return done[0]
+
+
+@pytest.mark.parametrize("num_peers", [0, 1, 2])
+def test_chunks_that_no_peer_has_count_as_no_failure(num_peers: int) -> None:
+    """The cost model would load nothing from peers for a while: they seem to have stalled."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(HeldChunks([0]))) for _ in range(num_peers)]
+        tier = stack.enter_context(reading(at(*servers)))
+        if servers:
+            read_once_connected(tier, [0])
+        for indices in ([1], [0, 1]):
+            result, _ = read(tier, indices)
+            assert result.hits == [bool(servers) and i == 0 for i in indices]
+            assert not result.cut_off
+
+
+def test_only_chunks_that_a_peer_has_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller copies into the paged cache what it is told of."""
+    monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
+    with (
+        serving(HeldChunks([0, 1])) as one,
+        serving(HeldChunks([0])) as other,
+        reading(at(one, other)) as tier,
+    ):
+        read_once_connected(tier, [0, 1])
+        buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in range(3)]
+        keys, arrived = [chunk_key(i) for i in range(3)], list[int]()
+        result = tier.read(keys, buffers, time.monotonic() + 10.0, on_arrival=arrived.append)
+        assert result.hits == [True, True, False]
+        assert max(arrived) == 2
 
 
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
