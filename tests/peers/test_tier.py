@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,12 +26,11 @@ from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_readers import ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
 from tests.support.clock import Clock
 from tests.support.peers import HeldChunks, once_dialled, read, serving
 from tests.support.redis.chunks import (
@@ -109,7 +109,6 @@ def test_chunks_that_no_peer_has_count_as_no_failure(num_peers: int) -> None:
 
 def test_only_chunks_that_a_peer_has_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller copies into the paged cache what it is told of."""
-    monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
     with (
         serving(HeldChunks([0, 1])) as one,
         serving(HeldChunks([0])) as other,
@@ -117,10 +116,18 @@ def test_only_chunks_that_a_peer_has_arrive(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         read_once_connected(tier, [0, 1])
         buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in range(3)]
-        keys, arrived = [chunk_key(i) for i in range(3)], list[int]()
+        keys, arrived, readers = [chunk_key(i) for i in range(3)], list[int](), tier._readers
+
+        def reading_on(*wanted: Any) -> ReadResult:
+            """One of the threads is not done yet when all chunks have arrived."""
+            result = ValueReaders.read(readers, *wanted)
+            wanted[-1](len(wanted[0]))
+            return result
+
+        monkeypatch.setattr(readers, "read", reading_on)
         result = tier.read(keys, buffers, time.monotonic() + 10.0, on_arrival=arrived.append)
         assert result.hits == [True, True, False]
-        assert max(arrived) == 2
+        assert arrived[-1] == 2
 
 
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:
