@@ -31,7 +31,7 @@ def batches(
     max_size: int,
     max_items: int | None = None,
 ) -> Iterator[list[ItemT]]:
-    """Consecutive items, each batch as many as fit into ``max_size`` together, one at least."""
+    """Consecutive items, per batch one to ``max_items``, as many as fit into ``max_size``."""
     batch, size = list[ItemT](), 0
     for item in items:
         more = size_of(item)

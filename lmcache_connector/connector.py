@@ -1,8 +1,8 @@
 """``LMCacheTieredConnector``, the class that vLLM calls: builds a side by role, and delegates.
 
-vLLM builds every connector once per process, with the role of the scheduler or of a worker. The
-scheduler side turns each engine step into a plan, vLLM carries the plan to the workers, and their
-reports come back with the step's output.
+vLLM builds one connector for its scheduler and one for each worker, with that role. The scheduler
+side turns each engine step into a plan, vLLM carries the plan to the workers, and their reports
+come back with the step's output.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _TWO_ENGINES = (
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers; ``None``: no jobs.
+    """The scheduler side's plan of one step, on its way to the workers; ``None``: nothing to tell.
     ``number``: of the step, from 1 on."""
 
     plan: StepPlan | None
@@ -94,17 +94,17 @@ def _warn_once(text: str) -> None:
 
 
 class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings.
+    """Keeps KV in CPU memory and in Redis, below the GPU. docs/settings.md lists its settings.
 
     A call for a side that is not there raises ``RuntimeError``. Exceptions of a side cost hits, not
-    the engine.
+    the engine, except for a load inside a step: vLLM computes on from its tokens.
 
     Most steps only decode, and have no plan. Their calls return at once: after a forward pass this
     code is not in the processor's caches, and every call, even of a property, costs a microsecond.
     """
 
     _does_both: ClassVar[bool] = False  # load and store, whatever the role
-    # A worker has no guard, and the scheduler no worker, except in an engine of one process.
+    # The scheduler's connector has a guard and a scheduler side, a worker's has a worker side.
     _guard: SchedulerGuard | None = None
     _scheduler: Scheduler | None = None
     _worker: WorkerAdapter | None = None
@@ -118,8 +118,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     # Outputs by the number of their step, until the scheduler of this process has heard of them.
     _unheard: dict[int, StepOutput] | None = None
     _is_in_step = False
-    _ends_late = False  # what vLLM does about drafts comes between the last calls of a step
-    _handled: BaseException | None = None  # in the caller of the step, from before the step
+    _ends_late = False  # beside a drafter, vLLM may call wait_for_save after get_finished
+    _handled: BaseException | None = None  # the error that the step's caller is handling
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -250,8 +250,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         """Called since vLLM 0.32."""
-        from_redis = min(self._scheduler_side.fetched_hit_tokens(request), num_external_tokens)
-        return hit_sources(num_external_tokens - from_redis, from_redis)
+        fetched = min(self._scheduler_side.fetched_hit_tokens(request), num_external_tokens)
+        return hit_sources(num_external_tokens - fetched, fetched)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -295,7 +295,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def has_pending_push_work(self) -> bool:
-        """Steps go on until the ends of stores are reported."""
+        """Steps go on until stores, KV transfers and questions about weights are settled."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -319,8 +319,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ``UnsupportedError`` for the caches of a second engine. vLLM has one connector per
-        process, so both engines' plans would arrive here, and copies would mix up their blocks."""
+        """Raises ``UnsupportedError`` for the caches of a second engine. Both engines' plans would
+        arrive here, at a process's one connector of this role, and copies mix up their blocks."""
         if self._worker is not None:
             raise UnsupportedError(_TWO_ENGINES)
         self._worker = self._make_worker(kv_caches)
@@ -365,7 +365,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("handle_preemptions", plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM's last call before the forward pass."""
+        """vLLM's last call before a forward pass that waits for no load."""
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         try:
@@ -434,7 +434,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return set(output.finished_sending), set(output.finished_recving)
 
     def _with_lost(self, output: StepOutput, unheard: dict[int, StepOutput]) -> StepOutput:
-        """Add earlier outputs that vLLM has lost to this one: its user interrupted vLLM before it
+        """``output``, and earlier outputs that vLLM has lost: its user interrupted vLLM before it
         updated its scheduler from them, and goes on."""
         last_heard = self._num_steps - self._vllm_config.max_concurrent_batches
         for number in [each for each in reversed(unheard) if each <= last_heard]:
@@ -469,8 +469,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             logger.exception("LMCacheTieredConnector could not start over")
 
     def _tell(self, call: str, plan: StepPlan) -> bool:
-        """Call the worker side with a plan. ``False``: the call has raised, and the rest of the
-        plan is dropped."""
+        """Call the worker side with a plan. ``False``: the call has raised."""
         worker = self._worker_side
         try:
             getattr(worker, call)(plan)
@@ -480,7 +479,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
-        """The failure costs the open jobs and those of the plan."""
+        """The failure costs the open jobs, and in calls after ``handle_preemptions`` the plan's."""
         self._failures.note(call, error)
         try:
             self._worker_side.start_over(call, plan)

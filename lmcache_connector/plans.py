@@ -2,7 +2,7 @@
 
 The scheduler side plans jobs (:class:`StepPlan`). Every rank runs all jobs and reports
 (:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow in planning order,
-across all kinds of jobs. Durations are in seconds.
+across all kinds of jobs; a load without chunks has a negative id. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Claim:
 
     ``tenant``: digest of the request's salt, empty without a salt. ``pin``: keep the chunks while
     pins are within their limits. ``ttl_seconds``: how long the request needs the chunks; ``None``
-    if unknown. ``priority``: each step doubles how long the chunks may stay unused.
+    if unknown. ``priority``: each unit doubles how long the chunks may stay unused.
     """
 
     tenant: bytes = b""
@@ -93,7 +93,7 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
     """The prompt of a request contains the chunks ``keys``, and every chunk before them.
-    ``may_write``: those that Redis lacks may be written to it."""
+    ``may_write``: chunks that Redis lacks may be written to it."""
 
     claim: Claim
     keys: tuple[bytes, ...]
@@ -102,14 +102,14 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """Consecutive chunks of one part of the model, and the blocks to copy them from or to.
+    """Chunks of one part, ascending (a load's: consecutive), and the blocks to copy from or to.
 
     ``keys[i]`` names the stored data of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
     ``chunks[i]`` is the index of chunk i in its request. ``block_ids[g]`` lists the blocks of all
     chunks in the part's g-th KV cache group, equally many per chunk. A load leaves out the first
     ``skip_blocks`` blocks of the first chunk: vLLM has them or does not need them. If
     ``tail_tokens`` is set, the last chunk is a tail of so many tokens, with blocks for just these.
-    ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first chunk;
+    ``parents[i]`` is the key of the last chunk before chunk i with the same owner, or empty;
     ``parents`` is empty for parts whose chunks are usable without the chunks before them.
     """
 
@@ -236,7 +236,7 @@ class PrefillWork:
 class StepPlan:
     """All jobs of one engine step.
 
-    ``cancelled_loads``: loads whose requests were aborted or whose cache was reset.
+    ``cancelled_loads``: loads of requests that were aborted or whose keys are void.
     ``vacated_stores``: stores of earlier steps whose blocks this step, and none before it, may
     overwrite. ``idle``: the step runs no forward pass.
     ``prefill``: the work of the forward pass, if worth timing. ``probe``: measure Redis again.
@@ -406,11 +406,11 @@ class RankStart:
 class RankReport:
     """What one rank did since its last report.
 
-    ``start`` comes once, with or soon after the first report. ``events`` are in order of
-    occurrence; ``num_leaving`` is the number of the rank's report of leaving chunks among them, 0
-    without one. ``measured``: by a probe. ``written``: chunks whose values this rank has put into
-    or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters were
-    loaded or asked for. ``weights``: set if the weights may have changed or were read.
+    ``start`` comes with or soon after the first report, and again if asked for. ``events`` are in
+    order of occurrence; ``num_leaving`` is the number of the rank's report of leaving chunks among
+    them, 0 without one. ``measured``: by a probe. ``written``: chunks whose values this rank has
+    put into or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters
+    were loaded or asked for. ``weights``: set if the weights may have changed or were read.
     """
 
     rank: int
@@ -439,8 +439,8 @@ class StepOutput:
     reports: tuple[RankReport, ...] = ()
 
     def after(self, lost: StepOutput) -> StepOutput:
-        """This output, with what vLLM has not heard of an earlier step. It may have heard of later
-        ones, so chunks count as leaving until they are reported again."""
+        """This output, with what vLLM has not heard of an earlier step. vLLM may have heard of
+        later ones, so chunks count as leaving until they are reported again."""
         return StepOutput(
             lost.finished_sending | self.finished_sending,
             lost.finished_recving | self.finished_recving,

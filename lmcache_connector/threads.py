@@ -62,8 +62,8 @@ def computing_alone() -> Iterator[None]:
 
 
 class Task(Generic[ValueT]):
-    """The result of background work. ``value`` is ``None`` until the work is done, and if it
-    failed: then ``error`` is set."""
+    """The result of background work. ``value`` is ``None`` until the work is done, if it was
+    cancelled, and if it failed: then ``error`` is set."""
 
     def __init__(self) -> None:
         self.value: ValueT | None = None

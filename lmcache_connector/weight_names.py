@@ -47,8 +47,8 @@ class WeightFiles:
 
     @property
     def have_code(self) -> bool:
-        """Whether the model has code of its own: equal bytes in memory do not tell that it is the
-        same."""
+        """Whether the model has code of its own: equal bytes in memory do not tell that the code is
+        the same."""
         return any(file.suffix == ".py" for file in self.files)
 
     def changed_since(self, seconds: float) -> Path | None:
@@ -104,7 +104,7 @@ class WeightNames:
     def ask_again(self) -> None:
         """A request needs reports that have not come. If the ranks were asked long ago, ask again:
         a user who steps the engine may have interrupted it between a step and vLLM's update from
-        it, and in no other process does anybody notice."""
+        it, which workers in other processes do not notice."""
         now = self._clock()
         if now >= self._ask_again_at:
             self._ask_again_at = now + _ASKED_SECONDS
@@ -191,7 +191,7 @@ class WeightNames:
             self._relabel(digest)
         if why:
             logger.warning(
-                "lmcache-connector: %s: KV is shared with instances that have the same", why
+                "lmcache-connector: %s: KV is shared with instances that have the same weights", why
             )
         self.name = self._names[digest]
         logger.info("lmcache-connector: weights %s", self.name)

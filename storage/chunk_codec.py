@@ -9,21 +9,21 @@ Format v1, all integers little-endian::
          8     2  dtype code (see DTYPE_CODES)
         10     2  flags: bit 0 set when the seal is a keyed BLAKE3 tag, bit 1 when the payload is
                   stored as a blosc2 chunk (see :mod:`lmcache_connector.storage.compression`)
-        12     4  first layer (global, canonical order)
+        12     4  first layer, counted in the part's layers of the whole model
         16     4  layer after the last
         20     4  KV head index
-        24     4  KV heads in the model
+        24     4  KV heads of the part in the model
         28     4  tokens
         32     4  content width: bytes of one token of one layer, 0 when layers differ
         36     8  payload length in bytes
-        44    32  full chunk key
+        44    32  key of the chunk's part
         76     8  length of the blosc2 chunk in bytes, less than the payload's; 0 without one
         84    12  reserved, zero
         96    32  seal over bytes 0..95 and the stored payload: xxh3-64 (little-endian, zero-padded)
                   or the 32-byte BLAKE3 tag keyed from ``hash_key``
-       128        payload [layers][tokens][content], the KV cache's own bytes, or the blosc2 chunk
+       128        payload [layers][tokens][content] (on CPU as vLLM packs it), or the blosc2 chunk
 
-Readers compare with the header they expect, and never allocate a size that a header claims.
+Readers compare the header with the one they expect, and never allocate a size that it claims.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 MAGIC = b"LMCV"
 VERSION = 1
 HEADER_BYTES = 128
-# Larger payloads are neither written nor accepted.
+# `decode_header`, peers and the command line refuse larger payloads.
 MAX_PAYLOAD_BYTES = 64 << 20
 DTYPE_CODES = {
     "bfloat16": 1,
@@ -102,7 +102,7 @@ class InvalidValueError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
-    """The header of a value, without its seal. Sizes in bytes, layers in global order.
+    """The header of a value, without its seal. Sizes in bytes, layers counted in their part.
     ``compressed_bytes``: size of the blosc2 chunk; 0 if the payload is stored as is.
     """
 
@@ -168,7 +168,7 @@ def stripe_header(
 
 
 class Sealer:
-    """Computes seals. Both hashes release the GIL for payloads above a few KiB."""
+    """Computes seals. Both hashes release the GIL for payloads above 100 KB."""
 
     def __init__(self, hash_key: bytes | None = None) -> None:
         """``hash_key``: a secret of at least 16 bytes, else ``ValueError``. The BLAKE3 key is
@@ -196,7 +196,7 @@ class Sealer:
 
 
 def encode_header(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
-    """The 128 bytes that precede ``stored``. Raises ``ValueError`` if they do not match."""
+    """The 128 bytes before ``stored``. Raises ``ValueError`` if size or kind of seal differ."""
     if len(stored) != header.stored_bytes:
         raise ValueError(f"payload has {len(stored)} bytes, not {header.stored_bytes}")
     if header.keyed != sealer.keyed:
@@ -276,9 +276,9 @@ def check_header(raw: Buffer, expected: ValueHeader) -> int:
 
 
 def check_value(raw: Buffer, stored: Buffer, expected: ValueHeader, sealer: Sealer) -> bool:
-    """Raise `InvalidValueError` unless header ``raw`` and ``stored`` are what was sealed as
-    ``expected``. Runs at memory speed, almost entirely without the GIL. Returns whether ``stored``
-    is compressed: `decompress` must then still succeed."""
+    """Raise `InvalidValueError` unless the header ``raw`` is as ``expected``, and its seal that of
+    ``stored``. Runs at memory speed, almost entirely without the GIL. Returns whether ``stored`` is
+    compressed: `decompress` must then still succeed."""
     stored_bytes = check_header(raw, expected)
     if len(stored) != stored_bytes:
         raise InvalidValueError(ValueFault.FOREIGN, f"payload has {len(stored)} bytes")

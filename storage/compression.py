@@ -5,8 +5,8 @@ noise: the shuffle puts exponent bytes side by side, which then shrink to half. 
 fixed, so that a payload has one compressed form.
 
 blosc2 would decode much more: any codec and filter, plugins found on the machine, sizes that a
-chunk claims. So a chunk is decoded only if its header is byte for byte the one written here, with
-the expected sizes.
+chunk claims. So a chunk is decoded only if its header is the one written here, with the expected
+sizes; only the block size may be any up to the payload's.
 
 Both directions run on the calling thread, without the GIL.
 """
@@ -39,7 +39,7 @@ _SHUFFLE_AND_ZSTD = bytes((1, 0, 0, 0, 0, 0, 5)) + bytes(9)
 
 
 def compress(payload: Buffer, dtype: str) -> bytes | None:
-    """``payload`` as a blosc2 chunk, or None if that is not smaller or of another kind."""
+    """``payload`` as a blosc2 chunk, or None if the chunk is not smaller or is of another kind."""
     blosc2.set_releasegil(True)
     item_bytes = _ITEM_BYTES.get(dtype, 1)
     chunk: bytes = blosc2.compress2(
@@ -60,7 +60,7 @@ def decompress(chunk: memoryview, payload: memoryview, dtype: str) -> None:
     """Fill ``payload`` from ``chunk``. Raises `InvalidValueError` unless it is a chunk of that size
     and kind; ``payload`` then holds garbage."""
     if not _is_ours(chunk, len(payload), _ITEM_BYTES.get(dtype, 1)):
-        raise InvalidValueError(ValueFault.BAD_COMPRESSION, "not a chunk as they are written")
+        raise InvalidValueError(ValueFault.BAD_COMPRESSION, "not a chunk as `compress` makes them")
     blosc2.set_releasegil(True)
     try:
         blosc2.decompress2(chunk, dst=payload, nthreads=1)
@@ -69,8 +69,8 @@ def decompress(chunk: memoryview, payload: memoryview, dtype: str) -> None:
 
 
 def check_whole_value(value: Buffer, expected: ValueHeader, sealer: Sealer) -> None:
-    """Raise `InvalidValueError` unless ``value`` is what was sealed as ``expected``. Decompression
-    allocates the size that ``expected`` gives."""
+    """Raise `InvalidValueError` unless ``value`` has the header ``expected`` and a valid seal, and
+    decompresses. Decompression allocates the size that ``expected`` gives."""
     stored = memoryview(value)[HEADER_BYTES:]
     if check_value(value[:HEADER_BYTES], stored, expected, sealer):
         decompress(stored, memoryview(bytearray(expected.payload_bytes)), expected.dtype)

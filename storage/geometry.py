@@ -1,17 +1,17 @@
 """Layout of a chunk's KV bytes: in the canonical chunk form, and in stored values.
 
-A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
+A chunk buffer holds one rank's share of ``num_tokens`` tokens, shard by shard::
 
     shard 0 (one KV head)                    shard 1          ...
     | layer 0        | layer 1      | ...  | layer 0 | ...
-    | t0 c | t1 c |..| t0 c | t1 c |..
+    | t0 | t1 |..  | t0 | t1 |..             (t0: content of token 0)
 
 A *shard* is one KV head over this rank's layers. A *stripe* is a run of consecutive layers of one
-shard, stored as one value, so that no value exceeds ``max_value_bytes``. Stripes start at multiples
-of one stripe width, counted from global layer 0, so ranks of different pipeline splits share
-stripes wherever their borders allow it.
+shard, stored as one value, so that a value exceeds ``max_value_bytes`` only if one layer does.
+Shards are cut at multiples of one stripe width, counted from global layer 0, so ranks of different
+pipeline splits share stripes wherever their borders allow it.
 
-A model whose layers follow several rules has several *parts*; a chunk has one such buffer per part
+A model of layers with several rules or shapes has several *parts*; a chunk has a buffer per part
 (:mod:`lmcache_connector.kv_parts.part`). "Layer" counts a part's layers in model order, in
 whichever KV cache groups they are.
 """
@@ -27,7 +27,7 @@ from lmcache_connector.kv_parts.part import part_of
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """The part of a chunk in one stored value: layers ``[layer_start, layer_end)`` of one KV head.
+    """What one stored value holds of a chunk: layers ``[layer_start, layer_end)`` of one KV head.
 
     The payload ``[layers][tokens][content]`` takes ``num_bytes`` bytes at ``offset`` in the chunk
     buffer of the rank that holds it.
@@ -42,7 +42,7 @@ class Stripe:
 
 @dataclass(frozen=True)
 class ChunkGeometry:
-    """One rank's part of a chunk. Sizes are in bytes. Raises ``ValueError`` if impossible.
+    """One rank's share of one part of a chunk. Sizes in bytes. Raises ``ValueError`` if impossible.
 
     ``layer_widths[i]`` is the content width (K and V of one token and one KV head) of global layer
     ``layer_start + i``. ``shards`` are the global KV head indices in buffer order.
@@ -95,10 +95,10 @@ class ChunkGeometry:
         num_bytes = self.layer_offsets[end] - self.layer_offsets[first]
         return Stripe(layer_start, layer_end, shard, offset, num_bytes)
 
-    def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:
-        """All stripes of this chunk, in buffer order: as many layers in each as fit into
-        ``max_value_bytes``, at least one."""
-        width = max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
+    def stripes(self, max_payload_bytes: int) -> tuple[Stripe, ...]:
+        """All stripes of this chunk, in buffer order. Each has at most as many layers as fit into
+        ``max_payload_bytes`` if all are as wide as the widest, but at least one."""
+        width = max(1, max_payload_bytes // (max(self.layer_widths) * self.num_tokens))
         cuts = [self.layer_start]
         cuts += range((self.layer_start // width + 1) * width, self.layer_end, width)
         cuts.append(self.layer_end)
@@ -121,7 +121,7 @@ class PartGeometries:
         return len(self.parts)
 
     def index_of(self, key: bytes) -> int:
-        """The part that ``key`` names. Raises ``ValueError`` if there is none."""
+        """Number of the part that ``key`` names. Raises ``ValueError`` if there is none."""
         index = part_of(key, len(self.parts))
         if index >= len(self.parts):
             raise ValueError(f"key {key.hex()} names part {index} of {len(self.parts)}")

@@ -4,8 +4,8 @@ Both chunks are in the canonical form of :mod:`lmcache_connector.storage.geometr
 sums of squares, which add up over the ranks that hold a chunk's heads.
 
 Elements are compared as numbers. An *opaque* format, which packs several elements into a byte or
-mixes scales with elements, is compared byte by byte: its sums of squares count bytes, and the share
-of bytes that differ replaces the relative error.
+mixes scales with elements, is compared byte by byte: its sums of squares count bytes, and the root
+of the share of bytes that differ replaces the relative error.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _FORMATS = {
     "float8_e5m2": _Format(prior=0.25, step=2.0**-3),
     "int8": _Format(prior=0.25, step=2.0**-5),
 }
-_OPAQUE = _Format(prior=0.7, step=0.06)  # shares of differing bytes: half, a few in a thousand
+_OPAQUE = _Format(prior=0.7, step=0.06)  # roots of shares of differing bytes: 1/2, 4 in a thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class NoiseGauge:
 MAX_SUBJECTS = 4096
 """Only the latest subjects are remembered; a forgotten one counts as never audited."""
 MAX_FIRST_TRIES = 4
-"""How often a first audit that ends without a verdict is repeated."""
+"""How often a first audit is tried, until one has a verdict."""
 
 
 class AuditSampler:

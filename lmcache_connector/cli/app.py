@@ -39,7 +39,7 @@ KvConfig = Annotated[
     typer.Option(
         "--kv-config",
         metavar="JSON|FILE",
-        help="The engine's --kv-transfer-config, for its redis_url, namespace and hash_key.",
+        help="The engine's --kv-transfer-config, for its redis_url and hash_key.",
     ),
 ]
 Namespace = Annotated[

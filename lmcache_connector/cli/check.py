@@ -79,7 +79,7 @@ def run(report: Report, text_or_path: str) -> int:
     try:
         config = connector_config(document)
         for finding in _settings(config, document.get("kv_role")):
-            findings.append(finding)  # noqa: PERF402 - those before an error count
+            findings.append(finding)  # noqa: PERF402 - keeps findings before an error
         findings.extend(check_peers.findings(config, str(document.get("kv_role"))))
         findings.extend(check_redis.findings(config.redis_tier_config()))
     except CliError as error:

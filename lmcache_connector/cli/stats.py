@@ -202,9 +202,9 @@ _TITLES = {
 
 def run(report: Report, engines: Sequence[str]) -> int:
     """Show the engines that answer, even if others do not. Returns the exit code."""
-    looks = [_fetch_or_error(engine) for engine in engines]
-    found = [summarize(look) for look in looks if isinstance(look, Snapshot)]
-    problems = [look for look in looks if isinstance(look, CliError)]
+    readings = [_fetch_or_error(engine) for engine in engines]
+    found = [summarize(reading) for reading in readings if isinstance(reading, Snapshot)]
+    problems = [reading for reading in readings if isinstance(reading, CliError)]
     if problems and not found:
         raise problems[0]
     away = [problem.as_json() for problem in problems]
@@ -263,7 +263,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
     if engine["roots_apart"]:
         yield f"{engine['roots_apart']:.0f} roots are shared with no other engine"
     for node, state in engine["circuits"].items():
-        yield f"Redis {node}: circuit {state}"
+        yield f"{node}: circuit {state}"
 
 
 def _counts(counts: Mapping[str, float]) -> str:
@@ -286,20 +286,20 @@ _COLUMNS = (
 
 def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> None:
     """A terminal shows the latest of ``count`` readings (0: until Ctrl-C), a pipe each one."""
-    looks = {url: _fetch_or_error(url) for url in urls}
-    problems = [str(found) for found in looks.values() if isinstance(found, CliError)]
-    if len(problems) == len(looks):
+    readings = {url: _fetch_or_error(url) for url in urls}
+    problems = [str(found) for found in readings.values() if isinstance(found, CliError)]
+    if len(problems) == len(readings):
         raise CliError("; ".join(problems), code=UNREACHABLE)
-    is_live, num_looks = report.out.is_terminal and not report.as_json, 0
+    is_live, num_readings = report.out.is_terminal and not report.as_json, 0
     with Live(console=Console(), auto_refresh=False) if is_live else nullcontext() as live:
-        while not count or num_looks < count:
+        while not count or num_readings < count:
             started = time.monotonic()
             time.sleep(interval)
             engines = []
-            for url, before in looks.items():
-                looks[url] = _fetch_or_error(url)
-                engines.append(_since(url, before, looks[url], time.monotonic() - started))
-            num_looks += 1
+            for url, before in readings.items():
+                readings[url] = _fetch_or_error(url)
+                engines.append(_since(url, before, readings[url], time.monotonic() - started))
+            num_readings += 1
             shown = table(_COLUMNS, map(_row, engines))
             if live is not None:
                 live.update(shown, refresh=True)

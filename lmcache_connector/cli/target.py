@@ -68,7 +68,8 @@ def metrics_text(text: str) -> str:
 
 
 def read_transfer_config(text_or_path: str) -> dict[str, Any]:
-    """The object of ``--kv-transfer-config``. Raises :class:`CliError`; never repeats values."""
+    """The object of ``--kv-transfer-config``. Raises :class:`CliError`, whose text repeats no
+    value: it may be a secret."""
     text = text_or_path.strip()
     if not text.startswith("{"):
         text = _read(text)
@@ -93,7 +94,7 @@ def _read(name: str) -> str:
         reason = getattr(error, "strerror", None) or "not a text file"
         # A text that names no file may be a URL with a password.
         is_path = name.isprintable() and "@" not in name
-        shown = (is_path and Path(name).name) or "that"
+        shown = (is_path and Path(name).name) or "the argument"
         raise CliError(
             f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
         ) from None
@@ -121,7 +122,7 @@ def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def secret(option: str, reference: str | None) -> str | None:
-    """The secret that ``env:NAME`` or ``file:PATH`` refers to. Raises :class:`CliError`."""
+    """See :func:`resolve_secret`. Raises :class:`CliError`."""
     try:
         return resolve_secret(reference, os.environ) if reference is not None else None
     except ValueError as error:
@@ -132,8 +133,8 @@ def secret(option: str, reference: str | None) -> str | None:
 
 
 def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfig:
-    """The Redis of ``--redis-url``, or else of ``--kv-config``; the other settings come from the
-    latter. Raises :class:`CliError` if they name no usable Redis."""
+    """The Redis of ``--redis-url`` or, without it, of ``--kv-config``. Settings other than the URL
+    come from ``--kv-config``. Raises :class:`CliError` if they name no usable Redis."""
     found = None
     if kv_config is not None:
         found = connector_config(read_transfer_config(kv_config)).redis_tier_config()
@@ -155,7 +156,7 @@ def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfi
 
 @contextmanager
 def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:
-    """A connected client. Errors inside the ``with`` become :class:`CliError`."""
+    """A connected client. Redis' errors inside the ``with`` become :class:`CliError`."""
     try:
         with RedisAdmin(config) as admin:
             admin.nodes()

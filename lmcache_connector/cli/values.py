@@ -135,7 +135,7 @@ def ls_chunk(report: Report, tier: RedisTierConfig, namespace: str | None, digit
     if not re.fullmatch("[0-9a-f]{1,64}", prefix):
         raise CliError(
             f"{digits!r} is not the beginning of a chunk key",
-            "a chunk key is KEY of names in Redis, lmc:{NAMESPACE:KEY}:..., 64 hex digits",
+            "names in Redis are lmc:{NAMESPACE:KEY}:..., and KEY has 64 hex digits",
         )
     with open_admin(tier) as admin:
         values = sorted(
@@ -212,7 +212,7 @@ def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: 
         lines.append(table(("unsound value", "problem"), bad[:_MAX_SHOWN]))
         if len(bad) > _MAX_SHOWN:
             lines.append(f"and {len(bad) - _MAX_SHOWN} more; --json lists all.")
-        lines.append("Each is a miss; the engine that misses it overwrites it, if it stores.")
+        lines.append("Each is a miss, and an engine that stores overwrites it then.")
     found = [{"name": name, "problem": verdict} for name, verdict in bad]
     document = {"ok": not bad, "values": dict(counts), "bytes": num_bytes, "unsound": found}
     report.emit(document, *lines)

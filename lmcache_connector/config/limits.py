@@ -1,4 +1,4 @@
-"""Fixed limits, removed settings, and the folder for caches.
+"""Fixed limits, removed and refused settings, and the folder for caches.
 
 Use limits as ``limits.NAME``, not imported by name, so that tests on slow machines can raise them.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 from lmcache_connector.keys.reasons import by_field
 
 LOOKUP_WAIT_SECONDS = 0.001
-"""Wait for lookups per scheduling step, for all requests together; 5 ms while none runs."""
+"""Wait for lookups per scheduling step, for all requests together; 5 ms while no request runs."""
 LOOKUP_DEADLINE_SECONDS = 0.1
-"""How long a request may wait for its lookup; then Redis counts as a miss."""
+"""Longest duration of a lookup; after it, the chunks count as misses in Redis and peers."""
 SHUTDOWN_SECONDS = 5.0
-"""How long a shutdown waits for jobs, and again for writes."""
+"""Limit of each wait of a shutdown: for jobs, for the peer server, for writes to Redis."""
 MAX_QUEUED_BYTES = 1 << 30
-"""Limit of bytes waiting for Redis, which stay in the CPU tier; also a quarter of that tier."""
+"""Most bytes that wait in the CPU tier to be written to Redis; at most a quarter of the tier."""
 
 LEAVE_OUT = "no longer a setting, leave it out"
 GONE = {

@@ -1,7 +1,7 @@
 """Strict settings for every connector: no unknown keys, no conversions, all problems at once.
 
 A model derives from :class:`StrictSettings`; :func:`parse` builds it from a user's settings. No
-message repeats a value, since it may be a secret.
+message repeats a value that may be a secret.
 """
 
 from __future__ import annotations

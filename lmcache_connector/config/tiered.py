@@ -38,7 +38,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 
 _OF_LMCACHE = ("lmcache.numa_mode", "lmcache.local_cpu_use_hugepages")
 _FOUND_AGAIN_SECONDS = 2.0
-"""Longest time until a new peer, or one that is back, is asked."""
+"""Longest pause between two tries to reach a peer that does not answer."""
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
@@ -75,7 +75,7 @@ HashKey = Annotated[
         lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
     ),
 ]
-"""Keys names and values, with or without Redis."""
+"""Keys the names and seals of chunks, with or without Redis."""
 RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
 """URL of one server, of Sentinels or of a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -122,7 +122,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
-    """Timeout for one reply from Redis."""
+    """Longest time to connect to Redis or a peer, and longest time in which it moves no byte."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
@@ -323,7 +323,7 @@ def fit_chunk_size(wanted: int | None, block_size: int) -> int:
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
     extra_config = {str(key): value for key, value in extra_config.items()}
-    hints = dict(_NOT_HERE)
+    hints = dict(_NOT_IN_TIERED)
     for key in extra_config:
         misspelt = difflib.get_close_matches(key, _OF_LMCACHE, n=1, cutoff=0.85)
         if key.startswith("lmcache.") and not misspelt:
@@ -334,13 +334,13 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     return parse(ConnectorConfig, extra_config, "kv_connector_extra_config", hints)
 
 
-_VLLMS = dict.fromkeys(
+_OF_VLLM = dict.fromkeys(
     ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy"),
     "vLLM's own setting: put it beside 'kv_connector'",
 )
-_NOT_HERE = {
+_NOT_IN_TIERED = {
     **limits.GONE,
-    **_VLLMS,
+    **_OF_VLLM,
     "host": "a setting of LMCacheP2PConnector: here it is 'peer_listen', or 'peer_host'",
     "bind_host": "a setting of LMCacheP2PConnector: here it is 'peer_listen'",
     "insecure": "a setting of LMCacheP2PConnector: here it is 'peer_insecure'",
@@ -349,7 +349,7 @@ _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 _PULLED = f"{limits.LEAVE_OUT}: decode instances fetch KV once it is computed"
 _ONE_PORT = f"{limits.LEAVE_OUT}: KV goes over 'kv_port'"
 _IN_CPU_GIB = "now part of 'cpu_gib', a quarter of which may wait to be fetched"
-_GONE = {
+_NOT_IN_P2P = {
     "secret": "no longer a setting: set 'hash_key', the same everywhere, to key names and seals of "
     "KV, and 'router_secret' for a proxy that expects signed registrations",
     "send_type": _PULLED,
@@ -364,20 +364,20 @@ _GONE = {
     "peer_listen": "called 'host', 'bind_host' and vLLM's 'kv_port' here",
     "peer_host": "called 'host' here",
     "peer_insecure": "called 'insecure' here",
-    **_VLLMS,
+    **_OF_VLLM,
 }
 
 
 _PORT = TypeAdapter(Annotated[int, Field(gt=0, lt=65536)])
-"""Converts as vLLM does."""
+"""Converts a number in a string, as vLLM does."""
 
 
 def parse_p2p_config(
     extra_config: Mapping[str, Any], kv_port: object = 1, kv_role: str = "kv_producer"
 ) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
-    known = {key: value for key, value in extra_config.items() if key not in _GONE}
-    problems = [f"{key!r} is {_GONE[key]}" for key in extra_config if key in _GONE]
+    known = {key: value for key, value in extra_config.items() if key not in _NOT_IN_P2P}
+    problems = [f"{key!r} is {_NOT_IN_P2P[key]}" for key in extra_config if key in _NOT_IN_P2P]
     host = known.pop("host", "127.0.0.1")
     bind_host = known.pop("bind_host", None) or host
     try:
@@ -394,7 +394,7 @@ def parse_p2p_config(
     try:
         is_local = Address(host, 1).check().is_loopback
     except (TypeError, ValueError):
-        is_local = True  # it is refused below
+        is_local = True  # parse_config refuses the host
     if is_local:
         known.setdefault("peer_hosts", list(_LOOPBACK))
     elif kv_role != "kv_producer" and not known.get("peer_hosts"):
@@ -421,8 +421,8 @@ def parse_p2p_config(
 
 def check_settings(transfer: Mapping[str, Any], block_size: int | None = None) -> None:
     """Check the settings of each of our connectors in a ``kv_transfer_config`` of vLLM, also inside
-    a ``MultiConnector``. An unknown port or role is left out. Raises :class:`ConfigError`, but not
-    for what vLLM itself refuses."""
+    a ``MultiConnector``. A port or role that is missing is not checked. Raises
+    :class:`ConfigError`, but not for what vLLM itself refuses."""
     connector, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
         return

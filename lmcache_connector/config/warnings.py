@@ -60,7 +60,7 @@ def _number(path: Path, name: str) -> int | None:
 
 
 def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
-    """Settings that have no effect, or that leave the connector without effect."""
+    """Warnings that depend on the settings and the role alone."""
     if config.audit_share == 0:
         yield StartupWarning(
             "audit_share 0 audits no hit, so wrong KV would go unnoticed", "leave it out"
@@ -128,7 +128,7 @@ def size_warnings(
         needed_gib = longest_bytes / _GIB * config.cpu_gib / config.rank_gib
         yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
-            f"{max_model_len}, so the end of such a prompt would evict its beginning",
+            f"{max_model_len}, so such a prompt would evict chunks of its own",
             f"raise cpu_gib to {needed_gib + 0.05:.1f} or more",
         )
     if available_bytes is not None and config.cpu_gib * _GIB > available_bytes:

@@ -49,8 +49,8 @@ STALL_SHARE = 0.05
 MIN_DEADLINE_SECONDS = 0.010
 """Below this, thread wake-ups take longer than the tier."""
 UNMEASURED_LOAD_SECONDS = 0.250
-"""Longest predicted load while the time to compute is unknown; also the assumed load time of an
-unknown tier."""
+"""While the time to compute is unknown: the longest predicted load, and a third of the shortest
+deadline."""
 MIN_GAIN_SHARE = 0.05
 """Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
@@ -123,7 +123,7 @@ class CostModel:
         return speed.seconds(num_bytes) if speed.known else inf
 
     def is_stalled(self, tier: Tier) -> bool:
-        """Whether the tier has delivered nothing lately."""
+        """Whether the tier's last load hung or broke, and that is not outdated."""
         speed = self.tiers[tier]
         return speed.stalled and not speed.is_outdated(self._clock())
 
@@ -161,8 +161,8 @@ class CostModel:
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The best prefix. If it leaves out a tier without recent news, chunks of that tier are
-        added on trial, as if the tier were unknown. Copies from memory end whole, whatever their
-        deadline."""
+        added on trial, as if the tier were unknown. The trial's prediction must be short too,
+        because copies from memory go on after their deadline."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
@@ -184,13 +184,14 @@ class CostModel:
         return trial
 
     def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
-        """As many chunks as may be as slow as those of the last load, about twice as many at most:
-        the tier may be far slower now. One alone would look slow for ever where latency is all."""
+        """The most chunks that waste at most 5 % of recompute at the last load's bytes per second;
+        about twice that load's bytes at most, because the tier may be far slower now. A single
+        chunk would look slow for ever where a load takes little but latency."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
         last_bytes, last_seconds = self.tiers[tier].last_load
         run = takewhile(lambda each: each is tier, offer.tiers[start:])
-        most = 2 * last_bytes // max(1, offer.chunk_bytes)  # 0 if all layers have windows
+        most = 2 * last_bytes // max(1, offer.chunk_bytes)  # 0 B: only windows
         end = offer.end_up_to(start + min(len(list(run)), most))
         while end > first:
             load_seconds = offer.bytes_of(end)[tier] * last_seconds / last_bytes

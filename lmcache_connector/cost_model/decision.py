@@ -24,12 +24,12 @@ class Reason(Enum):
 class LoadOffer:
     """A hit to decide on, of at least one chunk.
 
-    ``context_tokens`` of ``prompt_tokens`` are computed; ``tiers`` lists where each hit chunk from
-    there on lies, in prompt order. The first chunk may be computed in part. ``chunk_bytes``: bytes
-    per chunk on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this
-    load, which can begin after ``wait_seconds``.
+    ``context_tokens`` of ``prompt_tokens`` are computed. ``tiers``: the tier of each chunk of the
+    hit, in prompt order; the first chunk may be computed in part. ``chunk_bytes``: bytes per chunk
+    on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this load, which
+    can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
-    ``num_waiting``: requests with no token yet, and none being computed, this one included.
+    ``num_waiting``: requests that no step has begun, this one included.
 
     ``ends`` lists, in ascending order, the numbers of chunks after which a load may end; empty: any
     number. A load of ``n`` chunks also needs ``other_bytes(n)`` of each tier.
@@ -105,7 +105,7 @@ class Prefix:
     num_chunks: int = 0
     load_seconds: float = 0.0
     risky_seconds: float = 0.0
-    """``load_seconds`` with caution: multiplied by a margin for mispredictions."""
+    """``load_seconds`` with a margin for mispredicted speeds of the tiers."""
     own_seconds: float = 0.0
     """The part of ``risky_seconds`` without queueing: other waiting requests lose this time too."""
     rest_seconds: float = 0.0

@@ -9,16 +9,14 @@ Measurements come from:
 - the scheduler side, which times steps by its own calls: it plans a step when one has ended;
 - the worker, which times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
-- probes: while requests hit in Redis but do not load from it, the worker now and then reads a few
-  values of its own, so that no request must find out whether Redis is fast again. Peers are not
-  probed: only loads measure their speed.
+- probes: while requests hit in Redis but do not load from it, or look up chunks though Redis stalls
+  or was last measured over a minute ago, the worker now and then reads a few values of its own, so
+  that no request must find out whether Redis is fast again. Only loads measure the speed of peers.
 
 A lookup in Redis or peers costs time too, hit or miss. A request waits for the answer only for a
 small share of its prompt's compute, and not at all if the last answer of every tier took longer. A
 request that must ask again loses a step, however soon the answer comes: a step longer than this
 wait is lost only for an expected hit that saves more.
-
-Redis is also probed while requests would use it and its speed is unknown.
 
 Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 """
@@ -90,7 +88,7 @@ _IN_STEP_SHARE = 0.2
 _MAX_IN_STEP_SECONDS = 0.05
 """Longest copy inside a step, even an empty one: a request that arrives meanwhile waits."""
 _LATE_WEIGHT = 0.3
-"""Weight of the last load from memory in how late loads begin, compared with the prediction.
+"""Weight of the last load from memory in the average delay of loads behind their prediction.
 
 Without this, where every load begins 20 ms late, each hit of 512 tokens (17 ms of compute, 3 ms of
 copies) took 1.59 times as long as recompute; with it, all after the first four take 1.00."""
@@ -114,7 +112,7 @@ class LoadPolicy:
     """Decides which hits to load, and learns from jobs, forward passes and probes.
 
     A chunk has ``chunk_tokens`` tokens, and ``value_bytes`` per part of the model on the rank with
-    the largest share. Every chunk is needed of the first ``num_prefix_parts`` parts. A prompt
+    the largest share. Loads need every chunk of the first ``num_prefix_parts`` parts. A prompt
     passes ``num_stages`` pipeline stages one after the other. ``clock`` is monotonic, in seconds.
     ``remote_tiers``: the configured tiers below the CPU tier. ``probes``: when to measure Redis.
     ``stores``: open stores, which the scheduler side reports to it.
@@ -172,10 +170,10 @@ class LoadPolicy:
     ) -> LoadDecision:
         """Decide one request, once.
 
-        The hit begins with the chunk that holds token ``context_tokens``. ``keys`` and ``tiers``
-        list its chunks. ``ends`` and ``other_bytes``: see :class:`LoadOffer`. ``after_job``: the
-        last store that the load depends on. ``num_firm``: how many chunks may be loaded inside the
-        step.
+        The hit begins with the chunk that holds token ``context_tokens``. ``tiers`` has
+        one entry per chunk, ``keys`` one per chunk and prefix part. ``ends`` and ``other_bytes``:
+        see :class:`LoadOffer`. ``after_job``: the last store that the load depends on.
+        ``num_firm``: how many chunks may be loaded inside the step.
         """
         queued = dict(self._queued_bytes)
         # Chunks that other loads fetch already will be copied from memory.
@@ -212,8 +210,8 @@ class LoadPolicy:
         prompt_tokens: int,
         last_lookup_seconds: Mapping[Tier, float],
     ) -> float:
-        """Seconds to wait for a lookup of a prompt; 0: do not ask. ``last_lookup_seconds``: how
-        long the last answer of each tier took."""
+        """Seconds to wait for the lookup of a prompt; 0: do not wait. ``last_lookup_seconds``: how
+        long each tier took in the last lookup."""
         if self.model.mode == "always":
             return inf
         if Tier.REDIS in self.remote_tiers:
@@ -332,7 +330,7 @@ class LoadPolicy:
         slowest = self.observe_load(results)
         if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
-            late = min(late, running.deadline_seconds)  # more can only be a long forward pass
+            late = min(late, running.deadline_seconds)  # beyond it, a forward pass delayed the load
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
 
@@ -403,15 +401,15 @@ class LoadPolicy:
         was cut off, because deadlines include it."""
         result = max(results, key=lambda each: (each.has_fetch_failed, each.seconds))
         copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
-        telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
+        measured = [each for each in result.fetched if each.num_bytes or each.has_failed]
         now = self._clock()
-        for fetched in telling:
+        for fetched in measured:
             share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
             seconds = fetched.seconds + share * copy_seconds
             speed = self.model.tiers[fetched.tier]
             note = speed.cut_off if fetched.has_failed else speed.arrived
             note(now, fetched.num_bytes, seconds)
-        if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
+        if not measured and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.tiers[Tier.CPU].arrived(now, result.num_bytes, copy_seconds)
         return result
 

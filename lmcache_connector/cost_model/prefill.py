@@ -33,7 +33,8 @@ class PrefillSpeed:
 
     def __init__(self) -> None:
         self.known = False
-        # Features are about 1 for 1,000 tokens after 10,000; prefills of one kind say only ``a``.
+        # Features are about 1 for 1,000 tokens after 10,000; if all prefills are alike, only ``a``
+        # explains them.
         self._fit = FadingFit(scale=(1e-3, 1e-7), ridge=(1e-6, 1e-4))
         self._changed_at = 0.0
 

@@ -30,7 +30,7 @@ _SIZE_OFFSET_BYTES = 8 << 20
 _STALL_FACTOR = 3.0
 """A load cut off after this many times its predicted time counts as stalled."""
 _KEEP_COUNTS = 0.9
-"""Fades slower than speeds: a tier that stalls now and then looks fast in between."""
+"""Failures fade slower than speeds: a tier that stalls now and then looks fast in between."""
 _PRIOR_LOADS, _PRIOR_FAILURE_RATE = 5.0, 0.02
 _MIN_SECONDS = 1e-6  # a coarse clock may measure 0
 
@@ -55,7 +55,7 @@ class TierSpeed:
         self._num_good = self._num_failed = 0.0
         self.failure_rate = _PRIOR_FAILURE_RATE
         self._changed_at = 0.0
-        self.heard_at = -inf  # the end of the last load or measurement, well or not
+        self.heard_at = -inf  # end of the last load or measurement, good or bad
         self._quiet_seconds = _FIRST_QUIET_SECONDS
         self._starts_anew = True  # drop the past with the next load
 
@@ -83,7 +83,7 @@ class TierSpeed:
         return not is_kept and now - self._changed_at >= self._quiet_seconds
 
     def untried(self) -> TierSpeed:
-        """The tier for a request that tries it: unknown, but for its failure rate."""
+        """The tier as a request on trial sees it: unknown, but for its failure rate."""
         fresh = TierSpeed(self.probed)
         fresh.failure_rate = self.failure_rate
         return fresh

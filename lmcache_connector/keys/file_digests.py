@@ -2,7 +2,7 @@
 
 A Hugging Face cache names files by SHA-256: ``snapshots/.../model.safetensors`` links to
 ``blobs/<64 hexadecimal digits>``. This name is used as the digest unless the blob changed after the
-link was made (by its ctime, since mtime can be set back). Other files are read once and their
+link was made (by mtime or ctime: mtime can be set back). Other files are read once and their
 digests cached (:class:`KeptDigests`). A download and a copy of the same files thus have the same
 digests.
 
@@ -79,7 +79,7 @@ def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
 
 
 def _sha256(file: Path) -> tuple[bytes, Signature | None]:
-    """The digest, and its signature; ``None`` if the file may be changing."""
+    """The digest, and the file's signature; ``None`` if the file may be changing."""
     started = time.time_ns()
     with file.open("rb", buffering=0) as handle:
         before = Signature.of(os.fstat(handle.fileno()))

@@ -59,7 +59,7 @@ class KeptDigests:
             return {}
         with os.fdopen(descriptor, "rb") as handle:
             if not _is_ours(os.fstat(descriptor)):
-                logger.warning("Ignoring %s: others can write to it", self._file)
+                logger.warning("Ignoring %s: it is not a file that only we can write", self._file)
                 return {}
             data = handle.read(_MAX_BYTES + 1)
         return _parse(data)

@@ -2,8 +2,8 @@
 
 ::
 
-    key_0 = H(root)                    root: everything that makes the KV of a request unique
-    key_i = H(key_{i-1} || tokens of chunk i as little-endian u32 || extras of chunk i)
+    key_0     = H(root)                root: everything that makes the KV of a request unique
+    key_{i+1} = H(key_i || tokens of chunk i as little-endian u32 || extras of chunk i)
 
 Chunk ``i`` (from 0) is named by ``key_{i+1}``. A chunk's tokens have a fixed length, so the start
 of the extras is unambiguous. With a secret, BLAKE3 is keyed, and nobody without it can guess or

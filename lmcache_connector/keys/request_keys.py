@@ -30,7 +30,7 @@ class MultimodalSpan:
 class RequestIdentity:
     """What separates this request's KV from that of others with the same tokens.
 
-    ``lora``: digest of its adapter, vLLM's ``lora_number``, which no other adapter has.
+    ``lora``: name of its adapter, by content; ``lora_number``: vLLM's number for the adapter.
     ``weights``: their name. ``embeds_digest(start, end)``: digest of a range's prompt embeddings.
     """
 
@@ -50,7 +50,7 @@ class RequestIdentity:
 
     @property
     def kv_root(self) -> bytes:
-        """The root without the parts that only separate tenants and resets, not KV."""
+        """The root without the salt, which separates tenants, not KV, and the weights' name."""
         separating = ("salt", "weights")
         return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
 
@@ -136,8 +136,8 @@ class RequestKeys:
 
     @property
     def loadable(self) -> list[bytes]:
-        """Keys of loadable chunks; the last may be the tail's. A request that has generated tokens
-        uses the keys of full chunks instead of the tail."""
+        """Keys of loadable chunks; the last may be the tail's. Once a chunk with generated tokens
+        is full, the keys of full chunks are used instead of the tail's."""
         tail = self.loaded_tail
         return self.keys if tail is None else [*self.keys[: tail.chunk], tail.key]
 

@@ -1,10 +1,9 @@
 """KV cache events for routers: which blocks entered or left which tier of this instance.
 
 Blocks have the names of vLLM's own events, so a block has one name in GPU memory and in the tiers.
-A chunk is in a tier once all ranks that store it have put it there. A chunk that Redis has dropped
-is reported as removed when a lookup or load misses it. It also is when its lifetime ends, or after
-``MAX_REDIS_CHUNKS`` others were written or used: the chunk may still exist, but only a router's
-credit is lost.
+A chunk is in a tier once all ranks that store it have put it there. A chunk in Redis is reported as
+removed when a lookup or load misses it, when its lifetime ends, or after ``MAX_REDIS_CHUNKS``
+others were written or used: the chunk may still exist, but only a router's credit is lost.
 
 Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
 is in a tier, or that an open job may put there.
@@ -67,7 +66,7 @@ class _Chunk:
 class KvEventLog:
     """Turns the ranks' reports into events. ``world_size``: ranks per chunk. ``ttl_seconds``:
     lifetime in Redis; ``refresh_ttl``: loads renew it. ``is_wanted``: events will be
-    taken; otherwise the owner describes no chunk. ``clock`` returns seconds.
+    taken; otherwise the scheduler describes no chunk. ``clock`` returns seconds.
 
     Ignores chunks without a description, such as the self-test's.
     """
@@ -85,7 +84,7 @@ class KvEventLog:
         self.needed: Callable[[bytes], int] = lambda key: (1 << world_size) - 1
         """Bit set of the ranks that must put a chunk in a tier: see :class:`ChunkIndex`."""
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
-        self._uses_count = ttl_seconds is None or refresh_ttl
+        self._uses_renew = ttl_seconds is None or refresh_ttl
         self.is_wanted = is_wanted
         self._clock = clock
         self._chunks: dict[bytes, _Chunk] = {}
@@ -106,7 +105,7 @@ class KvEventLog:
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(describe(i))
-            elif key in self._in_redis and self._uses_count:
+            elif key in self._in_redis and self._uses_renew:
                 self._renew(key)
             self._chunks[key].jobs.add(job_id)
 
@@ -130,7 +129,7 @@ class KvEventLog:
                 self.gone(Tier.CPU, report.rank, event.key)
 
     def gone(self, tier: Tier, rank: int, key: bytes) -> None:
-        """This rank's share of the chunk has left the tier."""
+        """The rank's copy has left the tier, or the owner's if the rank had and needs none."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -144,7 +143,7 @@ class KvEventLog:
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
-        """Redis was asked for the chunk and lacks it."""
+        """Redis does not have the chunk, as far as known."""
         for rank in range(self._num_ranks):
             self.gone(Tier.REDIS, rank, key)
 

@@ -64,7 +64,7 @@ class ChunkBuffers:
 BlockSpace = PagedLayout | ChunkBuffers
 """One side of a copy. Both have a ``device``, ``num_blocks`` of ``block_size`` tokens, the memory
 used (``spans``), and ``layers``, from which :func:`layer_table` makes a table of rows of up to
-``row_tokens`` tokens. Its rows are in ``addresses``, as :func:`rows_of` finds them."""
+``row_tokens`` tokens. ``addresses`` has the anchors of rows, see :func:`rows_of`."""
 Layers = LayerTable | tuple[ChunkGeometry, tuple[int, ...], tuple[Plane, ...]]
 
 

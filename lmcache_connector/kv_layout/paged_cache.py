@@ -12,7 +12,7 @@ number; in a list of chunks ``anchor`` is the chunk's address and ``index`` the 
 
 Strides come from the tensors and sizes from the KV cache spec. :class:`LayoutError` is raised
 unless they are proved to agree. That no two layers of a block share memory is left to the
-self-test, which writes other bytes to each.
+self-test, which writes different bytes to each.
 
 Some backends do not lay out one head's part of a block token after token (see :class:`Plane`). A
 table then has one entry per layer and plane, and "token" above means a run of a plane. A chunk has
@@ -40,7 +40,7 @@ class LayoutError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Plane:
     """Part of a head's memory in a block: ``[num_runs][tokens][run_token_bytes]``. For example, K
-    with tokens innermost has one run of 2-byte elements per element of the head.
+    with tokens innermost has one run of 2 bytes per token for each element of the head.
     """
 
     num_runs: int
@@ -115,7 +115,7 @@ class PagedLayout:
     planes: tuple[Plane, ...] = ()
 
     addresses: ClassVar[Int64s] = np.zeros(1, np.int64)
-    """Anchors of the rows: all blocks are behind the same, and offsets of layers are addresses."""
+    """The anchor of all rows, 0: offsets of layers are addresses."""
 
     @classmethod
     def from_kv_caches(

@@ -32,11 +32,10 @@ def are_there(blocks: BlockIds, num_blocks: int) -> bool:
 
 class BlocksInUse:
     """Blocks that vLLM may reuse while a forward pass under way still uses them: those freed since
-    the last few steps were planned. No later pass uses these blocks.
+    the last few steps were planned.
 
-    With several batches under way, vLLM frees the blocks of a request whose last passes have been
-    queued and have not ended. On the device, vLLM's own passes follow those passes. A load does
-    not, unless it waits.
+    With several batches under way, vLLM frees a request's blocks while its last passes are queued.
+    A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
     ``num_batches`` steps are under way at once. vLLM does not report the blocks that it frees
     behind windows and states: without ``is_told``, every block counts as in use.
@@ -69,7 +68,7 @@ class BlocksInUse:
         self.changes = self._num_unknown > 0
 
     def includes_any(self, block_ids: Collection[int]) -> bool:
-        """Whether a pass under way may use one of these."""
+        """Whether a pass under way may use one of ``block_ids``."""
         if not self._freed:
             return False
         if not self._is_told or self._num_unknown:

@@ -5,10 +5,10 @@ may end where every part has the chunks it needs::
 
     chunk        0  1  2  3  4  5  6  7
     full         x  x  x  x  x  x  x
-    window       x  x        x  x         a hit may end after chunk 1 (needs 0 and 1), or 5 (4, 5)
+    window       x  x        x  x         a hit may end after chunk 0, 1 (needs 0, 1) or 5 (4, 5)
 
-vLLM recomputes the last token of a prompt that was found whole. For that token, a window that ends
-with the prompt lacks its first tokens, and a state is already too late: the hit must end earlier.
+vLLM recomputes the last token of a prompt that was found whole. For that, the window stored for
+the prompt's end begins a token too late, and the state has seen the token: the hit ends earlier.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lmcache_connector.kv_parts.part import Part, Rule
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A hit. Chunks are numbered from the request's first. A load begins in chunk ``first``, and
-    ends before one of the chunks ``ends`` (ascending). Parts that need all chunks have those before
-    chunk ``shared_end``."""
+    ends before one of the chunks ``ends`` (ascending). Before chunk ``shared_end``, every part with
+    full attention has all chunks."""
 
     first: int
     ends: Sequence[int] = ()
@@ -52,8 +52,8 @@ def is_prefix_only(parts: Sequence[Part]) -> bool:
 
 
 def first_token_to_load(part: Part, num_local_tokens: int, end_token: int) -> int:
-    """Start of the blocks that a load of this part up to ``end_token`` fills: not before the
-    ``num_local_tokens`` that vLLM has, nor before the first token needed."""
+    """Start of the blocks that a load of this part up to ``end_token`` fills: of the block with the
+    first token needed, but not before the ``num_local_tokens`` that vLLM has."""
     return max(part.first_needed(end_token) // part.block_size * part.block_size, num_local_tokens)
 
 
@@ -113,7 +113,7 @@ def _run_starts(there: Sequence[bool], first: int, chunk_size: int) -> list[int]
     return starts
 
 
-_WINDOWS_PER_END = 8
+_WINDOWS_BETWEEN_ENDS = 8
 
 
 class PlannedEnds:
@@ -121,13 +121,13 @@ class PlannedEnds:
 
     With windows of 1,024 tokens in five layers of six, windows before every chunk would take five
     times the bytes of the rest. Hits end where an earlier prompt ended, where two prompts diverge,
-    or where an answer was cut off. For the last, windows are stored at regular intervals:
-    ``window_interval`` is the most tokens between two planned ends; ``None``: 8 windows."""
+    or in an answer. In a prompt that no other has shared yet, windows are stored at regular
+    intervals: ``window_interval`` is the most tokens between two; ``None``: 8 windows."""
 
     def __init__(self, parts: Sequence[Part], chunk_size: int, window_interval: int | None) -> None:
         self._chunk_size = chunk_size
         if window_interval is None:
-            window_interval = _WINDOWS_PER_END * max(part.span for part in parts)
+            window_interval = _WINDOWS_BETWEEN_ENDS * max(part.span for part in parts)
         self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
     def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_PARTS = 256
-"""A key's last byte is the number of its part."""
+"""With several parts, a key's last byte is the number of its part."""
 
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -47,7 +47,8 @@ class Part:
     span: int = 0
 
     def first_needed(self, end: int) -> int:
-        """The first token whose KV token ``end`` needs; ``end`` without any."""
+        """The first token whose KV token ``end`` needs; ``end`` if none. A state needs the block of
+        the token before, which holds its snapshot."""
         if self.rule is Rule.PREFIX:
             return 0
         if self.rule is Rule.WINDOW:

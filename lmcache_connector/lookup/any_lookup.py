@@ -14,8 +14,8 @@ from lmcache_connector.storage.redis.lookup import RedisLookup, await_answers
 
 
 class AnyLookup:
-    """``lookups`` is in the order in which loads try the tiers. Used by one thread, except
-    `servers`."""
+    """``lookups`` is in the order in which loads try the tiers. One thread finds, maintains and
+    closes; the other methods are thread-safe."""
 
     def __init__(self, lookups: Mapping[Tier, RedisLookup], clock: Callable[[], float]) -> None:
         self._lookups = lookups
@@ -25,7 +25,7 @@ class AnyLookup:
 
     @property
     def has_servers(self) -> bool:
-        """Whether there is a server to ask. Thread-safe; never blocks."""
+        """Whether there is a server to ask. Never blocks."""
         return any(lookup.has_servers for lookup in self._lookups.values())
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
@@ -33,7 +33,7 @@ class AnyLookup:
             lookup.learn_geometries(geometries)
 
     def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
-        """The first tier of each key known by ``deadline``, a reading of the clock, to hold it."""
+        """The first tier that holds each key, as far as known by ``deadline`` on the clock."""
         if not keys:
             return {}
         limit, started = Deadline(deadline, self._clock), self._clock()

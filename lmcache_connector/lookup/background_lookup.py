@@ -1,7 +1,8 @@
 """Looks chunks up in Redis and peers off the scheduler's thread, and keeps each request's answers.
 
-``get_num_new_matched_tokens`` must not wait for a network. It submits a lookup, waits about a
-millisecond, and otherwise asks again in the next step. A lookup past its deadline is a miss.
+A lookup begins when its request arrives. ``get_num_new_matched_tokens``, which must not wait for a
+network, waits about a millisecond for the answer, and else asks again in the next step. A lookup
+past its deadline is a miss.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ MISS: Final[Places] = MappingProxyType({})
 
 
 class PendingLookup(Task[Places]):
-    """One lookup: one thread asks and waits, another settles it. ``value``: the answer so far,
-    regardless of the deadline. ``deadline`` is a reading of ``clock``, in seconds."""
+    """One lookup: one thread asks and waits, another settles it. ``value``: the answer once
+    there, even past the deadline. ``deadline`` is a reading of ``clock``, in seconds."""
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
@@ -87,8 +88,8 @@ class BackgroundLookup:
         return pending
 
     def report(self, tally: Tally) -> None:
-        """Record lookups that have ended, the last 1024 at most, and changed circuits. Called by
-        the thread that counts."""
+        """Record each tier's times of ended lookups, the last 1024 at most, and changed circuits.
+        Called by the thread that counts."""
         for _ in range(len(self._times)):
             tier, seconds = self._times.popleft()
             tally.observe("lookup_seconds", tier.value, value=seconds)
@@ -133,9 +134,9 @@ class BackgroundLookup:
 
 @dataclass(slots=True)
 class RequestLookup:
-    """A vLLM request under its lookup ``keys``, and the answers. Written by the
-    :class:`HitFinder`. ``places``: the remote tier of each chunk found so far; ``offered_keys``:
-    chunks that the request's source offers.
+    """A vLLM request, its chunk ``keys``, and the answers of lookups, written by the scheduler
+    side. ``places``: the remote tier of each chunk found so far; ``offered_keys``: chunks that the
+    instance named by the request offers.
 
     Times are readings of the hit finder's clock.
     """
@@ -149,7 +150,7 @@ class RequestLookup:
     asked_keys: tuple[bytes, ...] = ()
     places: Places = field(default_factory=dict)
     offered_keys: frozenset[bytes] = frozenset()
-    stores_until: float | None = None  # set when the request begins to wait for another store
+    stores_until: float | None = None  # set when it begins to wait for stores of other ranks
     is_counted: bool = False
 
     def cancel(self) -> None:
@@ -159,7 +160,7 @@ class RequestLookup:
             self.pending = None
 
     def place_of(self, key: bytes) -> Tier:
-        """The remote tier that holds the chunk, as far as known."""
+        """The remote tier that holds the chunk; Redis if none is known."""
         return Tier.PEER if key in self.offered_keys else self.places.get(key, Tier.REDIS)
 
     def lose(self, key: bytes) -> None:

@@ -1,11 +1,11 @@
 """The scheduler's view of the chunks in the CPU tiers of all ranks, and of the chunks in use.
 
 A chunk is *there* when every rank has it or can read it from its owner, and *planned* while store
-jobs for it run. Both count as hits: workers run jobs in order, so a load planned after a store
-finds the stored chunk. If another rank stores the chunk, the request waits until that store ends.
-The index may be outdated: a load that misses a chunk fails, and the request is computed. It is
-never outdated for *firm* chunks: a rank evicts a chunk only after a plan has confirmed that the
-announcement of the eviction has arrived here.
+jobs for it run. Both count as hits: a load waits for the store job of a planned chunk. If other
+ranks store the chunk for some rank, the request waits for them before its load is planned. The
+index may be outdated: chunks that a load does not find are computed. It is never outdated for
+*firm* chunks: a rank evicts a chunk only after a plan has confirmed that the announcement of the
+eviction has arrived here.
 
 The scheduler tells workers what they cannot see: which chunks requests use (:class:`PrefixUses`). A
 request served by vLLM's own prefix cache loads and stores nothing, but its prompt is in use, and
@@ -67,7 +67,7 @@ class ChunkIndex:
         return holders & needed == needed
 
     def planned_job(self, key: bytes) -> int:
-        """The store job that a load of this chunk must wait for; 0 if the chunk is there."""
+        """The store job that a load of this chunk must wait for; 0 if there is none."""
         job_id = self._planned.get(key, 0)
         return 0 if job_id and self._is_there(key) else job_id
 
@@ -132,9 +132,8 @@ class ChunkIndex:
             self.acked_leaving = tuple(self._num_leaving)
 
     def drop(self, rank: int, key: bytes) -> None:
-        """The rank lacks the chunk, or could not read it from its owner: then the chunk counts as
-        gone until it is stored again. A rank that has held the chunk need not have tried to read it
-        from the owner."""
+        """The rank lacks the chunk. If it neither had nor needs its own copy, it could not read the
+        owner's: the chunk then counts as gone until it is stored again."""
         gone = 1 << rank
         if self.needed is not None and not (self.needed(key) | self._holders.get(key, 0)) & gone:
             gone |= self.needed(key)

@@ -31,8 +31,8 @@ _STALE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HitElsewhere:
-    """A hit that ends before chunk ``stop``, the keys that memory lacks, and the tiers that hold
-    these."""
+    """What memory, Redis and other peers have of a request whose KV an instance offers: a hit that
+    ends before chunk ``stop``, the keys that memory lacks, and the tiers that hold these."""
 
     stop: int
     missing: tuple[bytes, ...]
@@ -56,7 +56,7 @@ class HitFinder:
     clock: Callable[[], float] = time.monotonic
 
     def find(self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait) -> Hit | Pending:
-        """The hit, from the chunk being computed on. ``PENDING``: call again in the next step."""
+        """The hit from token ``num_computed_tokens`` on. ``PENDING``: call in the next step."""
         places: Mapping[bytes, Tier] | Pending
         places = dict.fromkeys(asked.offered_keys, Tier.PEER)
         if not places:
@@ -66,12 +66,12 @@ class HitFinder:
             return PENDING
         keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         while hit and self.index.needed is not None:
-            whole = self._up_to_stores(asked, num_computed_tokens, keys, hit)
-            if whole is hit:
+            stored = self._up_to_stores(asked, num_computed_tokens, keys, hit)
+            if stored is hit:
                 break
-            if self._waits_for_stores(asked, num_computed_tokens, whole.stop, hit.stop):
+            if self._waits_for_stores(asked, num_computed_tokens, stored.stop, hit.stop):
                 return PENDING
-            hit = whole
+            hit = stored
         if not asked.is_counted:
             asked.is_counted = True
             tally, num_tokens = self.tally, asked.request.num_tokens - num_computed_tokens
@@ -85,8 +85,8 @@ class HitFinder:
     def _hit(
         self, asked: RequestLookup, num_computed_tokens: int, places: Mapping[bytes, Tier]
     ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
-        """The keys of each part from the chunk being computed on, which of them are in memory, and
-        the hit that memory and ``places`` make."""
+        """From the chunk of token ``num_computed_tokens`` on: the keys of each part, which of them
+        are in memory, and the hit that memory and ``places`` make."""
         loadable = asked.keys.loadable[num_computed_tokens // self.chunk_size :]
         num_parts, tail = len(self.parts), asked.keys.loaded_tail
         keys = [keys_of_part(loadable, number, num_parts) for number in range(num_parts)]
@@ -124,18 +124,19 @@ class HitFinder:
         ]
 
     def ask(self, asked: RequestLookup, first: int) -> None:
-        """Look up chunks that the index lacks, from chunk ``first`` on, ahead of :meth:`find`. Done
+        """Look up chunks that the index lacks, from chunk ``first`` on, ahead of :meth:`find`. Asks
         once, and again for a request that has queued for long if the answer may have changed. Until
-        the answer comes, the last one counts."""
+        the new answer comes, the former one counts."""
         if self.lookup is None or (asked.asked_keys and not self._is_old(asked)):
             return
         missing, known = self._missing(asked, first), asked.pending
         asked.asked_at = self.clock()
         if asked.asked_keys:
-            is_whole = known is None or (
+            # A used answer is final; an unused one is if it found all that was asked.
+            is_final = known is None or (
                 known.value is not None and known.value.keys() == set(asked.asked_keys)
             )
-            if is_whole and frozenset(asked.asked_keys).issuperset(missing):
+            if is_final and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
             if known is not None and known.value is not None:
@@ -148,8 +149,8 @@ class HitFinder:
     def find_elsewhere(
         self, asked: RequestLookup, num_computed_tokens: int, source_stop: int, wait: StepWait
     ) -> HitElsewhere | Pending | None:
-        """The hit of memory, Redis and peers, if it ends behind chunk ``source_stop``, where the
-        hit from the request's source ends. ``PENDING``: call again in the next step."""
+        """The hit of memory, Redis and peers, if it ends later than the hit from the request's
+        source, which ends before chunk ``source_stop``. ``PENDING``: call in the next step."""
         if source_stop >= len(asked.keys.loadable):
             return None
         places = self._places(asked, num_computed_tokens, wait, source_stop)
@@ -186,8 +187,8 @@ class HitFinder:
         )
 
     def _is_old(self, asked: RequestLookup) -> bool:
-        """Whether to look up again: the last answer is old, nothing has waited for it, and the
-        request still has time to wait for another."""
+        """Whether to look up again: the last answer is old, the request does not wait for one now,
+        and it still has time to."""
         if asked.wait_until is not None or asked.wait_seconds == 0.0:
             return False
         if self.clock() - asked.asked_at < _STALE_SECONDS:
@@ -218,7 +219,7 @@ class HitFinder:
                     remaining,
                 ):
                     return PENDING  # the answer may bring more than the known chunks
-            # Not cancelled: its duration tells whether to wait for the next lookup.
+            # The look-up goes on: its duration tells whether to wait for the next one.
             self.tally.count("lookups_given_up")
             answer = asked.places
         elif answer is not MISS and len(answer) < len(asked.asked_keys):
@@ -230,7 +231,8 @@ class HitFinder:
     def _up_to_stores(
         self, asked: RequestLookup, num_computed_tokens: int, keys: list[Sequence[bytes]], hit: Hit
     ) -> Hit:
-        """``hit``, cut short before chunks that other ranks are still storing."""
+        """``hit``, cut short before a chunk that another rank is still storing. Call it until it
+        returns the same hit."""
         for part, of_part in zip(self.parts, keys, strict=True):
             end = asked.keys.end_of(hit.stop)
             chunks = chunks_to_load(part, self.chunk_size, num_computed_tokens, end)
@@ -253,7 +255,7 @@ class HitFinder:
         self, asked: RequestLookup, num_known_tokens: int, last: Mapping[Tier, float]
     ) -> float:
         """Seconds for which this request may still wait for answers, all together: a share of the
-        compute of all but the known tokens."""
+        time to compute the tokens that are not known to be in a tier."""
         now = self.clock()
         if asked.wait_until is None:
             if asked.wait_seconds is None:

@@ -1,6 +1,7 @@
 """The connector's samples in vLLM's interfaces: stats container, Prometheus metrics, log line.
 
-Runs in vLLM's front end, which may serve several data-parallel engines, told apart by labels.
+`TablePromMetrics` runs in vLLM's front end, which may serve several data-parallel engines, told
+apart by labels.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def log_fields(samples: Samples) -> dict[str, str]:
     if wrong := samples.total("audits", "mismatch"):
         fields["audits that found wrong KV"] = f"{wrong:.0f}"
     if _CIRCUIT_OPEN in samples.gauge_values("circuit_state"):
-        fields["Redis"] = "DOWN"
+        fields["Redis or a peer"] = "DOWN"
     if saved := samples.total("prefill_saved_seconds"):
         fields["prefill saved"] = f"{saved:.3g} s"
     return fields

@@ -1,8 +1,8 @@
 """Counts on their way from workers and scheduler to ``/metrics``: plain data that adds up.
 
-Workers, the scheduler side and KV transfers each own a :class:`Tally` and count under the metrics'
-names. The new counts go to vLLM as :class:`Samples`. vLLM adds up the samples of all ranks and the
-scheduler, and ships the sum to the front end with each step's output, for Prometheus and the log.
+Each worker and the scheduler side own a :class:`Tally` and count under the metrics' names. The new
+counts go to vLLM as :class:`Samples`. vLLM adds up the samples of all ranks and the scheduler side,
+and ships the sum to the front end with each step's output, for Prometheus and the log.
 
 Counters are increments, gauges the latest value, observations single values of histograms. A key is
 the metric's name and its label values, joined by newlines, so ``Samples`` consists of three flat

@@ -3,7 +3,8 @@
 Names and units follow Prometheus and vLLM: base units, ``_total`` for counters (appended by the
 client library), and vLLM's labels ``model_name`` and ``engine`` before the labels listed here.
 ``tier`` is ``cpu``, ``peer`` or ``redis``. ``rank`` is a worker's world rank, or ``scheduler``.
-Metrics in bytes or jobs count over all ranks of an engine, those in tokens or requests once.
+Counts of workers (failed jobs; bytes, seconds and chunks that moved) add up over all ranks of an
+engine; the scheduler side counts requests, tokens, planned jobs and audits once.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def histogram(name: str, documentation: str, *labels: str, buckets: tuple[float,
 
 
 def _known(labels: tuple[str, ...], known: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
-    """The known values of a single label, or the empty combination."""
+    """The known values of a single label; without labels, the empty combination."""
     if labels == ("tier",) and not known:
         known = _TIERS
     return tuple((value,) for value in known) if labels else ((),)
@@ -84,13 +85,10 @@ _ALL = (
         "reason",
         known=_BYPASSES,
     ),
-    counter("lookups", "Requests looked up in a tier.", "tier"),
+    counter("lookups", "Look-ups of a request's chunks in a tier.", "tier"),
     counter("scheduler_failures", "Exceptions in the connector's scheduler side; they cost hits."),
-    counter("lookup_hits", "Requests that found at least one chunk in a tier.", "tier"),
-    counter(
-        "lookups_given_up",
-        "Requests that stopped waiting for a look-up and were treated as misses in that tier.",
-    ),
+    counter("lookup_hits", "Requests with at least one chunk of their hit in a tier.", "tier"),
+    counter("lookups_given_up", "Look-ups whose requests went on without the answer."),
     counter("queried_tokens", "Prompt tokens looked up that vLLM's own cache lacked."),
     counter("hit_tokens", "Tokens planned to be loaded from a tier.", "tier"),
     counter("declined_tokens", "Hit tokens computed because loading them would take longer."),
@@ -200,7 +198,7 @@ _ALL = (
     gauge("cpu_capacity_bytes", "Size of the CPU tier.", "rank"),
     gauge(
         "circuit_state",
-        "Circuit breaker of a server: 0 closed (in use), 1 on trial, 2 open (not used).",
+        "Circuit breaker of a server or peer: 0 closed (in use), 1 on trial, 2 open (not used).",
         "rank",
         "node",
     ),

@@ -20,7 +20,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, may_be_dns: bool = False) -> Address:
-        """``HOST:PORT``, ``[IPv6]:PORT``, or ``dns:NAME:PORT``. Raises ``ValueError``."""
+        """``HOST:PORT``, ``[IPv6]:PORT`` or, if allowed, ``dns:NAME:PORT``; else ``ValueError``."""
         is_dns = may_be_dns and text.startswith("dns:")
         host, _, port = text.removeprefix("dns:" if is_dns else "").rpartition(":")
         if host[:1] == "[" and host[-1:] == "]":
@@ -37,7 +37,7 @@ class Address:
     def check(self) -> Address:
         """Returns itself. Raises ``ValueError`` if ``host`` is no host."""
         is_host = _is_address(self.host) or _NAME.fullmatch(self.host)
-        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # a scope may be any
+        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # any scope passes
             raise ValueError("neither a host name nor an address")
         return self
 

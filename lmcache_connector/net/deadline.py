@@ -27,7 +27,7 @@ class Deadline:
         return 0.0 if self.cancelled() else max(0.0, self.at - self.clock())
 
     def wait(self, wait: Callable[[float], bool]) -> bool:
-        """Whether ``wait(seconds)``, called until the deadline, was true."""
+        """Call ``wait(seconds)`` until it is true or the deadline has passed; its last result."""
         while (left := self.remaining()) > 0.0:
             if wait(min(left, _POLL_SECONDS)):
                 return True
@@ -39,7 +39,7 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Also disables Nagle's algorithm. For TCP sockets; raises ``OSError`` if it is closed."""
+    """Also disables Nagle's algorithm. For TCP sockets; raises ``OSError`` if closed."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in KEEPALIVE.items():

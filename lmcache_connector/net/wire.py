@@ -1,4 +1,4 @@
-"""Moves bytes over a connected socket, to or from a Redis server or a peer.
+"""Moves bytes over a connected socket, to or from its *peer*: a Redis server or another instance.
 
 Waits are cut into slices, so that deadlines, cancellations and silent peers are noticed soon. In a
 slice, one system call moves all available bytes, scattered over many buffers, without the GIL. On
@@ -72,8 +72,8 @@ class PlainChannel:
         self._low_water = 1
 
     def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
-        """``fill``: wait until all of ``views`` are full or the slice is over; else return as soon
-        as the first of them has received bytes."""
+        """``fill``: wait until ``views`` are full, but for the end that `_without_tail` leaves out,
+        or ``seconds`` are over; else return as soon as bytes have arrived."""
         self._set_timeout(socket.SO_RCVTIMEO, seconds)
         try:
             if fill:
@@ -115,8 +115,8 @@ class PlainChannel:
 
 
 def _without_tail(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:
-    """``views`` without their last bytes, if there are many, and a low-water mark. The bytes behind
-    ``views`` lift the socket above the mark."""
+    """Large ``views`` without their last 256 KiB, and a low-water mark of 256 KiB: the bytes left
+    out arrive last, and lift the socket to the mark. Small ``views`` whole, and a mark of 1."""
     left = sum(map(len, views)) - _LOW_WATER_BYTES
     if left < _LOW_WATER_BYTES:
         return views, 1
@@ -156,7 +156,7 @@ class TlsChannel:
         return received
 
     def send(self, views: Sequence[memoryview], seconds: float) -> int:
-        # One record at a time: a longer write returns 0 until all of it is sent.
+        # One record at a time: of a longer write, a time-out would hide how much was sent.
         view, sent = views[0], 0
         self._sock.settimeout(seconds)
         while sent < min(len(view), _TLS_SLICE_BYTES):
@@ -241,8 +241,8 @@ class Wire:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
         Receives at most ``max_bytes`` at once; bytes behind the line are buffered. The whole line
-        must arrive within ``idle_seconds``, counted from when the peer has received all bytes sent
-        before: it cannot answer sooner.
+        must arrive within ``idle_seconds``. While bytes sent before are on their way, the peer
+        cannot answer: whenever it has taken ``idle_bytes`` of them, or the last, the time restarts.
         """
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()

@@ -3,19 +3,19 @@
 ====================================  ==========================================================
 ``GET NAME``, ``GETRANGE``            a value (docs/formats.md); ``nil`` if its chunk is not cached
 ``EXISTS NAME...``, ``STRLEN NAME``   as in Redis
-``HOLDS NAMESPACE KEYS``              a ``1`` or ``0`` for each of up to 512 concatenated keys:
-                                      whether this rank caches the chunk, or another rank owns it
+``HOLDS NAMESPACE KEYS``              for each of up to 512 concatenated keys ``1`` if this rank
+                                      caches the chunk or leaves it to its owner rank, else ``0``
 ``PEER``                              one line about this instance, see :class:`Greeting`
-``TRANSFER MS READER ID...``          per KV transfer: the key prefixes of its chunks if it is
-                                      complete, 0 if it is not yet, ``nil`` if it is unknown. The
+``TRANSFER MS READER ID...``          per KV transfer: the key prefixes of its pinned chunks if it
+                                      is complete, 0 if it is not yet, ``nil`` if it is unknown. The
                                       reply waits up to ``MS`` for the first complete transfer
 ``DONE READER ID...``                 the reader no longer needs these transfers
 ``MAP``                               Unix socket only: the descriptor of the CPU tier's memory
-``LEASE NAME...``                     one string: per value its offset in that memory and its
-                                      header, see ``PLACE``. The chunks stay until the next
-                                      ``LEASE`` but one or ``RELEASE``
+``LEASE NAME...``                     Unix socket only: one string, per value its offset in that
+                                      memory and its header, see ``PLACE``. The chunks stay until
+                                      the next ``LEASE`` but one or ``RELEASE``
 ``SCAN``, ``DBSIZE``                  Unix socket only: names of whole heads
-``PING``, ``SELECT 0``                as in Redis
+``PING``, ``SELECT 0``, ``QUIT``      as in Redis
 ``PTTL``, ``INFO``                    no expiry; an empty string
 ====================================  ==========================================================
 
@@ -59,7 +59,7 @@ _MAX_NAME_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
 _MAX_HEADERS = 256  # cached per chunk: readers may ask for any run of its layers
-# Per command. Two chunks may be larger: a batch of values may begin with the end of a chunk.
+# Of the chunks that one ``LEASE`` pins; but two of any size, as batches of values cross borders.
 _MAX_LEASED_BYTES, _LEAST_LEASED_CHUNKS = 64 << 20, 2
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -132,9 +132,9 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``parts`` are sent in order, then ``lease`` is released. ``is_early``: a later reply would
-    contain more. ``held``: leases that the client keeps; ``kept``: of how many replies before.
-    ``descriptor`` is sent along with the parts."""
+    """``parts`` are sent in order, then ``lease`` is released. ``is_early``: a later reply may
+    contain more. ``held``: leases that the client keeps. ``kept``: the ``held`` leases of how many
+    earlier replies it keeps; ``None``: all. ``descriptor`` is sent along with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
@@ -146,7 +146,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Client:
-    """State of one connection. ``is_local``: same user, same host. ``names``: of an unfinished
+    """State of one connection. ``is_local``: over the Unix socket. ``names``: of an unfinished
     ``SCAN``."""
 
     is_local: bool = False
@@ -183,9 +183,9 @@ def _bulk(value: bytes) -> bytes:
 class Commands:
     """Answers the commands of all clients. One thread calls everything except `seal`.
 
-    ``geometries``: of this rank's chunks. A value is sealed when it is first sent, since its bytes
-    do not change once stored. ``max_payload_bytes``: of the values that ``SCAN`` lists and readers
-    request.
+    ``geometries``: of this rank's chunks. A value is sealed once, by `seal` or when first sent: its
+    bytes do not change once stored. ``max_payload_bytes``: of the values that ``SCAN`` lists and
+    readers request.
     """
 
     def __init__(
@@ -295,8 +295,8 @@ class Commands:
     def _leased(
         self, name: bytes, leases: dict[bytes, Lease], *, may_add: bool = True
     ) -> tuple[Lease, Stripe, bytes] | None:
-        """The pinned chunk (taken from ``leases`` or, if it ``may_add``, added), and the stripe and
-        header that ``name`` selects."""
+        """The chunk's lease, and the stripe and header that ``name`` selects. Chunks that are not
+        in ``leases`` are pinned and added if ``may_add``."""
         found = self._find(name)
         if found is None or found[1].num_bytes > MAX_PAYLOAD_BYTES:
             return None

@@ -31,7 +31,7 @@ SIGNATURE_HEADER = "X-LMCache-Signature"
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """``role`` as vLLM's ``kv_role``; ``http``: HOST:PORT of the API, ``kv`` of the control plane.
+    """``role`` as vLLM's ``kv_role``; ``http``: HOST:PORT of the API, ``kv`` of the peer server.
     ``data_parallel_rank``: -1 for an engine with an API server of its own."""
 
     role: str
@@ -47,8 +47,8 @@ def sign(body: bytes, secret: bytes) -> str:
 
 
 class Heartbeat:
-    """A thread that posts the registration to ``router/register`` and revokes it on `close`. An
-    unreachable router is tried again; the log says so once per episode."""
+    """A thread that sends the registration to ``router`` and revokes it on `close`. Failures are
+    retried; the log has the first of a series."""
 
     def __init__(
         self, registration: Registration, router: str, seconds: float, secret: bytes
@@ -88,7 +88,7 @@ class Heartbeat:
             self._is_silent = False
         except (OSError, ValueError) as error:
             if not self._is_silent:
-                logger.warning("The router at %s cannot be reached: %s", self._router, error)
+                logger.warning("A registration at the router %s failed: %s", self._router, error)
             self._is_silent = True
 
 

@@ -2,7 +2,7 @@
 
 Each rank listens on its own socket, ``NAMESPACE-ENGINE-RANK-RANKS.sock``: digests of namespace and
 engine id, the rank, and the number of ranks. A socket is linked to its name after it listens, so a
-socket that refuses connections is dead; the next one to find it removes it. If a living rank's
+socket that refuses connections is dead; any rank that finds it removes it. If a living rank's
 name or folder disappears (cleaners of ``/tmp``), the rank creates it again within seconds. The
 folder has mode 0700.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9]{1,6})-([0-9]{1,6})\.sock")
 _MAX_ENTRIES = 4096
 _MAX_ENGINES = 64
-"""Queried at once. More engines on one host share through Redis."""
+"""Engines of one host that a look-up asks. Further ones share through Redis."""
 # File system timestamps are coarse: two changes within a tick may have equal times.
 _TICK_NS = 100_000_000
 
@@ -74,8 +74,8 @@ def default_folder(user: int) -> Path:
 
 
 class HostFolder:
-    """Creates the folder if missing. Raises :class:`HostFolderError` if another user owns it or may
-    enter it. Thread-safe."""
+    """Creates the folder if missing. Raises :class:`HostFolderError` if it cannot be opened, or
+    another user owns it or has access to it. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_folder(os.geteuid())
@@ -136,7 +136,7 @@ class HostFolder:
         raise HostFolderError(f"another engine in {self.path} uses the same engine_id")
 
     def engines(self, namespace: str, rank: int, num_ranks: int) -> list[SocketName]:
-        """Sockets of that rank, of engines with as many ranks. Raises ``OSError``."""
+        """Sockets of ``rank`` of the engines with ``num_ranks`` ranks. Raises ``OSError``."""
         self._seen = self._state()
         self._open_again()
         seen = self._state()
@@ -158,7 +158,7 @@ class HostFolder:
 
     @property
     def is_as_seen(self) -> bool:
-        """Whether the folder is unchanged since `engines` was called. Costs one system call."""
+        """Whether the folder is certainly unchanged since the last `engines`. One system call."""
         return self._state() == self._seen
 
     def _state(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Asks all peers at once which chunks they hold.
 
-A look-up ends as soon as every chunk has a place. Late peers are ignored, and circuit breakers keep
-dead peers from being asked.
+A look-up ends as soon as every chunk has been found. Late peers are ignored, and circuit breakers
+keep dead peers from being asked.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PeerLookup(RedisLookup):
     def places(
         self, keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
     ) -> list[Node | None]:
-        """Per key the peer that has it; among several, the peer that has most of ``keys``."""
+        """Per key a peer's rank that has it; among several, the one that has most of ``keys``."""
         held = {
             node_lookup.node: {i for i, count in node_lookup.counts.items() if count}
             for node_lookup in node_lookups
@@ -114,7 +114,7 @@ class PeerLookup(RedisLookup):
 def enough(
     lookups: Sequence[RedisLookup], keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
 ) -> Callable[[Sequence[NodeLookup]], bool]:
-    """Whether to stop waiting: every key has a place, or all but late peers have answered."""
+    """A test whether to stop waiting: every key is found, or all but late peers have answered."""
     first_answer_at: float | None = None
 
     def is_enough(left: Sequence[NodeLookup]) -> bool:

@@ -2,10 +2,10 @@
 
 The owner's CPU tier is a memfd, passed over a Unix socket by ``MAP``. To read chunks, a reader
 leases them (``LEASE`` returns each value's offset and header), copies them out of its read-only
-mapping, verifies the seals of its copies, and sends ``RELEASE``. The owner answers the next
-``LEASE`` meanwhile. A reader that was stopped for long may have lost its leases and copy
-overwritten bytes: the seal, made of the leased bytes, then fails and the chunk is a miss. The
-mapping ends with the connection.
+mapping, verifies the seals of its copies, and sends ``RELEASE``. While it copies, the owner answers
+the next ``LEASE``. A reader that was stopped for long may have lost its leases and copy overwritten
+bytes: their seal, made of the leased bytes, then differs, and the copy is not used. The mapping
+ends with the connection.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ANSWER_SECONDS = 0.5
 """An owner that takes longer to reply is busy or stopped."""
 _RELEASE_SECONDS = 0.05
 _FAIR_SECONDS = 0.02
-"""An owner that does not connect within less is not to blame: the load was late."""
+"""With less time left to a load, a time-out does not count against the owner."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 8 << 20
@@ -57,7 +57,7 @@ class _NotOffered(Exception):
 
 class MappedPeers:
     """Reads from peers on this host. ``address_of(node)``: the path of the peer's socket, ``None``
-    for a node elsewhere. Thread-safe. ``num_failed``: reads that fell back to sockets.
+    for a node elsewhere. Thread-safe. ``num_failed``: reads that ended with an error.
 
     A mapping keeps the owner's memory allocated even after the owner has died. A thread, started
     with the first mapping, closes such mappings, so that a restarted owner finds memory."""
@@ -101,7 +101,7 @@ class MappedPeers:
         return hits
 
     def is_silent(self, node: str) -> bool:
-        """Whether mapping or reading the node's memory failed a moment ago."""
+        """Whether the node's memory is not read for now, because mapping or reading it failed."""
         return self._clock() < self._not_before.get(node, 0.0)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class _Mapping:
         limit: Deadline,
         hits: list[bool],
     ) -> None:
-        """Each batch is leased while the one before is copied. Note the ``hits``."""
+        """Each batch is leased while the one before is copied. Sets the ``hits``."""
         num_left, leased = [len(plan.stripes_of(key)) for key in keys], list[Value]()
         chunks = enumerate(zip(keys, buffers, strict=True))
         values = chain.from_iterable(plan.values(i, *chunk) for i, chunk in chunks)
@@ -221,7 +221,7 @@ class _Mapping:
         return PLACE.iter_unpack(answer)
 
     def release(self, until: Deadline) -> None:
-        """End the leases of the last two batches. Each ``LEASE`` has ended the last but one."""
+        """End the leases of the last two batches; each ``LEASE`` ends those of earlier ones."""
         self._wire.send([command(b"RELEASE")], until)
         self._expect(b"+OK", until)
 
@@ -231,7 +231,7 @@ class _Mapping:
         self._map.close()
 
     def _copy(self, sealer: Sealer, value: Value, offset: int, header: bytes) -> bool:
-        """False if the owner lacks the value or its copy fails verification."""
+        """False if the owner lacks the value or the copy fails verification."""
         size = len(value.payload)
         if offset == NOWHERE:
             return False

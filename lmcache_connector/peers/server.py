@@ -1,7 +1,7 @@
 """Serves the chunks of one rank's CPU tier to all clients, on one thread.
 
-Each client's unparsed input, unsent replies and idle time are bounded. While leased chunks exceed
-their limit, only clients that hold leases are answered.
+Each client's unparsed input, unsent replies and time without progress on them are bounded. While
+leased chunks exceed their limit, only clients with a ``LEASE`` are answered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-# Interval of checks: of clients with unfinished work, and of KV transfer leases.
+# Between checks: of clients with unfinished work; of KV transfer leases and the host socket.
 _POLL_SECONDS, _IDLE_SECONDS = 0.1, 1.0
 _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
@@ -48,7 +48,8 @@ _CREDENTIALS = struct.Struct("@iII")  # process, user, group
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``unsent_bytes`` of replies per client, ``leased_bytes`` of chunks for all clients together.
-    A client is dropped after ``stall_seconds`` with half a command or hardly any bytes read."""
+    A client is dropped after ``stall_seconds`` with half a command, with leases and no further
+    command, or with hardly any bytes read."""
 
     num_clients: int = 256
     unsent_bytes: int = 16 << 20
@@ -60,8 +61,7 @@ class Limits:
 class _Connection:
     """``unsent``: parts of replies; the last part of a reply carries its lease. ``leases``: chunks
     that the client copies out of our memory, by reply. ``last_progress_at``: the last complete
-    command or progress of sending. ``held``: a command whose reply is delayed until
-    ``held_until``."""
+    command or progress of sending. ``held``: a command whose reply waits till ``held_until``."""
 
     sock: socket.socket
     last_progress_at: float
@@ -300,7 +300,7 @@ class PeerServer:
     def _queue(self, connection: _Connection, reply: Reply) -> None:
         if reply.descriptor is not None:
             if connection.unsent:
-                raise OSError("a descriptor goes with a first answer")
+                raise OSError("it asked for a descriptor before it had read earlier replies")
             socket.send_fds(connection.sock, list(reply.parts), [reply.descriptor])
             return
         parts = [memoryview(part) for part in reply.parts if part]
@@ -332,7 +332,7 @@ class PeerServer:
                 self._release(lease)
 
     def _listen(self, connection: _Connection) -> None:
-        """Register for the events that allow progress. A client with much input is not read."""
+        """Register for the events that allow progress. Much unparsed input stops reading."""
         may_hear = connection.parser.num_bytes <= MAX_COMMAND_BYTES and not connection.is_ending
         may_hear &= self._may_answer(connection)
         has_turn = connection.unsent or (connection.has_more and self._may_answer(connection))

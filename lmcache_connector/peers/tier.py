@@ -68,7 +68,7 @@ class PeerTier:
         )
         self._away_until: dict[int, float] = {}
         self.num_mapped = 0
-        """Chunks copied out of the memory of peers on this host."""
+        """Chunks copied out of the memory of peers, or of other ranks, on this host."""
         self._mapped = MappedPeers(self._plan, topology.socket_path, clock) if maps else None
         self._readers.start()
 
@@ -175,7 +175,7 @@ class PeerTier:
         nodes: Sequence[Node | Sequence[Node]],
         limit: Deadline,
     ) -> list[bool]:
-        """Copy chunks of peers on this host out of their memory."""
+        """Copy chunks of peers, or of other ranks, on this host out of their memory."""
         hits = [False] * len(keys)
         for node in dict.fromkeys(node for node in nodes if isinstance(node, str)):
             at = [i for i, each in enumerate(nodes) if each == node]
@@ -192,7 +192,7 @@ class PeerTier:
 
     @property
     def num_fallbacks(self) -> int:
-        """Reads from a peer on this host that had to use its socket."""
+        """Reads of memory on this host that failed, so that the socket was tried."""
         return self._mapped.num_failed if self._mapped is not None else 0
 
     def close(self, seconds: float) -> bool:
@@ -204,8 +204,8 @@ class PeerTier:
         return is_ended
 
     def _nodes_at(self, source: PeerSource, key: bytes) -> Sequence[Node]:
-        """The rank of ``source`` to read each value of ``key`` at: the same owner as here, or, with
-        another tensor-parallel size, one of the ranks that hold the value's head."""
+        """Per value of ``key``, the rank of ``source`` to read it from: the same owner as here, or,
+        with another tensor-parallel size, one of the ranks that hold the value's head."""
         stripes, topology = self._plan.stripes_of(key), self._topology
         ranks = [self._share.owner(key)] * len(stripes)
         if source.num_ranks != topology.num_ranks:
@@ -216,7 +216,7 @@ class PeerTier:
         return [nodes[rank] for rank in ranks]
 
     def _distrust(self, key: bytes, node: Node) -> None:
-        logger.warning("peer %s: sent values that fail verification", node)
+        logger.warning("The peer %s sent values that fail verification", node)
         self._topology.distrust(node)
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:

@@ -1,5 +1,5 @@
 """The peers to ask: all engines on this host and all configured ones, since each may hold any
-chunk. Instances that requests name are asked only for those requests, and forgotten later."""
+chunk. Instances that requests name (guests) are asked for those alone, and forgotten later."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PeerTopology(Topology):
         self._clock = clock
         self._addresses = addresses
         self._greeting = greeting
-        self._own: set[Node] = set()
+        self._own: set[Node] = set()  # configured addresses of this engine itself
         self._distrusted: dict[Node, float] = {}  # until when
         self._endpoints: dict[Node, Endpoint] = {}
         self._admitting = threading.Lock()
@@ -140,7 +140,7 @@ class PeerTopology(Topology):
         }
 
     def node_of(self, key: bytes) -> Node | None:
-        """The only peer; ``None`` if there are several or none."""
+        """The owner of ``key`` at the only peer; ``None`` if there are several peers or none."""
         nodes = self.peers()
         return self.of_rank(nodes[0], self.share.owner(key)) if len(nodes) == 1 else None
 

@@ -4,9 +4,9 @@
 
     announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
-A transfer pins its chunks, within a limit that all transfers share. It ends when every instance
-that asked for it has read it, or nobody has asked for ``lease_seconds``. The engine's step and the
-store lane report stores; the peer server's thread answers readers.
+A transfer pins its chunks, within a limit that all transfers share, until every instance that
+asked for it has read it. A complete one expires once nobody has asked for ``lease_seconds``. The
+engine's step and the store lane report stores; the peer server's thread answers readers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Transfer:
 class Transfers:
     """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
     a transfer is complete. ``has_updates``: `take_finished` would return something; a plain
-    attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
+    attribute, polled every step. ``num_refused``: pins beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._open_jobs: set[int] = set()
-        self._held: dict[str, set[int]] = {}  # requests: the store jobs that read their blocks
+        self._held: dict[str, set[int]] = {}  # by request: store jobs that read its blocks
         self._finished: set[str] = set()
         self._leased_bytes = 0
         self._next_look = 0.0
@@ -97,7 +97,7 @@ class Transfers:
                     self._settle_if_complete(transfer)
 
     def apply(self, updates: Iterable[TransferUpdate]) -> None:
-        """Called after their store jobs have begun. Idempotent."""
+        """Called after the store jobs of the same plan have begun. Idempotent."""
         with self._lock:
             for update in updates:
                 self._apply(update)
@@ -111,8 +111,8 @@ class Transfers:
     # -- readers --------------------------------------------------------------------------------
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
-        """Concatenated key prefixes of the chunks of a complete transfer. The chunks stay pinned
-        until `done`."""
+        """Concatenated key prefixes of the pinned chunks of a complete transfer, which stay pinned
+        until `done` or expiry."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -198,7 +198,7 @@ class Transfers:
             try:
                 lease = self._chunks.lease(key)
             except Exception:  # blocks and stores must not wait forever
-                logger.exception("A chunk cannot be kept for a KV transfer")
+                logger.exception("A chunk cannot be pinned for a KV transfer")
                 return
             if lease is None:
                 continue

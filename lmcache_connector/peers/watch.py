@@ -121,12 +121,12 @@ class _InstancePoller:
         self._clock = clock
         self._changed = threading.Condition()
         self._open: list[Awaited] = []
-        self._read: list[str] = []
+        self._read: list[str] = []  # transfers to end by DONE
         self._clients: list[Client] = []  # by rank
         self._asked: PendingCommand | None = None  # the command in flight
         self._has_more = False  # commands were added after the current one was built
         self._is_pinged = False
-        self._is_late = False  # somebody had no time left to wait for the answer
+        self._is_late = False  # a request gave up asking for chunks while this thread was busy
         self._is_idle = False  # the thread waits for work
         self._engine_id = ""  # of the connected instance
         self.is_ended = False
@@ -161,8 +161,8 @@ class _InstancePoller:
             self._is_pinged = self._asked.add(_PING)
 
     def end_if_idle(self) -> bool:
-        """Whether it has ended, now at the latest: others need its place. A thread that waits for
-        a silent instance keeps it, although nobody waits for that thread."""
+        """End the thread if it has nothing to do, and say whether it has ended: another instance
+        needs one. A thread in a call to a silent instance goes on, even if no request waits."""
         with self._changed:
             if self._is_idle and not (self._open or self._read):
                 self._end()
@@ -218,9 +218,7 @@ class _InstancePoller:
         with self._changed:
             lost, self._open, self._read = self._open, [], []
         if lost:
-            logger.warning(
-                "%d KV transfers from %s are computed here: %s", len(lost), self._source, error
-            )
+            logger.warning("%d requests cannot load KV from %s: %s", len(lost), self._source, error)
         for awaited in lost:
             awaited.settle(Offered(cause=Cause.LOST if self._engine_id else Cause.UNREACHABLE))
 
@@ -263,8 +261,8 @@ class _InstancePoller:
         self._engine_id = greeting.engine_id
 
     def _greet_next(self) -> Greeting:
-        """Connect to the next rank. Who it is comes before anything that a request says; once the
-        connection is lost, it may be another."""
+        """Connect to the next rank and read its greeting, before any name of a request is sent. A
+        lost connection is not redialled: another instance may listen there by then."""
         port = self._source.port + len(self._clients)
         client = self._dialer.connect(self._source.host, port, _MAX_ANSWER_BYTES)
         self._clients.append(client)

@@ -73,7 +73,7 @@ class AdapterDigests:
 def _digest_files(stamp: AdapterStamp) -> str:
     hasher = blake3()
     for file, _ in stamp:
-        # The suffix decides how vLLM reads it. Both parts have a fixed length.
+        # The suffix decides how vLLM reads the file. Both digests have a fixed length.
         hasher.update(blake3(file.suffix.encode()).digest())
         hasher.update(blake3().update_mmap(file).digest())
     return str(hasher.hexdigest())
@@ -275,8 +275,8 @@ class Adapters:
 
 
 def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
-    """Whether KV computed under the digest's name is its own: it is in memory, and nothing replaced
-    it since it came. ``in_memory``: contents of memory over time."""
+    """Whether KV computed under the digest's name is that adapter's: the adapter is in memory, and
+    nothing has replaced it since. ``in_memory``: contents of memory over time."""
     return digest in in_memory and set(in_memory[in_memory.index(digest) :]) == {digest}
 
 

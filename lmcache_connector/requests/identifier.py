@@ -87,8 +87,8 @@ class RequestIdentifier:
         self._open: dict[str, _Open] = {}
 
     def identify(self, request: Request, wait: StepWait | None = None) -> Identified | Pending:
-        """Waits for content being read as ``wait`` allows. ``PENDING``: ask again, until it runs.
-        First called when the request arrives; :meth:`forget` when it has ended.
+        """Waits for content being read as ``wait`` allows. ``PENDING``: ask again, until the
+        request runs. First called when the request arrives; :meth:`forget` when it has ended.
         """
         opened = self._open.get(request.request_id)
         if opened is None or opened.request is not request:

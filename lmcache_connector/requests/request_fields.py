@@ -62,11 +62,11 @@ NOT_PART_OF_IDENTITY = by_class(
             _NO_HITS: "skip_reading_prefix_cache",
             "it begins the list of all token ids": "prompt_token_ids",
             "it ends the list of all token ids": "_output_token_ids",
-            "it is a view of them": "output_token_ids all_token_ids",
-            "it counts some of them": "num_prompt_tokens",
+            "it is a view of the list of all token ids": "output_token_ids all_token_ids",
+            "it counts the prompt's token ids": "num_prompt_tokens",
             "it caches hashes for vLLM": "_prompt_embeds_per_block_hashes",
             "it names blocks for vLLM": "block_hashes",
-            "it makes those names": "_block_hasher",
+            "it makes vLLM's names of blocks": "_block_hasher",
             _PROGRESS: (
                 "num_computed_tokens num_output_placeholders num_stale_output_tokens "
                 "drop_stale_output num_in_flight_tokens"

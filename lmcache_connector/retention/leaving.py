@@ -26,9 +26,9 @@ WAIT_SECONDS = 1.0
 
 
 class LeavingChunks:
-    """One rank's leaving chunks. ``tell(keys)``: put these chunks' places into the next report.
-    ``acked``: the last report of leaving chunks known to a plan that has arrived. ``removed``:
-    memory of chunks no longer in the tier. Thread-safe; the lock is held for O(keys)."""
+    """One rank's leaving chunks. ``tell(keys)``: the next report says which of them are in the tier
+    or leaving. ``acked``: the last report of leaving chunks known to a plan that has arrived.
+    ``removed``: memory of chunks no longer in the tier. Thread-safe; locks are held for O(keys)."""
 
     def __init__(self, tell: Callable[[Iterable[bytes]], None]) -> None:
         self._tell = tell
@@ -36,7 +36,7 @@ class LeavingChunks:
         self._numbers: dict[bytes, int] = {}  # number of the announcing report; 0: not reported yet
         self.removed: dict[bytes, Any] = {}
         self._num_reports = self.acked = 0
-        self._is_waited_for = True
+        self._plans_may_come = True
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -60,7 +60,7 @@ class LeavingChunks:
             self._tell(kept)
 
     def remove(self, key: bytes, memory: Any) -> None:
-        """The chunk is no longer in the tier. ``memory``: LMCache's ``MemoryObj``."""
+        """The chunk left the tier. Its ``memory``, a ``MemoryObj``, is kept until it may go."""
         with self._plan_came:
             if 0 < self._numbers.get(key, 0) <= self.acked:
                 del self._numbers[key]
@@ -100,16 +100,16 @@ class LeavingChunks:
     def await_plans(self, *, may_come: bool) -> None:
         """Whether :meth:`wait` waits: between two steps no plan can come."""
         with self._plan_came:
-            self._is_waited_for = may_come
+            self._plans_may_come = may_come
             self._plan_came.notify_all()
 
     def wait(self, acked: int, seconds: float = WAIT_SECONDS) -> bool:
         """Wait until a plan arrives that knew more reports than ``acked``, up to ``seconds``. False
-        if none did, or no announcement is pending."""
+        if none did. Does not wait if no announcement is pending or no plan can come."""
         with self._plan_came:
             if any(number == 0 or number > acked for number in self._numbers.values()):
                 self._plan_came.wait_for(
-                    lambda: self.acked > acked or not self._is_waited_for, timeout=seconds
+                    lambda: self.acked > acked or not self._plans_may_come, timeout=seconds
                 )
             return self.acked > acked
 

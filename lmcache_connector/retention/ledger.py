@@ -45,7 +45,7 @@ _MAX_AWAITED, _MAX_CLAIMS = 1024, 16
 _STORE_SECONDS = 60.0
 """How long a claim waits for its chunk to be stored."""
 _LOOKS = 64
-"""Passed-over chunks that an eviction considers first."""
+"""Passed-over chunks that an eviction considers right after expired ones."""
 
 
 class EvictionReason(Enum):
@@ -161,8 +161,8 @@ class Ledger:
 
     def note(self, use: PrefixUse) -> None:
         """Note a use by the engine's step, which thus never waits while the ledger walks a prompt.
-        The next call applies it; a prompt noted repeatedly until then is walked once. Thread-safe,
-        O(1)."""
+        The next `settle` applies it; a prompt noted repeatedly until then is walked once.
+        Thread-safe, O(1)."""
         now = self._clock()
         with self._noting:
             self._noted[use] = now
@@ -170,7 +170,7 @@ class Ledger:
     # -- called by the tier --------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-        """The tier stored a chunk. It has no tenant until it is used or fetched."""
+        """The tier stored a chunk. It has no tenant until a job or a noted use claims it."""
         if self._leaving is not None:
             self._leaving.keep((key,))
         self.drop(key)
@@ -222,7 +222,7 @@ class Ledger:
         return now
 
     def drop(self, key: bytes, memory: Any = None) -> None:
-        """The tier has removed the chunk, which lay in ``memory``, now or before."""
+        """The tier has removed the chunk from ``memory``; ``None``: it is being stored again."""
         if self._leaving is not None and memory is not None:
             self._leaving.remove(key, memory)
         chunk = self._chunks.pop(key, None)
@@ -234,8 +234,8 @@ class Ledger:
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
         """The next ``count`` chunks in eviction order among those that ``may_go``; the caller drops
-        them. Empty if there are fewer, if some must be announced first, or if only tenants above
-        their share, whose own chunks may not go, would gain the room."""
+        them. Empty if there are fewer, if some must be announced first, or if all stores under way
+        belong to tenants that have their share, and too few chunks of such tenants may go."""
         victims = self._next_to_go(count, may_go)
         if self._leaving is not None and not self._leaving.announce(victims):
             return []
@@ -269,7 +269,7 @@ class Ledger:
                     break
             is_enough = len(victims) == count
             for key, is_victim in seen.items():
-                # Victims not evicted keep their place before the chunks they build on.
+                # Free chunks too if none is evicted: they stay before those that they build on.
                 if not (is_victim and is_enough):
                     self._pass_over(key)
             if is_enough:
@@ -351,8 +351,8 @@ class Ledger:
                 yield EvictionReason.OVER_SHARE, key
 
     def _only_over_share_expected(self) -> bool:
-        """Whether all expected bytes belong to tenants that already have their share, if chunks
-        without a tenant counted as theirs. Such stores evict nothing of tenants within theirs."""
+        """Whether all expected bytes belong to tenants that have their share, if chunks without a
+        tenant count as theirs. Such stores evict nothing of tenants within their share."""
         least = self._limits.tenant_bytes - self._unowned.num_bytes
         return bool(self._expecting) and all(each.num_bytes >= least for each in self._expecting)
 

@@ -1,7 +1,7 @@
 """Audits: recompute one chunk of a hit, and compare the chunk with its stored copy.
 
 The last chunk of an audited hit is not loaded. In a hit with images, the audited chunk is the last
-one that contains image tokens, since later chunks are computed from these::
+one that contains image tokens: a later one would be recomputed from the images' KV as loaded::
 
     |-- vLLM has these --|---- loaded ----| audited |-- computed --|
     0            num_computed          chunk      hit end      num_tokens
@@ -31,7 +31,7 @@ from lmcache_connector.scheduler.store_planner import adapter_of
 logger = logging.getLogger(__name__)
 
 _DEADLINE_SECONDS = 1.0
-"""A pause of the engine waits so long for an audit that asks a slow Redis."""
+"""How long an audit may wait for a slow Redis: a pause of the engine waits for open audits."""
 _MAX_OWN_CHUNKS = 1 << 16
 """About 10 MB."""
 
@@ -54,7 +54,7 @@ class Auditor:
     def __post_init__(self) -> None:
         # The latest chunks that this instance computed and stored.
         self._own: Latest[bytes, None] = Latest(_MAX_OWN_CHUNKS)
-        self._round = 0  # number of resets
+        self._round = 0  # number of calls of `doubt`
         self._largest_error = 0.0
 
     # -- choosing ------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Auditor:
             return  # vLLM has part of the chunk, so the whole chunk would not be computed
         if chunk > hit.first and chunk not in hit.ends:
             return  # no load may end before it
-        # Audit the model's first part only, in place of all parts.
+        # The model's first part is audited, and stands for the others.
         key = part_key(state.keys.keys[chunk], 0, len(self.settings.parts))
         is_own = key in self._own and key in self.index
         identity = state.keys.identity
@@ -109,15 +109,15 @@ class Auditor:
                     self._own.pop(key, None)
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
-        """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``:
-        tokens witnessed by the end of the step."""
+        """Whether the step being planned completes the audited chunk. The request's first call ends
+        the audit if vLLM has part of the chunk. ``num_witnessed_tokens``: at the step's end."""
         audit, size = state.audit, self.settings.chunk_size
         if audit.chunk is None:
             return False
         if not audit.is_computing:
             audit.is_computing = True
             if state.request.num_computed_tokens > audit.chunk * size:
-                self.drop(state)  # vLLM got the chunk elsewhere
+                self.drop(state)  # vLLM has part of the chunk, and did not compute it
                 return False
         return num_witnessed_tokens >= (audit.chunk + 1) * size
 
@@ -148,7 +148,7 @@ class Auditor:
             deadline_seconds=_DEADLINE_SECONDS,
         )
         audit.round = self._round
-        audit.drop()
+        audit.close()
         return job
 
     def drop(self, state: RequestState) -> None:
@@ -156,10 +156,10 @@ class Auditor:
         audit = state.audit
         if audit.chunk is not None and audit.subject is not None:
             self.sampler.end(audit.subject, is_answered=False)
-        audit.drop()
+        audit.close()
 
     def forget_all(self) -> None:
-        """Drop all audits."""
+        """End all audits without a verdict, and give every subject a first audit again."""
         self.doubt()
         self.forget()
 
@@ -169,7 +169,7 @@ class Auditor:
         self.sampler.abandon()
 
     def forget(self) -> None:
-        """The weights have changed: all verdicts on roots are void."""
+        """The weights have changed: every subject gets a first audit again."""
         self.sampler.forget()
 
     # -- results -------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ class Auditor:
         else:
             logger.error(
                 "Audit: the KV stored for a %s request of %s is not what this instance computes: "
-                "%s; the limit is %.2g of the median, from %d noise samples. This instance shares "
-                "no KV under that root any more. Earlier hits may have been wrong: see "
-                "'An audit found a mismatch' in the troubleshooting guide.",
+                "%s; the limit of the median is %.2g, from %d noise samples. This instance shares "
+                "no KV of this model, adapter and cache_salt any more. Earlier hits may have been "
+                "wrong: see 'An audit found a mismatch' in the troubleshooting guide.",
                 kind, self.model, error, self.noise.limit(), num_samples,
             )  # fmt: skip

@@ -4,13 +4,14 @@ vLLM's own evidence is too weak to store by: its prefix cache identifies an adap
 an image by an id from the client, and ``num_computed_tokens`` may include another connector's load
 that was aborted. So this connector *vouches* for a block only from the step that computes the
 block, or from its own load that filled it, until vLLM reuses the block. vLLM then calls back
-(``BlockPool.unpin_blocks``), whoever gets the block.
+(through ``BlockPool.unpin_blocks``), whoever gets the block.
 
 The *lineage* of a block names what its KV was computed from: the parent key of its chunk, which
-covers the request's identity and all tokens before the chunk. vLLM's block hash, a SHA-256, vouches
-for the tokens inside the chunk; with a weaker hash the lineage covers these tokens too. The KV of a
-drafter's head also depends on the token after the block, which the hash leaves out: vLLM may join
-blocks of requests that continued differently. The lineage then covers that token.
+covers the request's identity and all tokens before the chunk, and the images and embeddings from
+the chunk's start to the block's end. vLLM's block hash, a SHA-256, vouches for the tokens there;
+with a weaker hash the lineage covers these tokens too. The KV of a drafter's head also depends on
+the token after the block, which the hash leaves out: vLLM may join blocks of requests that
+continued differently. The lineage then covers that token.
 
 A request is *witnessed* up to the end of its leading blocks with its own lineage, and then as far
 as it is computed from there. After a gap nothing is witnessed until the request begins again: later

@@ -231,8 +231,8 @@ def learn_start(
     others = [Share(rank, model.owners).others for rank in range(model.world_size)]
     if any(ranks - start.reads for ranks, start in zip(others, starts, strict=True)):
         logger.info(
-            "lmcache-connector: each rank stores its own copy of KV that ranks have in common: "
-            "they cannot read each other's memory"
+            "lmcache-connector: ranks that cannot read each other's memory store their own copies "
+            "of KV that they have in common"
         )
     from lmcache_connector.storage.geometry import PartGeometries
 

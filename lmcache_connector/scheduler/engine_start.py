@@ -67,11 +67,10 @@ class EngineStart:
         if differing := _differing(starts):
             self._give_up(f"ranks see different configurations: they differ in {differing}")
         else:
-            # Only ranks with the same layers share a part: pipeline stages have different parts.
+            # Kinds of layers have entries of their own, which some pipeline stages lack.
             if all(start.layer_widths for start in starts):
                 self.learn(starts)
-            parts = sorted({part for start in starts for part in start.configuration})
-            self.configuration = dict(parts)
+            self.configuration = dict(sorted({e for start in starts for e in start.configuration}))
             self.hasher = self.make_hasher(self.configuration)
         return tuple(start.measured for start in starts)
 
@@ -81,7 +80,7 @@ class EngineStart:
 
 
 def _differing(starts: list[RankStart]) -> str:
-    """Names of the parts that differ between ranks that have them."""
+    """Names of the configuration's entries that differ between ranks that have them."""
     found: dict[str, set[str]] = {}
     for start in starts:
         for name, digest in start.configuration:

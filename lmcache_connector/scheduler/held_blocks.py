@@ -9,7 +9,7 @@ request waits to begin, no blocks are pinned for later stores. No pin outlasts t
 runs, or a reset. Before free blocks run out, pins end, newest first: the newest stores would take
 longest, and their requests have stored earlier chunks already.
 
-vLLM reuses blocks whose pin has ended last, and reuse cancels a store that still reads the block.
+Blocks whose pin has ended are reused last of all, which cancels a store that still reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock
 
 MAX_STEPS = 32
-"""A store takes a few milliseconds, and starts 30 ms late."""
+"""A store takes a few milliseconds, and starts 30 ms after its workers know of it."""
 MAX_SECONDS = 0.5
 """Steps with long prompts take 0.25 s."""
 MAX_SHARE = 0.5

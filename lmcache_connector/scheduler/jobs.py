@@ -12,9 +12,9 @@ from lmcache_connector.scheduler.request_state import RequestState
 
 @dataclass(slots=True)
 class PlannedJob:
-    """A planned job and its reports: one of ``results`` per rank that has reported, ``num_chunks``
-    leading chunks that arrived on all of these ranks. ``reads``: blocks that must not change before
-    the job ends."""
+    """A planned job and its reports: one of ``results`` per rank that has reported. ``num_chunks``:
+    how many leading chunks have arrived on all of these ranks; all, before any has reported.
+    ``reads``: blocks that must not change before the job ends."""
 
     state: RequestState
     job: LoadJob | StoreJob
@@ -23,16 +23,15 @@ class PlannedJob:
     results: list[JobResult] = field(default_factory=list)
 
     def span_attributes(self) -> dict[str, str | int | float]:
-        results = self.results
+        results = self.results  # none of a store that was never sent
+        outcomes = [result.outcome for result in results] or [Outcome.CANCELLED]
         return {
             "chunks": len(self.job.keys),
-            "chunks_done": self.num_chunks,
+            "chunks_done": self.num_chunks if results else 0,
             "bytes": sum(result.num_bytes for result in results),
             "fetched_bytes": sum(result.fetched_bytes for result in results),
             "waited_seconds": max((result.waited_seconds for result in results), default=0.0),
-            "outcome": next(
-                (r.outcome.value for r in results if r.outcome is not Outcome.DONE), "done"
-            ),
+            "outcome": next((o.value for o in outcomes if o is not Outcome.DONE), "done"),
         }
 
 
@@ -126,8 +125,8 @@ class PlannedJobs:
         **fields: Any,
     ) -> StepPlan | None:
         """The plan of a step: everything added since the last plan, and further ``fields``;
-        ``None`` if both are empty, as for most decode steps. ``acked``: per rank, the adapters and
-        weights that are known."""
+        ``None`` if there is nothing to tell, as in most decode steps. ``acked``: per rank, the
+        number of the last list of adapters, and the version of the weights, that are known."""
         unsent, cancelled = self._unsent, self._cancelled_loads or self._vacated_stores
         if not (unsent or cancelled or idle or any(fields.values())):
             return None

@@ -74,7 +74,7 @@ class LoadPlanner:
         return num_tokens
 
     def pays(self, state: RequestState, num_computed_tokens: int, hit: HitElsewhere) -> bool:
-        """Whether the load of a hit that another instance does not offer would be made."""
+        """Whether to load ``hit``, which is longer than what the request's source offers."""
         end = min(state.keys.end_of(hit.stop), state.request.num_tokens)
         num_bytes = self.policy.bytes_of(hit.missing)
         return all(
@@ -153,9 +153,9 @@ class LoadPlanner:
         end = keys.end_of(job.runs[-1].chunks[-1] + 1)
         is_whole = num_chunks == len(job.keys)
         if not is_whole:
-            arrived_end = first + num_chunks if self.settings.is_prefix_only else first
-            self.tally.count("recomputed_tokens", amount=end - keys.end_of(arrived_end))
-            end = keys.end_of(arrived_end)
+            stop = first + num_chunks if self.settings.is_prefix_only else first
+            self.tally.count("recomputed_tokens", amount=end - keys.end_of(stop))
+            end = keys.end_of(stop)
         self._count_saved(load.offered_from, end)
         if job.source is not None:
             num_tokens = min(max(0, end - load.offered_from), load.fetched_tokens)
@@ -189,8 +189,8 @@ class LoadPlanner:
         ]
 
     def _num_firm(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
-        """How many chunks from the hit's first one may be loaded inside the step. None for models
-        with states: vLLM copies states before any load runs."""
+        """How many chunks from the hit's first one may be loaded inside the step; 0 for models
+        with states, as vLLM copies states before any load runs."""
         if (
             not hit
             or state.transfer.loads

@@ -2,7 +2,7 @@
 
 A request is entered once all ranks have reported their configuration and weights, and its content
 is read. When an audit finds a mismatch, the root gets another epoch and the request other keys.
-When the weights may have changed, all requests are dropped: they are computed.
+When the weights may have changed, all requests are dropped; waiting ones are entered again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class RequestBook:
     """Owns the requests and their keys. ``states``: requests in flight by id; a later request may
-    reuse the id of an ended one. ``adapters``: those of the requests in vLLM's queue.
+    reuse the id of an ended one. ``adapters``: those of ``identifier``.
 
     ``start`` makes the hasher, ``weights`` names the weights, ``identifier`` finds what makes a
     request's KV unique, ``epochs`` names the current epoch of each root.
@@ -74,8 +74,8 @@ class RequestBook:
     def enter(
         self, request: Request, wait: StepWait | None = None
     ) -> RequestState | Literal[Pending.PENDING] | None:
-        """The request's state, with all full chunks hashed. ``PENDING``: still unidentified after
-        ``wait``, ask again. ``None``: the request bypasses the connector."""
+        """The request's state, with all full chunks hashed. ``PENDING``: its content, the hasher or
+        the weights' name is unknown, ask again. ``None``: the request bypasses the connector."""
         if self.start.hasher is None or not self.weights.name:
             self.weights.ask_again()
         if self.start.hasher is None:
@@ -93,8 +93,8 @@ class RequestBook:
         return state
 
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the step may compute a request with an adapter, maybe one that bypasses. Called
-        for each step where adapters leak; requests whose first step a failure lost are unknown."""
+        """Whether the step may compute a request with an adapter, maybe one that bypasses; one
+        whose first step a failure lost counts. Called for each step where adapters leak."""
         self._plain -= scheduler_output.finished_req_ids
         for new in scheduler_output.scheduled_new_reqs:
             (self._plain.discard if new.lora_request else self._plain.add)(new.req_id)

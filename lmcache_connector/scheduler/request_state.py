@@ -74,7 +74,7 @@ NO_TRANSFER: Final = Transfer()
 class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
-    ``end``: chunk where the load ends, decided with ``decided_from`` tokens computed and
+    ``end``: chunk before which the load ends, decided with ``decided_from`` tokens computed and
     ``num_firm`` leading chunks of the hit firm. ``offered_from``: computed tokens when the load was
     offered. ``fetched_tokens``: tokens of the last planned load that memory lacked. ``is_second``:
     a load has failed before. ``in_step``: offered as a load inside the step.
@@ -156,8 +156,8 @@ class AuditState:
     """The audit of a request. Written by the :class:`Auditor`.
 
     ``chunk`` is left to compute, and compared with the copy stored under ``key``; ``None``: no
-    audit. ``is_computing``: the chunk's forward passes have begun. ``round``: the number of
-    resets when the job was planned.
+    audit. ``is_computing``: the chunk's forward passes have begun. ``round``: how often the
+    weights had been in doubt when the job was planned.
     """
 
     is_decided: bool = False
@@ -168,8 +168,8 @@ class AuditState:
     is_computing: bool = False
     round: int = 0
 
-    def drop(self) -> None:
-        """Audit nothing more. ``key`` stays, so that the chunk is not stored."""
+    def close(self) -> None:
+        """No further audit. ``key`` stays, so that the chunk is not stored."""
         self.is_decided, self.chunk = True, None
 
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 _ASK_AGAIN_SECONDS = 10.0
-"""How long a request may wait for its hit after vLLM's first query; then it is computed."""
+"""How long a request may wait for a hit, KV transfers aside; then it is computed."""
 _SAMPLES_SECONDS = 0.1
 """Samples for ``/metrics`` wait so long while requests run: most polls only read the clock."""
 
@@ -110,7 +110,7 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Recover from a call that raised and left an unknown state: forget all requests and jobs.
-        Workers cancel theirs. Requests in flight bypass the connector, vLLM may reuse all blocks,
+        Workers cancel theirs. Running requests bypass the connector, vLLM may reuse all blocks,
         and no KV computed so far is stored. Tier contents, measurements and root epochs stay."""
         self.witness.forget_all()
         self.book.forget_all()
@@ -130,7 +130,7 @@ class Scheduler:
     # -- find and decide -----------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Hash the prompt and query Redis now, so that the answer is there at scheduling."""
+        """Hash the prompt and ask Redis and peers, so that the answer is there at scheduling."""
         self.policy.request_arrived(request.request_id)
         self.transfers.arrived(request)
         self._enter(request)
@@ -270,7 +270,7 @@ class Scheduler:
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
         """Everything planned since the last step, and the stores that this step makes possible;
-        ``None`` if there is neither. Attributes are checked before each call, to save time."""
+        ``None``: nothing to tell. Attributes are checked before each call, to save time."""
         if scheduler_output.preempted_req_ids:
             self.in_use.mark_all_in_use()
         if self.in_use.changes:

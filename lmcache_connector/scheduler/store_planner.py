@@ -21,11 +21,11 @@ from lmcache_connector.scheduler.request_state import RequestState, SchedulerSet
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
 
-GENERATED_RUN_CHUNKS = 4
-"""How many chunks of generated tokens one job stores: a job's overhead is the same for four chunks
-as for one, and no request can use the chunks before the answer ends."""
+GENERATED_CHUNKS_PER_JOB = 4
+"""How many chunks of generated tokens one job stores of a model with full attention only: a job's
+overhead is the same for four as for one, and no request can use them before the answer ends."""
 _MAX_TRACKED_CHUNKS = 1 << 18
-"""About 40 MB; with 256 tokens each, 67 million tokens."""
+"""About 40 MB; with 128 tokens each, 33 million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Snapshot:
 
 @dataclass(eq=False)
 class StorePlanner:
-    """Plans one store of each full chunk that no tier has: prompt chunks once computed, generated
-    chunks in runs, and the remainder when the request ends.
+    """Plans one store of each full chunk that the CPU tier lacks or that goes on to Redis: prompt
+    chunks once computed, generated chunks several at a time, and the rest when the request ends.
 
     Windows are stored where a hit is likely to end: see :class:`PlannedEnds`. vLLM frees the blocks
     of a window soon, so a window is planned in the step that computes the chunk, with the chunk.
@@ -55,28 +55,28 @@ class StorePlanner:
     new_job_id: Callable[[], int]
 
     def __post_init__(self) -> None:
-        # How often each chunk was wanted, of the latest ones.
-        self._times_wanted: Latest[bytes, int] = Latest(_MAX_TRACKED_CHUNKS)
+        # How many requests have used each of the latest chunks.
+        self._times_used: Latest[bytes, int] = Latest(_MAX_TRACKED_CHUNKS)
         self._ends = PlannedEnds(
             self.settings.parts, self.settings.chunk_size, self.settings.window_interval
         )
         self._has_states = any(part.rule is Rule.STATE for part in self.settings.parts)
-        self._run_chunks = GENERATED_RUN_CHUNKS if self.settings.is_prefix_only else 1
+        self._chunks_per_job = GENERATED_CHUNKS_PER_JOB if self.settings.is_prefix_only else 1
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
         """Whether there may be something to store. Cheap: called for every filled block."""
         first, size = state.store.next_chunk, self.settings.chunk_size
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
-            due_at = (first + self._run_chunks) * size
+            due_at = (first + self._chunks_per_job) * size
         known = state.request.num_tokens - self.settings.lookahead
         if num_witnessed_tokens >= due_at and known >= due_at:
             return True
         return state.transfer.stores and self._tail(state, num_witnessed_tokens) is not None
 
     def found(self, state: RequestState, hit: Hit) -> None:
-        """Note how far the request's beginning is shared. If that is further than the hit, store
-        there what the next request that shares as much needs for a longer hit."""
+        """If full attention's chunks reach further than the hit, plan windows and states for the
+        place where they end, so that the next request with the same beginning has a hit there."""
         if hit.shared_end <= hit.stop:
             self.end_a_step_at_the_last_border(state.request)
             return
@@ -85,15 +85,17 @@ class StorePlanner:
             self._end_a_step_at(state.request, hit.shared_end)
 
     def end_a_step_at_the_last_border(self, request: Request) -> None:
-        """Beside a head, vLLM by itself keeps no state at a prompt's last border."""
+        """Beside an EAGLE or MTP head, vLLM keeps no state after a prompt's last chunk, unless
+        a step ends there."""
         if self._has_states and self.settings.lookahead and self.settings.stores:
             known = request.num_prompt_tokens - self.settings.lookahead
             self._end_a_step_at(request, known // self.settings.chunk_size)
 
     def _end_a_step_at(self, request: Request, num_chunks: int) -> None:
-        """vLLM then offers the states there. It resets this whenever it asks for hits."""
-        junction = num_chunks * self.settings.chunk_size
-        request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
+        """Let vLLM end a step after ``num_chunks`` chunks, and offer the recurrent states there.
+        vLLM forgets the boundary whenever it asks for hits."""
+        boundary = num_chunks * self.settings.chunk_size
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, boundary)
 
     def plan(
         self,
@@ -103,7 +105,7 @@ class StorePlanner:
         snapshots: Sequence[Snapshot] = (),
     ) -> StoreJob | None:
         """A store of ``snapshots`` and of the full chunks among the first ``num_witnessed_tokens``,
-        as far as no tier has them.
+        as far as the CPU tier or, with ``redis_admission``, Redis may lack them.
 
         ``resolve_block_ids`` lists the request's blocks per KV cache group; called only if needed.
         """
@@ -142,14 +144,14 @@ class StorePlanner:
         return job
 
     def ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
-        """All ranks have reported, or none was asked because vLLM reused the blocks too soon."""
+        """All ranks have reported, or none was asked: vLLM reused the blocks too soon."""
         if all(result.outcome is Outcome.CANCELLED for result in results):
             self.tally.count("dropped_stores", amount=len(job.keys))
         self.index.settle(job.keys, job.job_id)
 
     def _storable_chunks(self, state: RequestState, num_witnessed_tokens: int) -> int:
-        """Full chunks with known token ids: with asynchronous scheduling or speculation the number
-        of computed tokens runs ahead of the ids."""
+        """Number of leading full chunks whose token ids are known: with asynchronous scheduling or
+        speculation, the number of computed tokens runs ahead of the ids."""
         request = state.request
         known = request.num_tokens
         if not self.settings.store_generated:
@@ -158,11 +160,11 @@ class StorePlanner:
         return int(min(num_witnessed_tokens, known) // self.settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
-        """Chunks that this request is the second to use, and chunks used more often that the CPU
-        tier lacks: Redis may have lost these too."""
+        """Keys to write to Redis: of chunks that this request is the second to use, and of those
+        used more often which the CPU tier has lost, since Redis may have lost them too."""
         new = state.keys.keys[state.store.num_counted : end]
         state.store.num_counted = max(state.store.num_counted, end)
-        times, known = dict[bytes, int](), self._times_wanted
+        times, known = dict[bytes, int](), self._times_used
         for key in new:
             times[key] = known[key] = known.get(key, 0) + 1
         again = [key for key, n in times.items() if n >= 2]
@@ -181,7 +183,7 @@ class StorePlanner:
         redis_keys: frozenset[bytes] | None,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> list[PartRun]:
-        """Runs of the ``new`` chunks to store whose blocks still exist."""
+        """Per part, the ``new`` chunks whose blocks still exist. States come as snapshots."""
         block_ids: Sequence[Sequence[int]] | None = None
         runs = []
         for number, part in enumerate(self.settings.parts):

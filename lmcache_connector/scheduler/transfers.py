@@ -101,8 +101,7 @@ class RequestTransfers:
         return True
 
     def find(self, state: RequestState, num_computed_tokens: int, wait: StepWait) -> Pending | None:
-        """Learn which chunks the sender offers behind the computed tokens. ``PENDING``: ask
-        again."""
+        """Learn which of the request's chunks the sender offers. ``PENDING``: ask again."""
         name = state.request.request_id
         source = self._sources.pop(name, None)
         num_chunks = num_computed_tokens // self.config.chunk_size

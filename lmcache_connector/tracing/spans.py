@@ -1,4 +1,4 @@
-"""Spans for lookups, loads, stores and KV transfers, if vLLM exports traces.
+"""Spans for lookups, loads, stores and audits, if vLLM exports traces.
 
 A client that sends a ``traceparent`` has a trace; vLLM passes its headers on with the request. A
 span is created when its operation has ended, with both times, so no span stays open, and no other
@@ -40,8 +40,8 @@ class Spans:
         return len(self._begun)
 
     def begin(self, request: Request, what: str) -> None:
-        """Operation ``what`` (``lookup``, or ``load`` or ``store`` with a number) begins. A second
-        beginning before the end is ignored."""
+        """Operation ``what`` begins: ``lookup``, or ``load``, ``store`` or ``audit`` with the job's
+        id. A second beginning before the end is ignored."""
         if self.is_on and request.trace_headers:
             self._begun.setdefault(request.request_id, {}).setdefault(what, self._clock_ns())
 

@@ -1,8 +1,8 @@
 """Lists, reads and removes values in Redis, with little effect on serving instances.
 
-SCAN finds keys, never KEYS. Commands are pipelined a few hundred at a time. UNLINK removes values,
-so that memory is freed in the background. On Redis 7.2 and Valkey, reading a value here does not
-mark it as recently used.
+SCAN finds keys, never KEYS. Commands are pipelined, up to about a thousand at a time. UNLINK
+removes values, so that memory is freed in the background. On Redis 7.2 and Valkey, reading a value
+here does not mark it as recently used.
 
 For command-line tools: one thread, calls block within bounds, and failures raise `RedisAdminError`,
 without credentials.
@@ -35,20 +35,20 @@ from lmcache_connector.storage.redis.value_names import ValueName, parse_value_n
 _T = TypeVar("_T")
 _SCAN_COUNT = 512
 _BATCH = 256
-# Whole values per round trip.
+# Values whose lengths one round trip asks for, before each value is read.
 _READ_BATCH = 8
 # For the first reply: a slower server is no Redis, or not the intended one.
 _GREETING_SECONDS = 5.0
 # For later replies: SCAN on a large server takes time.
 _ANSWER_SECONDS = 60.0
-# Bytes of a value per command: values are no larger by default.
+# Bytes of a value per command: by default, only values of a single layer may be larger.
 _PIECE_BYTES = 4 << 20
 # Limit of the replies to one command: one such piece, or some hundred names or headers.
 _MAX_BYTES = _PIECE_BYTES + (1 << 20)
 
 
-# Error text, in lower case, and hint; the first match applies.
 _UNKNOWN_HOST = "this machine cannot resolve the host name: correct it"
+# Error text, in lower case, and hint; the first match applies.
 _HINTS = (
     ("certificate", "use rediss:// and name the CA: ?ssl_ca_certs=/path/to/ca.pem"),
     ("handshake", "this port speaks no TLS: use redis://, or the port of the server that does"),
@@ -94,7 +94,7 @@ class ServerFacts:
 
 
 class Unreadable(Enum):
-    """Why a value cannot be one of ours. The values are labels of metrics."""
+    """Why a value cannot be one of ours, named as the metrics name such faults."""
 
     WRONG_TYPE = "wrong_type"
     OVERSIZED = "oversized_payload"
@@ -102,8 +102,8 @@ class Unreadable(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """``header`` is the value's first 128 bytes. ``ttl_seconds`` is None if it does not expire,
-    ``idle_seconds`` since its last use None if the server does not track it."""
+    """``header`` is the value's first 128 bytes. ``ttl_seconds`` is None if it does not expire.
+    ``idle_seconds``: since its last use; None if the server does not tell."""
 
     node: Node
     raw_name: bytes
@@ -161,7 +161,7 @@ class RedisAdmin:
             return sum(self._client(node).dbsize() for node in self.nodes())
 
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:
-        """All values without payload. Values that expire meanwhile are skipped."""
+        """All values without payload. Skips those that expire meanwhile or are no strings."""
         for node in self.nodes():
             for names in _batches(self._names(node, namespace, key_prefix), _BATCH):
                 yield from self._describe(node, names)
@@ -169,7 +169,7 @@ class RedisAdmin:
     def payloads(
         self, namespace: str | None
     ) -> Iterator[tuple[bytes, ValueName, bytes | Unreadable | None]]:
-        """``(raw name, name, whole value)``; None for a value that expired meanwhile."""
+        """``(raw name, name, whole value)`` of all values; None for one that expired meanwhile."""
         for node in self.nodes():
             for names in _batches(self._names(node, namespace), _READ_BATCH):
                 with self._translated():

@@ -1,9 +1,9 @@
 """Writes chunks to one node over one connection.
 
 One pipelined round trip asks for the length of each value. Complete values are not written again,
-unless a reader found them spoiled. Missing values are sent in batches, uncompressed ones directly
-from the chunks' buffers, while the replies to the previous batch are read. A fault of one chunk or
-its slot affects only that chunk.
+unless a reader found their chunk spoiled. Missing values are sent in batches, uncompressed ones
+directly from the chunks' buffers; each batch is sent before the replies to the previous one are
+read. A redirection or a key of another type affects only its chunk; other errors end the burst.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class WriteRefusedError(Exception):
 
 
 class SpoiledChunks:
-    """Chunks of which a value failed verification: their next write overwrites. Bounded; the
-    oldest are forgotten. Thread-safe."""
+    """Chunks of which a value failed verification: their next write writes all values.
+    Bounded; the oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
         self._keys: Latest[bytes, None] = Latest(_MAX_SPOILED)
@@ -78,7 +78,7 @@ class _Chunk:
 
 
 class Burst:
-    """``on_end(write, end)`` is called when a chunk is finished. ``deadline`` bounds each send.
+    """``on_end(write, end)`` is called when a chunk is finished. ``deadline``: of the burst.
     ``num_bytes``: payload bytes stored. ``was_redirected``: another node holds some chunks."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Burst:
         self.was_redirected = False
 
     def run(self, writes: Sequence[PendingWrite]) -> None:
-        """Raises `WireError` or `WriteRefusedError`; chunks without `on_end` are not written."""
+        """Raises `WireError` or `WriteRefusedError`; chunks without `on_end` may lack values."""
         missing: list[_Value] = []
         self._ask_for_all(writes)
         for write in writes:
@@ -155,13 +155,13 @@ class Burst:
             write, stripe = value.chunk.write, value.stripe
             stored: bytes | memoryview = write.buffer[stripe.offset :][: stripe.num_bytes]
             header = plan.header(write.key, stripe)
-            if plan.config.codec == "blosc2" and (chunk := compress(stored, header.dtype)):
-                stored, header = chunk, replace(header, compressed_bytes=len(chunk))
+            if plan.config.codec == "blosc2" and (small := compress(stored, header.dtype)):
+                stored, header = small, replace(header, compressed_bytes=len(small))
             value.stored_bytes = len(stored)
             name = plan.name(write.key, stripe)
             head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)
             parts += [head + encode_header(header, stored, plan.sealer), stored, tail]
-        # Its reply is an integer, unlike those to SET: this shows that replies are in step.
+        # An integer reply, unlike those to SET, shows that replies are in step.
         parts.append(command(b"STRLEN", name))
         return parts
 

@@ -32,19 +32,19 @@ class RedisTierConfig:
     hash_key: bytes | None = field(default=None, repr=False)
     # Lifetime of a value in Redis; None keeps it until the server evicts it.
     ttl_seconds: float | None = None
-    # Restart the lifetime on each hit (GETEX instead of GET; needs write permission).
+    # Restart the lifetime of values that are read or put again (GETEX, PEXPIRE: more rights).
     refresh_ttl: bool = False
     connect_timeout_seconds: float = 1.0
-    # How long a server may send no byte of its reply, or accept no byte of a write.
+    # How long a server may take for a short reply, or for each 64 KiB of a value read or written.
     read_timeout_seconds: float = 2.0
     write_timeout_seconds: float = 5.0
-    # Reader threads, and at most as many writer threads. Each has one connection to each node.
+    # Reader threads, each with one connection to each node, and writer threads (see `tier`).
     num_connections: int = 2
     # Requested and not yet received, per connection. The server may buffer as much; beyond its CPU
     # cache, more is slower.
     window_bytes: int = 8 * MIB
     write_queue_bytes: int = 1024 * MIB
-    # The largest stored value, header included.
+    # Values are cut to this size, header included; one with a single layer may be larger.
     max_value_bytes: int = 4 * MIB
     codec: Codec = "none"
     backoff_min_seconds: float = 0.1
@@ -72,7 +72,7 @@ class RedisTierConfig:
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload of a value; stripes are cut to it."""
+        """Stripes are cut to this size; one with a single layer may be larger."""
         return self.max_value_bytes - HEADER_BYTES
 
     @property
@@ -89,8 +89,8 @@ class RedisTierConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One value of a chunk to be read, which is number ``chunk`` of its read. ``payload``: the
-    place in the chunk's buffer."""
+    """One value to be read, of chunk number ``chunk`` of a read. ``payload``: its place in the
+    chunk's buffer."""
 
     chunk: int
     name: bytes
@@ -99,7 +99,7 @@ class Value:
 
 
 class ValuePlan:
-    """Stripes, headers and seals of a tier's values. ``geometries``: of the part of a chunk that
+    """Stripes, headers and seals of a tier's values. ``geometries``: of the share of a chunk that
     this rank reads or writes."""
 
     def __init__(self, config: RedisTierConfig, geometries: PartGeometries) -> None:

@@ -30,7 +30,7 @@ from lmcache_connector.threads import Task
 
 logger = logging.getLogger(__name__)
 
-# Connecting threads of one tier or look-up.
+# Threads of one tier or look-up that connect or read the slot map.
 _MAX_DIALS = 16
 _MAX_BREAKERS = 2048
 # A server that transfers less within a time-out counts as silent.
@@ -70,10 +70,10 @@ class Servers:
         self._forbidding = set[Node]()
         self._troubled = False
         self._num_dials = 0
-        self._look: Task[Wire] | None = None  # the latest look-up of nodes
+        self._look: Task[Wire] | None = None  # the latest update of the topology
 
     def breaker(self, node: Node) -> CircuitBreaker:
-        """Open while the node does not answer."""
+        """A circuit breaker that is open while the node does not answer."""
         return self._of(self._breakers, node)
 
     def pause(self, node: Node) -> CircuitBreaker:
@@ -181,7 +181,7 @@ class Servers:
             except CONNECTION_ERRORS:
                 pass  # logged at the start of the episode
             except Exception:
-                logger.exception("connecting to redis failed")
+                logger.exception("connecting to %s failed", self.kind)
             finally:
                 task.settle(wire)
                 if wire is not None and task.is_cancelled:
@@ -203,7 +203,7 @@ class Servers:
             return known
         with self._lock:
             if node not in breakers:
-                if len(breakers) >= _MAX_BREAKERS:  # drop those of nodes from past requests
+                if len(breakers) >= _MAX_BREAKERS:  # drop those of nodes that are gone
                     known_now = set(self.topology.nodes())
                     for other in breakers.keys() - known_now:
                         del breakers[other]
@@ -213,8 +213,8 @@ class Servers:
 
 
 class Connections:
-    """One thread's connections, one per node. ``idle_seconds``: see `Wire`. ``owing``: those with
-    answers still to come, which on any other would be unrequested bytes."""
+    """One thread's connections, one per node. ``idle_seconds``: see `Wire`. ``owing``: connections
+    with replies still to come. Any other that has bytes to read is out of step, and is replaced."""
 
     def __init__(self, servers: Servers, idle_seconds: float, owing: Container[Wire] = ()) -> None:
         self._owing = owing
@@ -262,7 +262,7 @@ class Connections:
             logger.warning("%s %s: %s; the circuit breaker opens", kind, node, detail)
 
     def maintain(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
-        """Start connecting to every node that has no live connection and may be tried."""
+        """Start connecting to every wanted node that may be tried; close connections to others."""
         self._servers.refresh()
         known = set(filter(is_wanted, self._servers.topology.nodes()))
         for node in self._wires.keys() - known:
@@ -283,7 +283,7 @@ class Connections:
 
     def _abandon(self, node: Node) -> None:
         dial = self._dials.pop(node)
-        dial.cancel()  # before the look at its value: else nobody might close the connection
+        dial.cancel()  # first: then the thread, or the next lines, close the connection
         if dial.value is not None:
             dial.value.close()
 

@@ -15,11 +15,11 @@ from lmcache_connector.storage.redis.client.resp import ReplyFault
 
 
 class NotAsked(Enum):
-    """Why no server was asked for a chunk."""
+    """Causes of a miss other than a reply, a stored value or a broken connection."""
 
     UNAVAILABLE = "unavailable"
     AFTER_MISS = "after_miss"
-    # The deadline passed before the read was served.
+    # The deadline passed before a value of the chunk was requested.
     QUEUED = "queued"
     # A thread of ours failed; the log says how.
     INTERNAL_ERROR = "internal_error"
@@ -47,13 +47,13 @@ class WriteEnd(Enum):
 
     WRITTEN = "written"
     ALREADY_THERE = "already_there"
-    # The queue was full, or the server refuses writes for now.
+    # The queue was full or closed, or writes to the node pause.
     QUEUE_FULL = "queue_full"
     FAILED = "failed"
 
     @property
     def is_stored(self) -> bool:
-        """Whether the whole chunk is known to be in Redis."""
+        """Whether all values that this rank writes are known to be in Redis."""
         return self in (WriteEnd.WRITTEN, WriteEnd.ALREADY_THERE)
 
 

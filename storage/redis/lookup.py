@@ -78,7 +78,7 @@ class RedisLookup:
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> list[bool]:
         """Whether each key is known to be complete in Redis. Blocks until ``deadline`` at most, in
-        seconds of the clock."""
+        seconds of ``clock``."""
         if not keys:
             return []
         limit = Deadline(deadline, self._clock, cancelled)
@@ -108,7 +108,7 @@ class RedisLookup:
         counts: dict[int, int] = {}
         for node_lookup in node_lookups:
             counts |= node_lookup.counts
-        return [counts.get(i) == len(self._names(key)) for i, key in enumerate(keys)]
+        return [counts.get(i) == len(self._suffixes_of(key)) for i, key in enumerate(keys)]
 
     def _assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
         """Indices of the keys that each server may hold."""
@@ -155,14 +155,14 @@ class RedisLookup:
                 self._owed.pop(wire, None)
 
     def _commands(self, keys: Sequence[bytes]) -> bytes:
-        names = ([self._tag(key) + suffix for suffix in self._names(key)] for key in keys)
+        names = ([self._tag(key) + suffix for suffix in self._suffixes_of(key)] for key in keys)
         return b"".join(command(b"EXISTS", *each) for each in names)
 
     def _tag(self, key: bytes) -> bytes:
         return chunk_tag(self._config.namespace, key)
 
-    def _names(self, key: bytes) -> tuple[bytes, ...]:
-        """Suffixes of the names of the values of ``key``."""
+    def _suffixes_of(self, key: bytes) -> tuple[bytes, ...]:
+        """The ends of the names of ``key``'s values, of all ranks."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
     def receive(self, node_lookup: NodeLookup) -> bool:
@@ -201,7 +201,7 @@ class RedisLookup:
 
 
 def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[bytes, ...]:
-    """Without duplicates: ranks that hold the same head share its values."""
+    """The ends of names, each once: ranks that hold the same head share its values."""
     stripes = [stripe for rank in ranks for stripe in rank.stripes(max_payload_bytes)]
     return tuple(dict.fromkeys(map(stripe_suffix, stripes)))
 
@@ -225,7 +225,7 @@ def await_answers(
     deadline: Deadline,
     is_enough: Callable[[Sequence[NodeLookup]], bool] = lambda left: False,
 ) -> None:
-    """Wait until all are answered, ``deadline``, or ``is_enough`` of the unanswered ones."""
+    """Wait until all are answered, ``deadline``, or ``is_enough(unanswered ones)`` is true."""
     left = list(node_lookups)
     while left and deadline.remaining() > 0.0 and not is_enough(left):
         slice_seconds = min(SLICE_SECONDS, deadline.remaining())

@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.05
 _ARRIVAL_BYTES = 16 << 20
 
 OnArrival = Callable[[int], None]
-"""Called by the thread that reads, with the number of leading chunks that have arrived, while
-others are still received. Nobody else writes to their buffers any more."""
+"""Called on the thread that called ``read``, with the number of leading chunks that have arrived,
+while others are received. No reader writes to the buffers of the arrived ones any more."""
 
 
 def ignore_arrivals(count: int) -> None:
@@ -35,8 +35,8 @@ def ignore_arrivals(count: int) -> None:
 
 
 def arrivals_among(indices: Sequence[int], num_chunks: int, on_arrival: OnArrival) -> OnArrival:
-    """Translate arrivals of the chunks at ``indices`` into leading chunks of ``num_chunks``, the
-    others of which are there already."""
+    """An `OnArrival` for a read of the chunks at ``indices``: it calls ``on_arrival`` with a count
+    of leading chunks of all ``num_chunks``, the others of which are there already."""
     ends = (*indices, num_chunks)
     return lambda count: on_arrival(ends[count])
 
@@ -46,7 +46,7 @@ class ValueRequest:
     """One value of a chunk: its command, and the buffers for its reply.
 
     A good reply is ``line`` and the value's header (both in ``head``), the payload (in the chunk's
-    buffer), and CRLF (``tail``). A compressed value has another line, and other buffers.
+    buffer), and CRLF (``tail``). A compressed value has another line and place for its payload.
     """
 
     chunk: int
@@ -162,7 +162,7 @@ class PendingRead:
             self._fail_chunk(request.chunk, miss)
 
     def fail_node(self, node: Node) -> None:
-        """``node`` is unreachable."""
+        """``node`` is unreachable: give up its unclaimed values."""
         with self._changed:
             request = next(self._work.pop(node, iter(())), None)
             if request is not None:

@@ -1,13 +1,13 @@
 """Chunks in Redis: the tier that instances share.
 
-The constructor starts all threads, `RedisTier.close` ends them:
+Threads, until `RedisTier.close`:
 
 - ``num_connections`` readers share every read (`value_readers`);
-- as many writers, but at most one per two cores and at least one per node, drain the write queue
-  (`writer`).
+- as many writers, but at most one per two cores and at least one per lane, drain the write queue
+  (`writer`), which has a lane for each of up to 32 nodes.
 
-No method raises because of a server: each failure is a miss or a failed write, counted by cause and
-logged once per episode.
+No method raises because of a server: each failure is a miss or a failed write, counted (misses by
+cause), and logged once per episode.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RedisTier:
         """Read consecutive chunks of one prompt. Blocks; touches no buffer after it has returned.
 
         ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: writable, ``chunk_bytes`` of each
-        key's geometry; the buffer of a miss then holds garbage. ``deadline``: in seconds of the
+        key's geometry; those of misses may hold garbage afterwards. ``deadline``: in seconds of the
         tier's clock; the call returns soon after it, or after ``cancelled()``. ``on_arrival`` is
         called meanwhile.
 
@@ -112,13 +112,13 @@ class RedisTier:
         return self._readers.read(keys, buffers, self._nodes(keys, limit), limit, on_arrival)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        """Write a chunk in the background. Never blocks. False if there is no room.
+        """Queue a chunk to be written. Never blocks. False if dropped: no room, closed, or paused.
 
         ``buffer``: ``chunk_bytes`` of the key's geometry; must not change before ``on_done``, which
         is called exactly once, from any thread, maybe before `put` returns: with True if all values
-        that this rank writes are known to be in the tier. ``order``: the chunk's index in its
-        prompt; a full queue drops the deepest chunks first. Never overwrites a valid value. Raises
-        ``ValueError`` for a key or buffer of the wrong size.
+        that this rank writes are known to be in Redis. ``order``: the chunk's index in its
+        prompt; a full queue drops the deepest chunks first. Overwrites only values of the wrong
+        length, and chunks that a read found spoiled. Raises ``ValueError`` for a wrong size.
         """
         check_sizes(self.geometries, [key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
@@ -139,8 +139,8 @@ class RedisTier:
 
     def close(self, seconds: float) -> bool:
         """Write for up to ``seconds``, drop the rest, end all threads. Idempotent. False if a
-        thread is still running, for instance in name resolution; it is a daemon and touches no
-        buffer."""
+        thread is still running, for instance in a read until its deadline; it is a daemon, and
+        touches only buffers of reads and writes that have not ended."""
         until = time.monotonic() + seconds
         self._writes.wait_empty(seconds)
         self._drop(self._writes.close())
@@ -153,8 +153,8 @@ class RedisTier:
         return not any(thread.is_alive() for thread in threads)
 
     def has_room(self, key: bytes, most_bytes: int) -> bool:
-        """Whether `put` would queue the chunk: its node accepts writes, has at most ``most_bytes``
-        queued, and the queue has room."""
+        """Whether `put` would queue the chunk and drop none: its node answers and accepts writes,
+        at most ``most_bytes`` wait for it, and the queue has room."""
         node = self._writers.node_of(key)
         if node is not None and (self._servers.is_open(node) or self._servers.is_paused(node)):
             return False
@@ -171,7 +171,7 @@ class RedisTier:
         )
 
     def take_write_times(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of each burst since the last call, for metrics."""
+        """Bytes and seconds of each burst that stored bytes since the last call, for metrics."""
         times = self._writers.times
         return [times.popleft() for _ in range(len(times))]
 

@@ -76,9 +76,9 @@ class Topology:
 
 
 class SentinelTopology(Topology):
-    """The master that a group of sentinels names, asked for every connection. A master demoted
-    later still serves reads, which are verified, and refuses writes. The node has the master's
-    name, so that breaker and logs follow the role."""
+    """The master that the sentinels of the URL name; one is asked before each connection. A master
+    demoted later still serves reads, which are verified, and refuses writes. The node has the
+    master's name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
@@ -195,7 +195,7 @@ class ClusterTopology(Topology):
 
 def parse_slots(reply: Any, asked: Endpoint) -> Mapping[int, Endpoint]:
     """The master of each slot, from the reply of node ``asked`` to ``CLUSTER SLOTS``. Raises one of
-    ``CONNECTION_ERRORS`` unless each slot has at most one owner."""
+    ``CONNECTION_ERRORS`` if malformed, or with more slots or nodes than a cluster has."""
     owners: dict[int, Endpoint] = {}
     nodes: set[Endpoint] = set()
     num_slots = 0

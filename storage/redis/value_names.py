@@ -1,7 +1,7 @@
 """Names of values in Redis (pure).
 
-A name is ``lmc:{<namespace>:<hex chunk key>}:<first layer>-<layer end>:<KV head>``. The braces are
-a cluster hash tag: all values of a chunk share one slot, so one command can name them all.
+A name is ``lmc:{<namespace>:<hex key of a chunk's part>}:<first layer>-<layer end>:<KV head>``. The
+braces are a cluster hash tag: all values of a key share one slot, so one command can name them all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _VALUE_NAME = re.compile(rb"lmc:\{([^{}]+):([0-9a-f]{64})\}:(\d+)-(\d+):(\d+)")
 
 
 def chunk_tag(namespace: str, key: bytes) -> bytes:
-    """The prefix shared by the names of all values of one chunk."""
+    """The prefix shared by the names of all values of ``key``."""
     return f"lmc:{{{namespace}:{key.hex()}}}".encode()
 
 
@@ -31,7 +31,7 @@ def probe_key(namespace: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ValueName:
-    """A parsed name. ``key`` is the chunk key; the layers are ``[layer_start, layer_end)``."""
+    """A parsed name. ``key``: of a chunk's part; the layers are ``[layer_start, layer_end)``."""
 
     namespace: str
     key: bytes
@@ -61,7 +61,7 @@ def parse_value_name(name: bytes) -> ValueName | None:
 
 def scan_pattern(namespace: str | None, key_prefix: str = "") -> bytes:
     """A glob for SCAN that matches all values of one namespace (None: of all) with that prefix of
-    the hexadecimal chunk key, and maybe others: see `ValueName.is_in`."""
+    the hexadecimal key, and maybe others: see `ValueName.is_in`."""
     if namespace is None:
         return f"lmc:{{*:{key_prefix}*".encode()
     escaped = re.sub(r"([\\*?\[\]])", r"\\\1", namespace)

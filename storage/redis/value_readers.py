@@ -42,7 +42,7 @@ _CONNECTION_FAULTS = frozenset(
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """``hits[i]``: chunk i was read and verified. ``seconds``: duration of the read. ``cut_off``:
-    chunks are missing because a server was too slow or a connection broke."""
+    chunks are missing because a server was too slow or unreachable, or a connection broke."""
 
     hits: list[bool]
     seconds: float
@@ -52,7 +52,7 @@ class ReadResult:
 class ValueReaders:
     """``num_connections`` threads that read values from ``servers``. Thread-safe.
 
-    With several nodes, at least one reader is kept free of any single node: a silent node blocks
+    With several nodes and readers, at most all but one serve the same node: a silent node blocks
     the readers that wait for it, and other nodes' chunks must still be read. ``on_spoiled``: see
     `ValueStream`. Reads are counted in ``counters``.
     """
@@ -107,13 +107,13 @@ class ValueReaders:
         return ReadResult(hits, self._servers.clock() - started, cut_off)
 
     def stop(self) -> None:
-        """Threads end soon; reads in progress become misses."""
+        """End each thread once it has served its node; chunks left are misses at the deadline."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
-        """False if a thread is still running; it is a daemon and touches no buffer."""
+        """False if a thread is still running; it is a daemon, in a read that has not ended."""
         self.stop()
         until = time.monotonic() + seconds
         for thread in self.threads:
@@ -123,16 +123,16 @@ class ValueReaders:
     # Called by readers.
 
     def next(
-        self, timeout: float, num_nodes: int, is_near: Callable[[Node], bool]
+        self, timeout: float, num_nodes: int, has_wire: Callable[[Node], bool]
     ) -> tuple[PendingRead, Node] | None:
-        """Work for a reader until it calls `leave`: the oldest read with a free node, preferably
-        one that ``is_near``. None after ``timeout`` seconds or when closed."""
+        """Work for a reader until it calls `leave`: the oldest read and a node of it that may have
+        another reader, if possible one it ``has_wire`` to. None after ``timeout``, or closed."""
         most = len(self.threads) if num_nodes < 2 else max(1, len(self.threads) - 1)
         with self._changed:
-            turn = self._find(most, is_near)
+            turn = self._find(most, has_wire)
             if turn is None and not self.closed:
                 self._changed.wait(timeout)
-                turn = self._find(most, is_near)
+                turn = self._find(most, has_wire)
             if turn is None or self.closed:
                 return None
             self._readers[turn[1]] += 1
@@ -156,12 +156,12 @@ class ValueReaders:
             self._changed.notify_all()
             return True
 
-    def _find(self, most: int, is_near: Callable[[Node], bool]) -> tuple[PendingRead, Node] | None:
+    def _find(self, most: int, has_wire: Callable[[Node], bool]) -> tuple[PendingRead, Node] | None:
         work = [(read, nodes) for read in self._reads if (nodes := read.nodes_with_work())]
         self._reads = [read for read, _ in work]
         for read, nodes in work:
             if free := [node for node in nodes if self._readers[node] < most]:
-                return read, next(filter(is_near, free), free[0])
+                return read, next(filter(has_wire, free), free[0])
         return None
 
 

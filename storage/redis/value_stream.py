@@ -1,10 +1,10 @@
 """The values that one reader requests from one node for one read, over one connection.
 
-A reader keeps two batches of requests in flight. It receives a whole batch, replies and payloads,
-with one ``recvmsg``, since the length of each good reply is known, until a reply announces another
-length, as that of a compressed value. From then on it receives values one by one. Any other reply
-shifts the replies behind it, so these are discarded and the connection is closed. This costs
-little, since chunks behind a missing one are useless.
+A reader keeps two batches of requests in flight. The length of a good, uncompressed reply is known,
+so a batch is received at once: ``recvmsg`` fills headers and chunks. At the first reply of another
+length, as of a compressed value, the rest of the batch and the next one are received one by one.
+Errors and missing values shift the replies behind them, which are discarded: the connection is
+closed. This costs little, since chunks behind a missing one are useless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lmcache_connector.storage.redis.counters import Miss
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
-# Bytes of an error reply that identify its kind: the length of the shortest.
+# Bytes of an error reply that identify its kind: the length of the longest kind.
 _ERROR_BYTES = len(b"-CLUSTERDOWN")
 # Faults of a stored value, rather than of the server.
 _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
@@ -43,10 +43,10 @@ class BadReplyError(Exception):
 
 class SingleReplies:
     """Receives replies one by one. ``is_active``: a value of the latest batch did not have its
-    uncompressed length.
+    uncompressed length, so the next batch is received in this way.
 
-    A payload goes directly into its chunk; what may be compressed goes into a buffer of the
-    reader, which grows to the largest payload requested so far.
+    An uncompressed payload goes directly into its chunk, a compressed one into a buffer of the
+    reader, which is as large as the largest payload requested in this way.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class ValueStream:
             self._wire.send([batch.command()], self._read.deadline)
 
     def _receive_at_once(self, batch: Batch) -> None:
-        """Receive and verify ``batch``, up to the first value that may be compressed."""
+        """Receive and verify ``batch``, up to the first value of another length."""
         try:
             self._wire.receive(batch.views(), self._read.deadline, batch.check_replies)
             batch.check_replies(batch.reply_bytes)

@@ -1,8 +1,8 @@
 """Chunks that wait to be written: one lane per node, one limit in bytes for all lanes together.
 
 A full queue drops the chunk deepest in its prompt, among several the newest: a prefix is useful
-without its end, an end without its prefix is not. A lane below its share of the queue takes room
-from the longest lane, which is the slowest node's.
+without its end, an end without its prefix is not. For a chunk of a shorter lane, the longest lane
+makes room, which is the slowest node's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Threads that write chunks in the background, each value once, at least one thread per node.
+"""Threads that write chunks in the background: at least one per lane of the write queue.
 
-A writer takes chunks from its lane and writes those of one node in a `Burst`, which has a deadline.
-A slow node delays only its own chunks; after repeated misses of the deadline, its writes pause.
+A writer takes chunks from its lane and writes those of each node in a `Burst` with a deadline. A
+slow node delays only its lane's chunks; after repeated misses of the deadline, its writes pause.
 Until nodes are known, all chunks wait in one lane; its writer moves them to the lanes of their
 nodes.
 """
@@ -33,8 +33,8 @@ _IDLE_SECONDS = 0.25
 # Added to the engine's niceness: writes can wait, vLLM cannot. At full CPU load a writer gets about
 # a tenth.
 _NICENESS = 10
-# Taken from the queue at once: nothing is written during the round trip that asks which chunks are
-# stored already. Less if the node's last bursts were slow.
+# Limits of one take from the queue: bytes, and seconds at the last burst's speed. High, because
+# nothing is written during the round trip that asks which values are stored already.
 _MAX_TAKE_BYTES, _TAKE_SECONDS = 128 << 20, 0.2
 # Until a first burst has been timed.
 _ASSUMED_BYTES_PER_SECOND = 8 << 20
@@ -55,8 +55,8 @@ def _lanes(nodes: tuple[Node, ...]) -> Mapping[Node, int]:
 
 
 class Writers:
-    """``num_writers`` writers, at least one per lane. ``times``: bytes and seconds of each
-    successful burst."""
+    """Up to ``num_writers`` writers, but at least one per lane. ``times``: bytes and seconds of
+    each successful burst that stored any."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Writers:
 
     def lane_of(self, node: Node | None) -> int:
         """The lane of a node's chunks, or of chunks whose node is not known yet; with more than
-        ``MAX_LANES`` nodes, some share one."""
+        ``MAX_LANES`` nodes, some share a lane."""
         return _lanes(self.servers.topology.nodes()).get(node, 0) if node else 0
 
     def finish(self, write: PendingWrite, end: WriteEnd) -> None:
@@ -102,7 +102,7 @@ class Writers:
         return Deadline(clock() + seconds, clock, self.stopping.is_set)
 
     def start_missing(self) -> None:
-        """Start the writers of all lanes that have too few: nodes have become known."""
+        """Start writers in lanes that have too few, as after nodes have become known."""
         num_lanes = min(max(1, len(self.servers.topology.nodes())), MAX_LANES)
         with self._lock:
             self._writers += ([] for _ in range(len(self._writers), num_lanes))
@@ -222,10 +222,10 @@ class Writer(threading.Thread):
 
 
 def _lower_priority() -> None:
-    """Of the calling thread; elsewhere than on Linux, it would affect the whole process."""
+    """Lower the calling thread's priority; except on Linux, it would be the whole process's."""
     if sys.platform != "linux":
         return
-    # That of the main thread: writers start others, which inherit a priority already lowered.
+    # From the main thread's niceness: writers start others, which inherit a lowered priority.
     niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
     with contextlib.suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

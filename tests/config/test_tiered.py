@@ -14,7 +14,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import read_weights_label, resolve_secret
 from lmcache_connector.config.tiered import (
-    _GONE,
+    _NOT_IN_P2P,
     ConnectorConfig,
     check_settings,
     parse_config,
@@ -368,7 +368,7 @@ def test_beyond_loopback_hosts_and_key() -> None:
         ({"router": "tcp://a:1", "http_address": "b:2"}, ["does not support kv_role 'kv_both'"]),
         ({"insecure": "yes"}, ["'insecure'"]),
         ({"cpu_gb": 1}, ["cpu_gib"]),
-        *(({name: 1}, [name, why[:20]]) for name, why in _GONE.items()),
+        *(({name: 1}, [name, why[:20]]) for name, why in _NOT_IN_P2P.items()),
         ({"secret": KEY}, ["hash_key", "router_secret"]),
         ({"kv_buffer_size": 1}, ["cpu_gib"]),
         ({"router": "http://a:1"}, ["http_address"]),

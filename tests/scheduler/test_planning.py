@@ -80,6 +80,8 @@ def test_a_store_is_cancelled_when_vLLM_hands_out_a_block_it_reads() -> None:
     vacated = jobs.vacate({2, 9})
     assert [planned.job for planned in vacated] == [sent, unsent]
     assert not jobs.is_open(unsent.job_id), "it must not reach the workers"
+    attributes = vacated[1].span_attributes()
+    assert (attributes["outcome"], attributes["chunks_done"]) == ("cancelled", 0)
     assert take(jobs) == StepPlan(vacated_stores=(sent.job_id,))
     assert jobs.vacate({1}) == []
     assert take(jobs) == StepPlan(), "once is enough"

@@ -1,7 +1,7 @@
 """Connects to a server with redis-py: TCP, TLS or a Unix socket, credentials, database.
 
-redis-py sends commands and parses replies. The socket it is given here bounds the bytes and seconds
-of each command's replies. For the transfer of values, `take_socket` takes the socket from it.
+redis-py sends commands and parses replies. `_BoundedSocket` bounds the bytes and seconds of each
+command's replies. `take_socket` takes the socket away from redis-py, for the transfer of values.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ CONNECTION_ERRORS = (
     redis.RedisError,
     *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
 )
-# The node works, but another node of the cluster has the key, or soon will.
+# The node works, but the key is, or soon will be, at another node, or its slot has no node.
 REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
-SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10  # limit of the replies to one command, but for large ones
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 
 
 class UnreachableError(redis.ConnectionError):
-    """No route, connection refused, or a failed TLS handshake."""
+    """No socket: unknown host, no route, refused, timed out, or a failed TLS handshake."""
 
 
 def is_rejected_by_server(error: Exception) -> bool:
@@ -157,7 +157,7 @@ class PendingCommand:
         self._pool.release(self._connection)
 
     def add(self, packed: bytes) -> bool:
-        """Send another command. Thread-safe. False if it cannot be sent without blocking."""
+        """Send another command. Thread-safe. False unless all of it was sent at once."""
         try:
             sent: int = self._connection._sock.sock.send(packed, socket.MSG_DONTWAIT)
         except OSError:

@@ -11,7 +11,7 @@ _MAX_DIGITS = 20
 _MAX_LENGTH_LINE = 32
 MAX_COMMAND_BYTES = 1 << 18
 MAX_WORDS = 2_500
-"""Words in one command: enough for the names of 128 heads in 19 pieces each."""
+"""Words in one command: enough for the names of 128 heads in 19 stripes each."""
 
 
 class ReplyFault(Enum):
@@ -69,7 +69,7 @@ def first_line(reply: bytes) -> str:
 
 
 def is_redirection(line: bytes) -> bool:
-    """Whether a cluster node replies that the key is, or will soon be, on another node."""
+    """Whether a cluster node replies that the key is, or will soon be, elsewhere, or nowhere."""
     return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN"))
 
 
@@ -121,7 +121,7 @@ class CommandParser:
         return words
 
     def _length(self, kind: bytes, most: int) -> int | None:
-        """The number in the next line; ``None`` if that is incomplete."""
+        """Take the number in the next line; ``None`` if the line is incomplete. May raise."""
         start, limit = self._place, self._place + _MAX_LENGTH_LINE
         if len(self._received) > start and self._received[start] != kind[0]:
             raise ProtocolError("no command")
