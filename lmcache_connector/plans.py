@@ -300,7 +300,7 @@ class StepPlan:
 class Outcome(Enum):
     DONE = "done"
     MISSING = "missing"
-    """Load: a chunk was absent or corrupt. Store: too little memory for all chunks."""
+    """Load: a chunk was absent, corrupt or unreadable. Either: memory was too short."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     FAILED = "failed"

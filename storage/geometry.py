@@ -4,7 +4,7 @@ A chunk buffer holds one rank's share of ``num_tokens`` tokens, shard by shard::
 
     shard 0 (one KV head)                    shard 1          ...
     | layer 0        | layer 1      | ...  | layer 0 | ...
-    | t0 | t1 |..  | t0 | t1 |..             (t0: content of token 0)
+    | t0 | t1 |..    | t0 | t1 |..           (t0: content of token 0)
 
 A *shard* is one KV head over this rank's layers. A *stripe* is a run of consecutive layers of one
 shard, stored as one value, so that a value exceeds ``max_value_bytes`` only if one layer does.

@@ -279,8 +279,8 @@ def _speed_text(transfers: Mapping[str, float | None]) -> str:
 # -- --watch ---------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    *("engine", "hit rate", "saved", "CPU load", "Redis load", "Redis store"),
-    *("CPU tier", "queue", "running", "Redis"),
+    *("engine", "hit rate", "saved", "CPU load", "remote load", "Redis store"),
+    *("CPU tier", "queue", "running", "nodes"),
 )
 
 

@@ -30,7 +30,7 @@ class Fence(Protocol):
 @dataclass(frozen=True, slots=True)
 class QueuedCopy:
     """A copy of ``num_bytes`` that the device makes between two fences; done if there are none.
-    ``kept``: keeps the device's memory alive until then."""
+    ``kept``: keeps the device's memory alive until the copy is done."""
 
     num_bytes: int
     before: Fence | None = None
@@ -48,7 +48,7 @@ class QueuedCopy:
 
 
 class Copier(Protocol):
-    """Copies blocks for one device. Construction compiles kernels, which takes seconds.
+    """Copies blocks for one device. Construction, or the first copy, compiles kernels for seconds.
 
     ``shares_cores``: copies run on the cores that compute the model.
     """
@@ -61,9 +61,9 @@ class Copier(Protocol):
     def copy(
         self, copies: Sequence[BlockCopy], direction: Direction, after: Fence | None = None
     ) -> int:
-        """Make copies between one set of chunks, or one cache, and others; returns bytes copied.
+        """Make ``copies``, for example one per KV cache group; returns the bytes copied.
 
-        They start when ``after`` is reached, and block the calling thread, but not the GIL, until
+        Copies start when ``after`` is reached, and block the calling thread, but not the GIL, until
         the bytes have arrived. Raises :class:`CopyError` before any copy.
         """
 

@@ -103,8 +103,8 @@ class _Pipeline:
         self._waits = True
 
     def on_stream(self, stream: torch.cuda.Stream) -> _Pipeline:
-        """A pipeline with the first slot and tables of its own, which waits only for the work of
-        ``stream`` so far. The caller keeps it until the device has finished."""
+        """A pipeline on ``stream``, with this one's first slot and tables of its own, whose calls
+        do not wait. The caller keeps it until the device has finished."""
         (slot, *_), inline = self._slots, copy.copy(self)
         if slot.stream != stream:
             stream.wait_stream(slot.stream)
@@ -204,7 +204,7 @@ def _launch(kernels: Sequence[Callable[[int, int], None]], tile: Tile) -> None:
 
 
 def _the_chunks(spaces: Sequence[BlockSpace]) -> ChunkBuffers | None:
-    """The chunks on the host side of all copies; ``None`` for other block spaces."""
+    """The chunks on the host side; ``None`` if some are blocks of a cache, or geometries differ."""
     first = spaces[0]
     if not isinstance(first, ChunkBuffers):
         return None
@@ -278,6 +278,6 @@ class CudaCopier:
         return not to_host or covers_chunks(plans, host)
 
     def close(self) -> None:
-        """Free the staging memory."""
+        """Free the staging memory of both directions."""
         self._pipelines.clear()
         self._driver.close()

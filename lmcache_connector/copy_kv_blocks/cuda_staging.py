@@ -38,7 +38,7 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Chunks that share slot number ``slot`` at a time, with rows ``rows[i][0]`` up to
+    """Chunks that are in slot number ``slot`` together, with rows ``rows[i][0]`` up to
     ``rows[i][1]`` of plan i."""
 
     slot: int
@@ -106,8 +106,8 @@ def _staged_rows(plan: CopyPlan, to_host: bool, order: Int64s, staged: Int64s) -
 
 
 def expand(plan: CopyPlan) -> tuple[Int64s, Int64s, Int64s]:
-    """Every run of a plan, for copies with long or few runs: source addresses, destination
-    addresses, and sizes in bytes, int64 ``[runs]`` each."""
+    """Every run of a plan, for copies that are not staged: source addresses, destination addresses,
+    and sizes in bytes, int64 ``[runs]`` each."""
     parts = [_layer_runs(plan, move) for move in plan.moves]
     src, dst, sizes = (np.concatenate(part) for part in zip(*parts, strict=True))
     return src, dst, sizes

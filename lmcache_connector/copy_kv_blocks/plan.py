@@ -82,7 +82,7 @@ class BlockCopy:
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
     """``moves``: int64 ``[layers, len(Move)]``, or one row per layer and plane. ``groups``: int64
-    ``[n + 1]``, borders of runs of rows that are consecutive in both spaces."""
+    ``[n + 1]``, borders between groups of rows; rows of a group are consecutive in both spaces."""
 
     moves: Int64s
     src: Rows

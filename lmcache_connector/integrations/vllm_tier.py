@@ -2,7 +2,7 @@
 
 vLLM copies its blocks to memory and back, evicts there, and names blocks by its own hashes. This
 tier stores those bytes and returns them, verified, or a miss. Everything runs in the scheduler's
-process; no method here waits for a network, except :meth:`RedisSecondaryTier.drain_jobs`.
+process, whose thread waits for a network only when vLLM resets its cache or shuts down.
 
 vLLM decides what a name covers: it hashes adapters by name and images by their hash. The rest of
 the identity is what vLLM tells a tier about the model, and the weights by content. Hashes shorter
@@ -143,8 +143,8 @@ class RedisSecondaryTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Ends within ``load_deadline_seconds``; nothing touches the memory afterwards. That of
-        misses then holds garbage."""
+        """Ends within ``load_deadline_seconds``; nothing touches the memory afterwards. The memory
+        of misses then holds garbage."""
         deadline = time.monotonic() + self._load_seconds
         keys, buffers = self._keys(job_metadata.keys), self._slots(job_metadata)
         end = self._begin(job_metadata)

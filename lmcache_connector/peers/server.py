@@ -95,7 +95,7 @@ class PeerServer:
         self._clock = clock
         self._connections: dict[socket.socket, _Connection] = {}
         self._leased_bytes = 0
-        self._has_held_up = False  # a client was not answered this turn: too much is leased
+        self._has_held_up = False  # this turn, too much was leased to answer every client
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)

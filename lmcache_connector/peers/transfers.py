@@ -36,6 +36,7 @@ class _Transfer:
     leases: dict[bytes, Lease | None] = field(default_factory=dict)
     open_jobs: set[int] | None = None
     readers: set[bytes] = field(default_factory=set)
+    refused: set[bytes] = field(default_factory=set)  # keys that count in `Transfers.num_refused`
 
     @property
     def is_complete(self) -> bool:
@@ -45,7 +46,7 @@ class _Transfer:
 class Transfers:
     """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
     a transfer is complete. ``has_updates``: `take_finished` would return something; a plain
-    attribute, polled every step. ``num_refused``: pins beyond ``max_bytes``. Thread-safe."""
+    attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
         self,
@@ -204,7 +205,8 @@ class Transfers:
                 continue
             if self._leased_bytes + len(lease.view) > self._max_bytes:
                 lease.release()
-                self.num_refused += 1
+                self.num_refused += key not in transfer.refused
+                transfer.refused.add(key)
                 continue
             self._leased_bytes += len(lease.view)
             transfer.leases[key] = lease

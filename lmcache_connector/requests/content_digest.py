@@ -44,7 +44,7 @@ class ItemDigests:
 
 def item_digest(item: Any) -> str:
     """Hexadecimal digest of an item's keyword arguments for the model: names, types, values.
-    Raises :class:`NoContentError` if it has no tensor, or refers to another process.
+    Raises :class:`NoContentError` if it has no tensor, or a part that cannot be read here.
     """
     if not isinstance(item, Mapping) or "address" in item:
         raise NoContentError("the item is in another process")

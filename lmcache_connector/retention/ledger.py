@@ -11,7 +11,8 @@ lifetime and the highest priority count. Evictions of chunks that the scheduler 
 announced first: see :mod:`lmcache_connector.retention.leaving`.
 
 A chunk is evicted only after the chunks that follow it in a prompt: using a chunk also uses all
-chunks before it, with the same claim, so these are never older, less pinned or shorter-lived.
+chunks before it, with the same claim, so no chunk is older, less pinned or shorter-lived than those
+that follow it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class _Tenant:
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """``places``: the queues that have it. A chunk is pinned (in none), expired, passed over (in
-    use at its turn), or in the queues of its priority, of all tenants and of its own."""
+    use at its turn), or in two queues of its priority: of all tenants, and of its own tenant."""
 
     num_bytes: int
     tenant: _Tenant
@@ -145,8 +146,7 @@ class Ledger:
         self._expecting: set[_Tenant] = set()  # tenants with expected bytes
         self._queues: Queues = defaultdict(OrderedDict)  # of all tenants
         self._expired: Queue = OrderedDict()
-        # Passed over: in use at their turn, for instance waiting to be written to a slow Redis.
-        self._passed_over: Queue = OrderedDict()
+        self._passed_over: Queue = OrderedDict()  # in use at their turn, as by a write to Redis
         # A heap of the ends of pins and lifetimes. Entries with another number than their chunk's
         # are stale.
         self._changes: list[tuple[float, int, bytes, _Chunk]] = []

@@ -15,8 +15,8 @@ continued differently. The lineage then covers that token.
 
 A request is *witnessed* up to the end of its leading blocks with its own lineage, and then as far
 as it is computed from there. After a gap nothing is witnessed until the request begins again: later
-KV builds on the gap, and with asynchronous scheduling vLLM loses a token of a request whose gap is
-detected.
+KV builds on the gap, and with asynchronous scheduling vLLM loses a token of a request in which
+another connector's load inside a step has failed.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Scheduler:
     def _was_refused_while_idle(self, request_id: str) -> bool:
         """Whether vLLM has refused this request's load although nothing runs that could free
         blocks. vLLM reserves blocks for requests whose load failed, and such a request may queue
-        behind this one. Computing the request needs only blocks that exist."""
+        behind this one. A load must leave these blocks free; computing the request need not."""
         name, times = self._refused
         waits = name == request_id and self.is_idle and not len(self.jobs)
         self._refused = request_id, times + 1 if waits else 0
@@ -580,7 +580,8 @@ class Scheduler:
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
             key = planned.job.keys[result.num_chunks]
             planned.state.lookup.lose(key)
-            self.kv_events.gone(Tier.REDIS, rank, key)
+            if planned.job.may_fetch and planned.job.source is None:  # else Redis was not asked
+                self.kv_events.gone(Tier.REDIS, rank, key)
         return self._end(planned) if has_ended else []
 
     def _end(self, planned: PlannedJob) -> list[ShortLoad]:

@@ -38,14 +38,14 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 class LMCacheConnector:
     """Stores and restores KV around the forward passes of one rank.
 
-    ``rank`` and ``local_rank``: of this process in its group, and on this host. ``config``: the
-    keys of ``kv_connector_extra_config``, see the README. ``agree``: for ranks that hold parts of
-    one model and must restore alike: returns the element-wise minimum of all ranks' arguments (an
+    ``rank`` and ``local_rank``: of this process in its group, and on this host. ``config``: keys of
+    ``kv_connector_extra_config``, see docs/settings.md. ``agree``: for ranks that hold parts of one
+    model and must restore alike: returns the element-wise minimum of all ranks' arguments (an
     ``all_reduce``). Without it, ranks are replicas and share what they store. ``label``: your name
     for the model's code, to be changed with the code, since nothing else identifies it.
 
     Raises ``ConfigError`` with all problems of the settings, or ``UnsupportedError`` for an
-    unusable LMCache. Memory is allocated by the first ``recv``.
+    unusable LMCache. Memory is allocated by the first ``recv`` or ``send``.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class LMCacheConnector:
 
         Waits for each load up to its deadline; chunks that have not arrived are computed. The first
         call raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for
-        an unsupported model or caches. Raises ``ValueError`` for another model or caches later, for
-        inconsistent block tables, and after :meth:`close`.
+        an unsupported model or caches. Raises ``ValueError`` for another model or caches later,
+        inconsistent block tables, and after :meth:`close`, and ``StuckCopyError`` for a stuck load.
         """
         paged = self._bound(model_executable, kv_caches)
         rows = list(model_input.rows())
@@ -113,10 +113,10 @@ class LMCacheConnector:
         hidden_or_intermediate_states: Any,
     ) -> None:
         """Store every completed chunk, after the forward pass of the ``model_input`` that ``recv``
-        returned. Returns once nothing reads the blocks; writes to Redis go on.
+        returned. Returns once the blocks are read; drops the rest after ``load_deadline_seconds``.
 
-        ``hidden_or_intermediate_states`` is ignored. Nothing is stored if the model has changed
-        since ``recv``. Raises ``ValueError`` as ``recv`` does.
+        ``hidden_or_intermediate_states`` is ignored. Writes to Redis go on afterwards. Nothing is
+        stored if the model has changed since ``recv``. Raises ``ValueError`` as ``recv`` does.
         """
         paged = self._bound(model_executable, kv_caches)
         paged.tiers.forward_ended()
@@ -129,8 +129,7 @@ class LMCacheConnector:
         paged.tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within 5 s, and release memory and threads.
-        Idempotent."""
+        """Write what is queued for Redis, within 5 s; release memory and threads. Idempotent."""
         self._is_closed = True
         if self._paged is not None and os.getpid() == self._process:
             self._paged.tiers.close()

@@ -39,11 +39,11 @@ class KVForm:
         for what, found, remedy in (
             ("Layers of several numbers of KV heads", heads, "use the model without this cache"),
             ("Layers of several dtypes", dtypes, "use the model without this cache"),
-            ("KV on several devices", devices, "put the model on one"),
+            ("Layers on several devices", devices, "put the model on one"),
         ):
             if len(found) > 1:
                 names = ", ".join(sorted(map(str, found)))
-                raise UnsupportedError(f"{what} ({names}) is not supported: {remedy}.")
+                raise UnsupportedError(f"{what} ({names}) are not supported: {remedy}.")
         return cls(
             num_heads=heads.pop(),
             widths=tuple(each.shape[-1] for each in tensors),

@@ -1,9 +1,9 @@
 """Identity of a model in memory: its state, not its code.
 
-It consists of the names of the modules' classes and their plain attributes; the configuration;
-every byte of the weights in memory; the form of the KV; and the name of the engine, so that engines
-never share KV. Files do not count: a model in memory may have been cast, merged with an adapter or
-trained further. The caller's ``label`` identifies code that is not part of a release.
+It consists of the modules' classes by name and their plain attributes; the configuration; every
+byte of the weights in memory, or ``model_digest``; the precision of float32 products; the form of
+the KV; and the engine's name, so that two kinds of engines never share KV. Files do not count: a
+model in memory may have been cast, merged or trained. ``label`` identifies code of the caller's.
 
 The state is read before every prompt, so this must be fast. A tensor's address and version do not
 show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
@@ -38,7 +38,7 @@ _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Training mode is checked before every pass; the others do not affect KV.
+# Training mode: checked by transformers/, elsewhere up to the caller. The rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
 
@@ -77,8 +77,8 @@ class ModelIdentity:
         """Number of changes of the model, the first state included."""
 
     def refresh(self) -> bool:
-        """Whether the model has changed since the last call. Reads all weights if they have, and at
-        the first call."""
+        """Whether the model has changed since the last call. Reads all weights at the first call
+        and after each change of a tensor, unless ``model_digest`` names them."""
         is_first, module = self._hasher is None, self._module
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
@@ -154,7 +154,7 @@ def weights_in_memory(module: torch.nn.Module) -> str:
                 f"The bytes of the weight {name} cannot be read: set model_digest to a name of "
                 "your own."
             )
-    # model_digest omits these, since vLLM recomputes them; here a cast may have rounded them.
+    # model_digest omits rotary caches, which vLLM recomputes; here a cast may have rounded them.
     rotary = (tensor_digest(each) for name, each in module.named_buffers() if "cos_sin" in name)
     return str(model_digest({"model": module}, packed=rotary))
 

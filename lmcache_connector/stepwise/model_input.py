@@ -28,7 +28,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """The sequences of one step, in the same order in all fields. Raises ``ValueError`` if fields
-    disagree. Each field may be an integer tensor.
+    disagree. Each field of numbers may be a tensor.
 
     - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
       including those with KV, since a chunk's key depends on all tokens before it.
@@ -39,7 +39,7 @@ class ModelInput:
       of its sequence, at position ``t % block_size``. Blocks exist for all tokens.
     - ``sampling_positions``, ``[sequences][any number]``: positions in the sequence whose hidden
       states the caller reads; they are always computed. ``None``: the last one of each sequence.
-      An empty tuple: none, to produce KV only.
+      An empty tuple in place of a sequence's positions: none.
     - ``cache_salts``, ``[sequences]`` or empty: KV is shared between sequences of equal salts.
     """
 
@@ -55,8 +55,8 @@ class ModelInput:
             object.__setattr__(self, name, _plain(getattr(self, name)))
         number = len(self.seq_lens)
         salts = self.cache_salts or (None,) * number
-        listed = (self.query_lens, self.block_tables, self.sampling_positions or salts, salts)
-        if any(len(each) != number for each in listed):
+        listed = (self.query_lens, self.block_tables, self.sampling_positions, salts)
+        if any(each is not None and len(each) != number for each in listed):
             raise ValueError(f"{number} sequences, but other fields have another length")
         if len(self.token_ids) != sum(self.seq_lens):
             raise ValueError(f"{len(self.token_ids)} tokens for lengths {list(self.seq_lens)}")

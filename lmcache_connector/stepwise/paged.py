@@ -130,7 +130,7 @@ class PagedSequences:
         return max(row.context_len, (plan.first + arrived) * size if arrived else 0)
 
     def restored(self, row: Row, num_tokens: int) -> None:
-        """The sequence now has KV of ``num_tokens``, before of ``row.context_len``."""
+        """The sequence now has KV of ``num_tokens``; before, it had KV of ``row.context_len``."""
         if num_tokens > row.context_len:
             found = self._lineages_of(row, self._keys(row), row.context_len, num_tokens)
             self._lineages.update(found)
@@ -148,8 +148,8 @@ class PagedSequences:
             self.tiers.store(keys.keys[first:end], first, self._part, blocks)
 
     def _begin(self, row: Row, keys: RequestKeys) -> bool:
-        """A step will write to the row's blocks behind its context. Returns whether they begin with
-        the KV of its context, and forgets what follows. O(1) per block."""
+        """A step writes to the row's blocks behind its context. Forgets their content there, and
+        returns whether they hold the KV of the context. Compares at most a chunk per block."""
         wanted = list(self._lineages_of(row, keys, 0, row.context_len))
         is_known = all(self._holds(block, lineage) for block, lineage in wanted)
         self.forget(row.blocks[row.context_len // self._block_size :])

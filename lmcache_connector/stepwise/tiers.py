@@ -150,7 +150,7 @@ class Tiers:
         )
         while self._rank.is_calibrating:
             time.sleep(0.01)
-        self._policy.observe_measured([self._rank.measured()])
+        self._policy.observe_measured([self._rank.measured])
         self._last_job = 0
 
     def __str__(self) -> str:
@@ -249,12 +249,12 @@ class Tiers:
         self._rank.jobs.submit(job, self._rank.copier.fence(), gate=gate, parts=(part,))
 
     def finish_stores(self) -> None:
-        """Wait until all stores are copied; stores that take too long are dropped."""
+        """Wait until all stores are copied; after ``load_deadline_seconds`` the rest is dropped."""
         self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
         self._learn()
 
     def close(self) -> None:
-        """Bounded: 5 s for stores, and 5 s for queued writes to Redis."""
+        """Bounded: 5 s each for stores, the probe, the lanes and queued writes to Redis."""
         seconds = limits.SHUTDOWN_SECONDS
         self._rank.jobs.finish_stores(seconds)
         self._learn()

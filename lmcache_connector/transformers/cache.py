@@ -59,17 +59,17 @@ class TieredCache(DynamicCache):
         """Number of tokens before those computed one by one, which count as generated."""
         self.num_kept = 0
         """Leading chunks restored from or stored in the tiers."""
-        self._left: list[torch.Tensor] = []
+        self._recorded: list[torch.Tensor] = []
         self._writes: list[int] = []
-        self._leave()
+        self._record()
 
     @property
     def is_unmodified(self) -> bool:
         """Whether no other code has written to or replaced the KV."""
         now = self.tensors()
         return (
-            len(now) == len(self._left)
-            and all(new is old for new, old in zip(now, self._left, strict=True))
+            len(now) == len(self._recorded)
+            and all(new is old for new, old in zip(now, self._recorded, strict=True))
             and writes_of(now) == self._writes
         )
 
@@ -86,14 +86,14 @@ class TieredCache(DynamicCache):
             layer.keys, layer.values = keys, values
         self.token_ids += token_ids
         self.num_prompt_tokens = len(self.token_ids)
-        self._leave()
+        self._record()
 
     def computed(self, token_ids: Sequence[int]) -> None:
         """A forward pass has appended the KV of ``token_ids``."""
         self.token_ids += token_ids
         if len(token_ids) > 1:
             self.num_prompt_tokens = len(self.token_ids)
-        self._leave()
+        self._record()
 
     # -- called by generate --------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class TieredCache(DynamicCache):
         if self.keys is not None:
             self.keys.shorten(left)
             self.num_kept = min(self.num_kept, len(self.keys.keys))
-        self._leave()
+        self._record()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """For another continuation, with the same tiers."""
@@ -116,7 +116,7 @@ class TieredCache(DynamicCache):
         new = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
             setattr(new, name, value if name == "owner" else copy.deepcopy(value, memo))
-        new._leave()
+        new._record()
         if not is_unmodified:
             new.bypasses = True
         return new
@@ -135,10 +135,10 @@ class TieredCache(DynamicCache):
     def batch_select_indices(self, indices: Any) -> None:
         raise several_sequences()
 
-    def _leave(self) -> None:
+    def _record(self) -> None:
         """Record the current KV as that of the tokens."""
-        self._left = self.tensors()
-        self._writes = writes_of(self._left)
+        self._recorded = self.tensors()
+        self._writes = writes_of(self._recorded)
 
 
 def several_sequences() -> UnsupportedError:

@@ -55,7 +55,7 @@ class _Place:
 class TieredBatching(AbstractContextManager["TieredBatching"]):
     """The tiers of one manager that has not started yet, until :meth:`close`.
 
-    ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as for
+    ``config``: the keys of ``kv_connector_extra_config``, see docs/settings.md. ``label``: as for
     ``KVTiers``. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
     """
 
@@ -89,8 +89,8 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
         self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}
-        """Tokens of each request in whole blocks that the tiers know. Requests not listed bypass
-        the tiers."""
+        """Number of tokens in whole blocks of each request that uses the tiers; the others bypass
+        them."""
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (

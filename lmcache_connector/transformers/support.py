@@ -52,7 +52,7 @@ def find_form(model: PreTrainedModel) -> KVForm:
 
 
 def _compute(model: PreTrainedModel, last: int) -> DynamicCache:
-    """KV of :data:`_NUM_EARLY` tokens followed by as many tokens ``last``."""
+    """KV of :data:`_NUM_EARLY` tokens 0 followed by as many tokens ``last``."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     was_training = [each for each in model.modules() if each.training]
     tokens = torch.tensor([[0] * _NUM_EARLY + [last] * _NUM_EARLY], device=model.device)

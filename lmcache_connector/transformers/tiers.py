@@ -45,9 +45,10 @@ class KVTiers(AbstractContextManager["KVTiers"]):
 
     ``config`` and the overriding ``settings``: the keys of ``kv_connector_extra_config``, see
     docs/settings.md. ``label``: your name for the code of a model that is not transformers' own, to
-    be changed with the code, since nothing else identifies it. The constructor reads all weights
-    and computes a few tokens. Several threads may generate at once; in forked processes, sequences
-    bypass the tiers. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError``.
+    be changed with the code, since nothing else identifies it. The constructor computes a few
+    tokens, and reads all weights unless ``model_digest`` names them. Several threads may generate
+    at once; forked processes bypass the tiers. Raises ``UnsupportedError``, ``ConfigError`` or
+    ``SelfTestError``.
     """
 
     @computing_alone()  # another thread may generate on all cores
@@ -105,7 +106,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         return cache
 
     def finish_stores(self) -> None:
-        """Wait until all computed chunks are in the CPU tier; writes to Redis go on."""
+        """Wait until computed chunks are in the CPU tier; after ``load_deadline_seconds`` the rest
+        is dropped. Writes to Redis go on."""
         if self._is_alive:
             with self._lock:
                 self._tiers.finish_stores()
@@ -125,7 +127,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
 
     @property
     def _is_alive(self) -> bool:
-        """False in forked processes, which lack the threads and connections."""
+        """False once closed, and in forked processes, which lack the threads and connections."""
         return bool(self._hooks) and os.getpid() == self._process
 
     # -- hooks ---------------------------------------------------------------------------------

@@ -136,6 +136,6 @@ def _nameless(value: object, path: str) -> UnsupportedError:
     kind = type(value)
     return UnsupportedError(
         f"lmcache-connector cannot tell models apart by {path}, which holds a "
-        f"{kind.__module__}.{kind.__qualname__}: give vLLM a value of plain data there, or "
-        "start without --kv-transfer-config."
+        f"{kind.__module__}.{kind.__qualname__}: put plain data there, or run the model "
+        "without lmcache-connector."
     )

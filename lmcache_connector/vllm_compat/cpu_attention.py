@@ -1,15 +1,15 @@
 """Order of bytes in vLLM's CPU attention blocks, and permission to use AMX.
 
-The CPU cache claims to be (blocks, KV heads, tokens, K and V), but within one head's part of a
+The CPU cache has the shape (blocks, KV heads, tokens, K and V), but within one head's part of a
 block the backend puts all K before all V, each in an order that suits the CPU's instructions: on
-AVX-512 K has tokens innermost, on AMX both are in tiles. Bytes copied as if token after token come
-back right only into blocks of the same size on the same kind of CPU.
+AVX-512 K has tokens innermost, on AMX both are in tiles. Bytes copied token after token are right
+only in blocks of the same size on the same kind of CPU.
 
 So :func:`find_packing` lets the backend pack a pattern twice: into blocks as vLLM made them, and
 into one block as large as a chunk. If K and V each consist of runs along the tokens
-(:class:`Plane`), chunks have the second form whatever the block size. The form is part of the
-model's fingerprint, so CPUs that pack differently never read such chunks. If no runs fit, blocks
-are copied as they are, and the fingerprint includes their size.
+(:class:`Plane`), chunks are stored as that one block, whatever vLLM's block size. The order is part
+of the model's fingerprint, so CPUs that pack differently never read such chunks. If no runs fit,
+blocks are copied as they are, and the fingerprint includes their size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Drafters of speculative decoding with their own KV, and what it depends on.
+"""Drafters of speculative decoding that have KV of their own.
 
 A drafter's layers are in vLLM's KV cache groups beside the model's and share their blocks. They are
 stored and loaded like layers of the model, with three particulars:
 
 - An EAGLE or MTP head reads the token after the one it computes. vLLM's own prefix cache therefore
   drops the last block of a hit; here chunk keys include that token (``lookahead``).
-- After a step without the drafter, its layers do not hold KV. vLLM skips it in a step with a
-  request of more than ``max_len`` tokens.
+- A step without the drafter writes no KV into its layers. vLLM skips it in a step with a request
+  of more than ``max_len`` tokens.
 - The drafter's weights and configuration are in the root of all keys.
 """
 
@@ -26,8 +26,8 @@ _WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
 @dataclass(frozen=True, slots=True)
 class Drafter:
     """A drafter with KV. ``model``: vLLM's configuration. ``lookahead``: number of later tokens
-    that the KV of a token depends on. ``max_len``: tokens of the longest request at the end of a
-    step, drafts included."""
+    that the KV of a token depends on. ``max_len``: the drafter runs in a step if no request has
+    more tokens at its end, drafts to verify included."""
 
     model: ModelConfig
     lookahead: int

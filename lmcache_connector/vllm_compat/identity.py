@@ -3,7 +3,7 @@
 A model's identity is everything vLLM has resolved about it, minus the fields listed with reasons in
 :mod:`~lmcache_connector.vllm_compat.identity_tables`. Every worker reads the configuration
 (:func:`configuration_digests`) after building the model, since a model may change it while being
-built, and with tensor parallelism only in the workers. One process reads the weights
+built, and with tensor parallelism only in the workers. One process reads the weight files
 (:mod:`~lmcache_connector.vllm_compat.weights`).
 """
 
@@ -78,8 +78,8 @@ def configuration_digests(
     if any(code := [model_code(each) for each in classes]):
         parts["model_code"] = code
     parts["environment"] = _environment()
-    # A list if there are several parts: all keys then differ from those of a model with one part,
-    # under whose keys a value has another geometry.
+    # Values of a model with several parts have another geometry than those of a model with one: a
+    # list here makes all of its keys differ.
     parts["packing"] = packings[0] if len(packings) == 1 else list(packings)
     specs = [
         spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()
@@ -172,7 +172,7 @@ _KNOWN = frozenset({"vllm", "torch", "builtins", "typing", "abc", "transformers_
 
 def model_code(registered: object) -> list[str] | None:
     """Versions of the distributions, and digest of the Python files, of a class in vLLM's registry.
-    ``None`` for vLLM's own models."""
+    ``None`` for models whose code is vLLM's alone."""
     module = getattr(registered, "module_name", "")
     if module.startswith(_OWN):
         libraries = [name for name in _LIBRARIES if module.startswith(_OWN + name)]

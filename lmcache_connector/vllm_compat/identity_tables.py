@@ -187,7 +187,7 @@ CONDITIONALLY_IGNORED = by_class(
             )
         },
         "LoadConfig": {
-            "it decides how files are read, where nothing else is loaded": "load_format"
+            "formats that read the same files decide only how they are read": "load_format"
         },
     }
 )
@@ -242,7 +242,7 @@ def values(config: Any, key: str) -> Iterator[Any]:
             yield from values(value, key)
 
 
-# Load formats that read the files of the model's folder unchanged.
+# Load formats that read the files of the model's folder unchanged, and ``dummy``, which reads none.
 PLAIN_LOAD_FORMATS = words(
     """
     auto hf safetensors fastsafetensors instanttensor mistral pt runai_streamer dummy

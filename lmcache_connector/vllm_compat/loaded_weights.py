@@ -174,7 +174,7 @@ class LoadedWeights:
                 self._read()
 
     def _around_sleep(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
-        """The weights' memory may be released: nothing reads it meanwhile."""
+        """The call may release the weights' memory: nothing reads them until they are back."""
         self._is_asleep = True
         self._read()
         self._reads.submit(lambda: None).wait(_LET_GO_SECONDS)  # behind a read that is ending
@@ -183,7 +183,7 @@ class LoadedWeights:
     def _around_wake_up(
         self, call: Callable[[], Any], tags: list[str] | None = None, **__: Any
     ) -> Any:
-        """If the call raises, the memory may still be released."""
+        """If the call raises, the weights may still be without memory: they count as asleep."""
         found = self._around(call)
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
@@ -239,13 +239,13 @@ class LoadedWeights:
     def _whole_digest(
         self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
     ) -> tuple[str | None, bool]:
-        """Also returns whether weights were written meanwhile, and thus read again."""
+        """Returns the digest, and whether weights were written meanwhile and so read again."""
         for number in range(_MAX_TORN_READS):
             before = model_stamp(models)
             digest = self._digest(models, fence, is_over)
             if is_over() or model_stamp(models) == before:
                 return digest, number > 0
-        raise RuntimeError("somebody writes them all the time")
+        raise RuntimeError(f"they were written during each of {_MAX_TORN_READS} reads")
 
     def _digest(
         self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
@@ -361,8 +361,8 @@ _hidden = _HiddenWeights()
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[Any]:
-    """Objects other than tensors that a layer computes with, maybe oneDNN handlers; for 8-bit
-    layers, these are in the kernel of their scheme."""
+    """Objects that a layer computes with, some of them oneDNN handlers; those of 8-bit layers are
+    in the kernel of their scheme."""
     kept = vars(module)
     yield from closure(kept.get("cpu_linear"))
     yield getattr(getattr(kept.get("scheme"), "kernel", None), "dnnl_handler", None)

@@ -51,8 +51,8 @@ def adapter_folder(lora_path: str) -> Path | None:
 
 
 def adapters_leak(lora_config: LoRAConfig | None) -> bool:
-    """Whether a request without an adapter may be computed with that of another in its step: for
-    "none", -1, vLLM's operators for CPUs take the last adapter in memory."""
+    """Whether a request without an adapter may be computed with another request's adapter: vLLM's
+    operators for CPUs take -1, which means none, as the index of the last adapter in memory."""
     return lora_config is not None and current_platform.is_cpu()
 
 
@@ -159,7 +159,7 @@ class LoraLoads:
         try:
             return adapter_name(self._digests.digest(folder, stamp), is_3d) if stamp else None
         except OSError as error:
-            logger.warning("What vLLM loaded from %s is not known: %s", folder, error)
+            logger.warning("The adapter that vLLM loaded from %s has no name: %s", folder, error)
             return None
 
 

@@ -45,7 +45,7 @@ class ModelDescription:
 
     @property
     def geometries(self) -> tuple[PartGeometries, ...]:
-        """Of what each rank has of a chunk."""
+        """Of each rank's share of a chunk."""
         ranks = zip(*(part.geometries for part in self.parts), strict=True)
         return tuple(map(PartGeometries, ranks))
 
@@ -57,9 +57,9 @@ class ModelDescription:
 def describe_model(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, chunk_size: int | None
 ) -> ModelDescription:
-    """Describe the model to the calling process. ``chunk_size``: in tokens; ``None``: 128, or the
-    next size that holds whole blocks. Raises :class:`UnsupportedError` with one sentence on what
-    cannot be cached.
+    """Describe the model as the calling process sees it. ``chunk_size``: in tokens; ``None``: 128,
+    or the next size that holds whole blocks. Raises :class:`UnsupportedError` with one sentence on
+    what cannot be cached.
     """
     check_setup(vllm_config, kv_cache_config)
     chunk_size = fit_chunk_size(chunk_size, block_size_of(kv_cache_config))

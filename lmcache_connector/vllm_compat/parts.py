@@ -230,7 +230,7 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
 
 
 def _widths_of(rank: RankTopology, widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer widths of any rank; other ranks' are assumed equal to ours."""
+    """Layer widths of ``rank``, assumed equal to ours (``widths``)."""
     if rank.num_layers == len(widths):
         return widths
     if len(set(widths)) > 1:

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-
 _TWO_CONNECTORS = (
     "MultiConnector runs two LMCacheTieredConnectors, and vLLM reports reused blocks to "
     "only one of them, so the other would store KV of other requests. Leave one out: one "
     "serves memory and Redis, separates tenants by cache_salt, and shares by namespace"
 )
-
-
 _ALONE = "_lmcache_connector_alone"
 
 

@@ -53,17 +53,17 @@ def kept_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupS
     A ring holds a request's latest tokens, which vLLM turns into one entry of another group
     whenever it is full. At the end of a block it is empty, and vLLM starts an empty one after its
     own hits. Raises :class:`UnsupportedError` for groups that vLLM rebuilds in other ways after a
-    hit, or keeps in a separate pool.
+    hit, keeps in a separate pool, or does not pass to connectors.
     """
     if kv_cache_config.host_group_ids:
-        raise unsupported("HiSparse, whose KV is in a pool of vLLM's own on the host,")
+        raise unsupported("HiSparse, with its KV in a pool of vLLM's own on the host")
     kept = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         name, spec = group.layer_names[0], group.kv_cache_spec
         if number in kv_cache_config.prefix_cacheable_group_ids:
             kept.append((number, group))
         elif spec.prefix_cacheable:
-            raise unsupported(f"layer {name}, whose KV vLLM does not pass to connectors,")
+            raise unsupported(f"layer {name}, whose KV vLLM does not pass to connectors")
         elif spec.prefix_replay_tokens:
             raise unsupported(f"the {type(spec).__name__} of layer {name} yet")
     return kept
@@ -151,8 +151,8 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
 
 
 def runs_drafted_states() -> bool:
-    """Whether vLLM can keep a state for each draft, and go on from that of the last one accepted:
-    it copies them by Triton, and its CPU kernels fail among drafts with Triton, too."""
+    """Whether vLLM can keep a state for each draft, and go on from that of the last accepted one:
+    it copies states by Triton, and even with Triton its CPU kernels fail for drafts."""
     return HAS_TRITON and not current_platform.is_cpu()
 
 

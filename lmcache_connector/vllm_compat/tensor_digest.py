@@ -29,8 +29,8 @@ def model_digest(
 ) -> str | None:
     """Hexadecimal, 256 bits; ``None`` once ``is_over()``.
 
-    Covers every parameter and buffer of ``models``, and the tensors that compiled linear layers
-    keep. ``packed``: digests of weights that are no longer in a tensor.
+    Covers the parameters and buffers of ``models``, except rotary caches, and tensors that layers
+    derive from them. ``packed``: digests of weights that are no longer in a tensor.
     """
     found = blake3()
     known: dict[object, bytes] = {}  # names may share a tensor
@@ -62,7 +62,7 @@ def model_stamp(models: Mapping[str, torch.nn.Module]) -> list[object]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Of the elements in memory order: 32 bytes, or 16 on a GPU."""
+    """Of the elements in memory order: 32 bytes, or 16 to 19 on a GPU; none without elements."""
     tensor = _in_memory_order(tensor.detach())
     if tensor.numel() == 0:
         return b""

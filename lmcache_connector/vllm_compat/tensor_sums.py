@@ -1,13 +1,13 @@
-"""The digest of a tensor on a GPU: two sums of 64 bits over its mixed 4-byte words.
+"""The digest of a tensor on a GPU: two 64-bit sums over its mixed 4-byte words, and the last bytes.
 
 ::
 
     sum_k = sum over i of mix(word_i + (i + 1) * STEP_k)  mod 2^64,   k = 0, 1
 
 ``mix`` is a bijection of 64 bits (the finalizer of SplitMix64, Steele et al. 2014): one changed
-word changes both sums, and each sum depends on the positions of words. It detects accidents and
-updates, not deliberate collisions. One pass over the memory and one launch per tensor. Its test
-computes the same sums in numpy. Not measured on a GPU so far.
+word changes both sums, and each sum depends on the positions of words. The digest detects
+accidents and updates, not deliberate collisions. It takes one launch and one pass over the memory;
+its speed on a GPU has not been measured. Its test computes the same sums in numpy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _sum_words(words, num_words, sums, STEP_0: tl.constexpr, STEP_1: tl.constexp
 
 
 def sums_digest(tensor: torch.Tensor) -> bytes:
-    """16 bytes for a contiguous tensor, after all work on its device's current stream."""
+    """16 to 19 bytes for a contiguous tensor, after all work on its device's current stream."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     words, rest = split_words(tensor)
     if words.numel():

@@ -62,7 +62,7 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         return WeightFiles(f"named:{mode}")
     if files := _files_of_all(vllm_config):
         digest = files_digest(files, KeptDigests(cache_folder))
-        links = (_revision(each) for each, _ in _models(vllm_config))
+        links = (_revision(*each) for each in _models(vllm_config))
         return WeightFiles(f"sha256:{digest}", (*files.values(), *filter(None, links)))
     names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
@@ -73,9 +73,9 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
     return WeightFiles(f"remote:{names}")
 
 
-def _revision(model: ModelConfig) -> Path | None:
+def _revision(model: ModelConfig, load: LoadConfig) -> Path | None:
     """The file in a Hugging Face cache that maps a branch to its snapshot."""
-    path = _local_path(_name(model), model.revision, None)
+    path = _local_path(_name(model), model.revision, load.download_dir)
     if path is None or path.parent.name != "snapshots":
         return None
     found = path.parent.parent / "refs" / (model.revision or "main")

@@ -1,9 +1,10 @@
 """The worker side: runs the plans of one rank, and reports.
 
-Nothing here blocks the forward pass. ``start_loads`` and ``end_forward`` hand jobs to the lanes of
-a :class:`JobQueue`. A store waits for the forward pass that fills its blocks, a load for passes
-that may still use its blocks: the copier's fences mark their ends. Only an idle step waits, for a
-few milliseconds, until a job ends: spinning would keep the interpreter lock from the lanes.
+``start_loads`` and ``end_forward`` hand jobs to the lanes of a :class:`JobQueue`. A store waits for
+the forward pass that fills its blocks, a load for passes that may still use its blocks: the
+copier's fences mark their ends. The step's thread copies only loads inside the step. It waits only
+if ``finishes_stores`` is set, and up to 5 ms in an idle step until a job ends: spinning would keep
+the interpreter lock from the lanes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class WorkerAdapter:
     """Maps vLLM's worker-side connector calls onto jobs.
 
     ``peers``: to load from. ``make_peer_server`` is called once, for the server that peers read
-    from. Closing the adapter closes all of them. Runs on the engine's step thread.
+    from. :meth:`shutdown` closes all that the adapter was given. Runs on the engine's step thread.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class WorkerAdapter:
 
     @property
     def redis_is_away(self) -> bool:
-        """Whether some server of the Redis tier has failed and not answered since."""
+        """Whether some server of the Redis tier has failed, and served nothing since."""
         redis = self._tiers.redis
         servers = redis.stats().servers if redis is not None else ()
         return any(state.value for _, state in servers)
@@ -129,9 +130,9 @@ class WorkerAdapter:
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Before the forward pass: release blocks that are about to be overwritten, and drop what
-        cancelled stores have read, because vLLM may have zeroed the blocks already."""
-        if plan.transfers:  # the receiver hears of these before a long forward pass
+        """Before the forward pass: cancel stores whose blocks this step overwrites. Their copies
+        are dropped, because vLLM may have zeroed the blocks already."""
+        if plan.transfers:  # a reader learns of a new KV transfer before a long forward pass
             self._transfers.apply(each for each in plan.transfers if each.ends_after is None)
         if plan.starts_over:
             self._jobs.cancel()
@@ -140,7 +141,7 @@ class WorkerAdapter:
         self._gate.open()
 
     def start_forward(self, plan: StepPlan | None) -> None:
-        """Right before the forward pass. ``None``: the step has no jobs."""
+        """Right before the forward pass. ``None``: the step has no plan."""
         if self._is_between_steps:
             self._is_between_steps = False
             self._cpu.leaving.await_plans(may_come=True)
@@ -160,8 +161,8 @@ class WorkerAdapter:
         self._in_step += map(self._tiers.engine.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted, or before one that waits for loads. No load here is
-        for this forward pass."""
+        """After the forward pass was submitted; in a step with loads inside it, before. The other
+        loads begin here: this forward pass reads none of them."""
         self._timer.stop()
         if plan.acked_leaving:
             self._cpu.leaving.note_acked(plan.acked_leaving[self._settings.rank])
@@ -216,8 +217,8 @@ class WorkerAdapter:
         return self._output(RankReport(self._settings.rank, (), results))
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
-        """``call`` has raised and left an unknown state: cancel all jobs, also those of the plan
-        that have not begun."""
+        """``call`` has raised and left an unknown state: cancel all jobs, also jobs of the plan
+        that were not submitted."""
         self._jobs.cancel()
         if plan is not None and call == "end_forward":
             self._jobs.refuse(plan.later_stores())
@@ -231,52 +232,54 @@ class WorkerAdapter:
             self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
-        self.report_all()  # news and answers in preparation may be lost
+        self.report_all()  # a report in preparation may be lost
         if plan is not None and plan.weights_question:
             self._weights.ask(plan.weights_question)
         if plan is not None and plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
 
     def report_all(self, keys: Sequence[bytes] = ()) -> None:
-        """Tell the scheduler side anew all that it keeps of this rank, and of the chunks ``keys``
-        whether they are there."""
+        """Report again everything that the scheduler side keeps of this rank, and whether the
+        chunks ``keys`` are in the CPU tier."""
         self._cpu.report_all(keys)
         self._report_state()
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
-        """The model or its drafter has raised before ``call``. If the user goes on, vLLM takes the
-        step's blocks for computed, so nothing is stored any more."""
+        """A step has raised, or did not arrive, before ``call``. If the user goes on, vLLM takes
+        the step's blocks for computed, so nothing is stored any more."""
         if not self._has_failed:
             logger.warning(
-                "lmcache-connector: a step of this engine has failed. It stores nothing any more, "
-                "as some of its blocks were never computed: start another one."
+                "lmcache-connector: a step of this engine has failed, so some blocks were never "
+                "computed. The engine stores nothing any more: start another one."
             )
         self._has_failed = True
         self.start_over(call, plan)
 
     def take_metrics(self) -> Samples | None:
-        """New samples since the last call; ``None`` if there are none."""
+        """New samples since the last call; ``None`` if there are none or they can wait."""
         return self._metrics.take()
 
     def finish_stores(self) -> None:
-        """Between steps: complete the copies of the last step; cancel those that take seconds."""
-        if self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
+        """Between steps: complete the last step's copies, or cancel them after 5 s. Where vLLM
+        zeroes blocks, copies wait for the next plan instead."""
+        if self._settings.blocks_are_zeroed:  # a step that failed may have zeroed blocks
             return
         self._finish_stores()
 
     def stop_copies(self) -> bool:
         """Between steps: stop every copy from or into the paged cache. False if one still runs
-        after some seconds."""
+        after 5 s."""
         self._jobs.cancel()
         self._gate.open()
         self._wait_for_no_plan()
         if self._jobs.cancel_all(_STOP_SECONDS):
             return True
-        logger.error("A KV transfer did not stop within %.1f s", _STOP_SECONDS)
+        logger.error("A load or store did not stop within %.1f s", _STOP_SECONDS)
         return False
 
     def shutdown(self) -> None:
-        """Takes 5 s at most for each of: the last stores, the lanes, the writes to Redis."""
+        """Takes 5 s at most for each of: the last stores, the probe of Redis, the lanes, reads from
+        peers, the peer server, writes to Redis."""
         self._ranks.close()
         seconds = limits.SHUTDOWN_SECONDS
         self._wait_for_no_plan()
@@ -350,10 +353,10 @@ class WorkerAdapter:
     def _output(self, report: RankReport | None) -> StepOutput:
         loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
         sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
-        if sent and report is None:  # by its arrival the connector knows that vLLM has heard of it
+        if sent and report is None:  # its arrival tells the connector that vLLM knows ``sent``
             report = RankReport(self._settings.rank, (), ())
         reports = () if report is None else (report,)
-        self._ended = []  # last: after a failure before, the next report tells of these jobs
+        self._ended = []  # last: if a line above raises, the next report has these jobs
         return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
 
     def _take_ended(self) -> None:
@@ -391,7 +394,7 @@ class WorkerAdapter:
         )
 
     def _start(self) -> RankStart | None:
-        """The rank's start report, once Redis was measured or proved too slow."""
+        """The start report; ``None`` before Redis and readable ranks are known, or given up."""
         if self._tiers.is_calibrating or (reads := self._ranks.find()) is None:
             return None
         self._is_start_told = True
@@ -399,7 +402,7 @@ class WorkerAdapter:
         rank, parts = self._settings.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
-            self._tiers.measured(),
+            self._tiers.measured,
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
             changes_at=self._weights.changes.place if self._settings.announces else "",
@@ -408,7 +411,7 @@ class WorkerAdapter:
 
 
 def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
-    """Whether vLLM read the adapter files that the scheduler side saw, and has not reread them."""
+    """Whether vLLM has read the adapter files that the scheduler side saw, and no others since."""
     return all(name.wait(_ADAPTER_SECONDS) for name in names) and is_current_and_unreplaced(
         digest, [name.value for name in names]
     )

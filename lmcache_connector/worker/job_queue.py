@@ -5,20 +5,20 @@ one:
 
 - the *store lane* runs stores in planning order. Each waits for the forward pass that fills its
   blocks, and a moment longer unless another job or instance waits for it;
-- the *audit lane* runs audits, which start like stores and may then wait for Redis;
+- the *audit lane* runs audits, which start like stores and may then wait for Redis or a peer;
 - the *CPU lane* runs loads from the CPU tier;
 - *fetch lanes* run loads that may need Redis or a peer.
 
 A load waits for the store that it depends on. If another job is fetching a load's chunk, the
-load waits for that job, and then finds the chunk in the CPU tier: each chunk is fetched once. A
+load waits for that job, and then finds the chunk in the CPU tier if the tier keeps the chunk. A
 load into blocks that a forward pass still uses waits for that pass, but occupies no lane, and its
 deadline has not begun, as recompute would wait too. Of loads that can run, small ones overtake
 large ones that came a little earlier. A load whose deadline passes while it waits ends at once,
 even if all lanes are busy.
 
-One lock guards all state. It is held for a few instructions, never while a job runs. Each thread is
-woken only for its own events: threads that wake compete with the engine's step for the interpreter
-lock.
+One lock guards all state. It is held briefly, never while a job runs. Lanes of stores, lanes of
+loads and the step's thread are woken for their own events only: threads that wake compete with the
+engine's step for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 Job = LoadJob | StoreJob
 
-_IDLE_SECONDS = 0.5
+_SECONDS_AFTER_FAILURE = 0.5  # of ``between_stores``
 _AGE_PER_CHUNK_SECONDS = 0.010
 """A load overtakes another one that came up to this much earlier per chunk of size difference. The
 limit prevents starvation."""
@@ -58,12 +58,12 @@ BY_TURN = attrgetter("turn", "job.job_id")
 
 
 class StepGate:
-    """Open from the arrival of a step's plan, which names the blocks it overwrites, to its end.
+    """Open from the arrival of a step's plan, which cancels the stores whose blocks the step
+    overwrites, to the step's end; always open where vLLM does not zero blocks.
 
-    Blocks change only in a step whose plan names them, so a copy that ends while the gate is open
-    has read valid blocks. A copy that ends between steps may not have: vLLM's model runner V2
-    zeroes reused blocks before it hands over the plan. Such a copy waits for the plan, which
-    cancels it if it names its blocks.
+    A copy that ends while the gate is open, and is not cancelled, has read valid blocks. A copy
+    that ends between steps may have read zeros: vLLM's model runner V2 zeroes reused blocks before
+    it hands over the plan. Such a copy waits for the plan, which cancels the copy in this case.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class StepGate:
 
     def passes(self, cancelled: threading.Event) -> bool:
         """Whether a finished copy may be kept. Waits for the next step at most."""
-        was_open = self._open.is_set()
+        was_open = self._open.is_set() and not self._is_shut
         self._open.wait()
         return not cancelled.is_set() and (was_open or not self._is_shut)
 
@@ -135,7 +135,7 @@ class QueuedJob:
             if self.fence is not None and not self.fence.query():
                 return False
         except Exception:
-            logger.exception("A forward pass that a load waits for")
+            logger.exception("A forward pass that a load waits for has failed")
             self.cancelled.set()
         self.is_passed = True
         self.deadline += now - self.submitted_at - _MAX_FENCE_SECONDS
@@ -152,8 +152,8 @@ class WaitingJobs(list[QueuedJob]):
         self._fetching = fetching
 
     def next(self, now: float) -> tuple[QueuedJob | None, float]:
-        """Remove and return the job that is to begin; ``None``, and the seconds until one may begin
-        if no job ends before: then a load may that depends on the job's store or chunks."""
+        """Remove and return the job to begin. If none may begin: ``None``, and the seconds until
+        one may; sooner if a job ends whose store or chunks a load waits for."""
         if self and isinstance(self[0].job, StoreJob):  # the others come after it
             left = self[0].not_before - now
             return (None, left) if left > 0.0 else (self.pop(0), 0.0)
@@ -179,7 +179,7 @@ class JobQueue:
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
     step's tokens are sampled and sent first. ``on_executed`` is called on the lane after each job,
-    ``between_stores`` on the store lane if no store is ready, and again after the seconds it says.
+    ``between_stores`` on the store lane if no store is ready; it returns seconds to the next call.
     """
 
     def __init__(
@@ -240,12 +240,12 @@ class JobQueue:
                 waiting = self._fetching_loads if job.may_fetch else self._cpu_loads
                 is_awaited, wake = job.after_job in self._open, self._load_may_run
             insort(waiting, queued, key=BY_TURN)
-            if is_awaited:  # stores run in order
+            if is_awaited:  # not this store alone, because stores run in order
                 self._begin_stores()
             wake.notify_all()
 
     def refuse(self, jobs: Iterable[Job]) -> None:
-        """End those of these jobs that were not submitted, as cancelled."""
+        """End each of ``jobs`` that was not submitted, as cancelled."""
         with self._lock:
             known = {*self._open, *(job.job_id for job, _ in self._ended)}
             for job in jobs:
@@ -331,7 +331,7 @@ class JobQueue:
             try:
                 self._on_executed(queued.job)
             except Exception:  # keep the lane alive, and report the job
-                logger.exception("The end of a job of request %s", queued.job.request_id)
+                logger.exception("Work after a job of request %s failed", queued.job.request_id)
             with self._lock:
                 if waiting is self._fetching_loads:
                     self._fetching.difference_update(queued.job.keys)
@@ -352,19 +352,19 @@ class JobQueue:
                 if self._stopping and not waiting:
                     return None
                 if waiting is self._stores and self._between_stores is not None:
-                    look = min(look, self._do(self._between_stores))
+                    look = min(look, self._call_when_due(self._between_stores))
                 wake.wait(min(look, self._seconds_to_a_deadline()))
 
-    def _do(self, between_stores: Callable[[], float]) -> float:
+    def _call_when_due(self, between_stores: Callable[[], float]) -> float:
         """Call ``between_stores`` if due, releasing the caller's lock. Returns the seconds left."""
         if (left := self._between_at - self._clock()) > 0.0:
             return left
-        pause = _IDLE_SECONDS
+        pause = _SECONDS_AFTER_FAILURE
         self._lock.release()
         try:
             pause = between_stores()
         except Exception:  # the next call may succeed
-            logger.exception("offering chunks to redis again failed")
+            logger.exception("Offering chunks to Redis again failed")
         finally:
             self._lock.acquire()
         self._between_at = self._clock() + pause

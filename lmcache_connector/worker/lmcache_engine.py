@@ -2,11 +2,11 @@
 
 ``LMCacheEngine.store`` runs unchanged, with two plugged-in components: chunks are named by the keys
 of the scheduler's plan (full 256 bits), and the GPU connector copies all chunks of a run with one
-call of the copier. Each run of a job (its chunks of one part) is one store or load. Loads read the
-CPU tier directly; those that may need Redis or a peer go through
-:mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
+call of the copier. Each run of a job (its chunks of one part) is one store, or loads of several
+pieces. Loads read the CPU tier directly; if Redis, a peer or another rank may have to be read, they
+go through :mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
 
-Threads: ``store`` and ``load`` may run on several lanes at once.
+Threads: lanes call ``store``, ``load`` and ``compare`` at once, the engine's step ``load_in_step``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _PIECE_SHARE = 1 / 8
 @dataclass(slots=True)
 class LoadInStep:
     """A load that the next forward pass reads: copies that the host has made, or the device makes
-    before that pass, and references to the memory of their chunks. ``seconds``: of the call."""
+    before that pass, and references to their chunks' memory. ``seconds``: to make or queue them."""
 
     job: LoadJob
     memory: tuple[MemoryObj, ...]
@@ -93,15 +93,15 @@ class LoadInStep:
 
 @dataclass(slots=True)
 class RunTransfer:
-    """One run of a job on its way between a tier and ``paged``, a paged cache, and its result.
+    """A run of a job, or a piece of one, between a tier and ``paged``, a paged cache; its result.
 
     A load ends at ``deadline``, a reading of the tiers' clock in seconds. ``source``: the only
     instance to read from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the
     load reads only from CPU tiers of this engine's ranks. A load with ``compare`` goes into no
     blocks: ``compare`` gets a tier's copy of its one chunk.
 
-    Results: ``num_bytes`` copied, ``num_chunks`` leading chunks, ``fetched``: the part of both that
-    came from each tier below, ``copy_seconds`` of a load, ``differences`` of an audit.
+    Results: ``num_bytes`` and ``num_chunks`` copied, the leading ones; ``fetched``: what each peer
+    or Redis tier delivered; ``copy_seconds`` of a load, ``differences`` of an audit.
     """
 
     run: PartRun
@@ -120,7 +120,7 @@ class RunTransfer:
 
 
 class TransferCancelled(Exception):
-    """vLLM took a store's blocks back while it ran: the copies are void."""
+    """The job was cancelled while it ran. A store's copies are void: vLLM may reuse its blocks."""
 
 
 class BlockCopyConnector(GPUConnectorInterface):
@@ -138,7 +138,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         run, queued = transfer.run, transfer.queued
         try:
             addresses = [obj.data_ptr for obj in memory_objs]
-            if run.tail_tokens:  # a store of its own; without a tail the copy fills the value
+            if run.tail_tokens:  # a run of one chunk; without a tail the copy fills the value
                 view = value_bytes(memory_objs[0], transfer.paged.geometry)
                 value = np.frombuffer(view, np.uint8)
                 value[:] = 0
@@ -155,8 +155,8 @@ class BlockCopyConnector(GPUConnectorInterface):
         transfer.num_chunks = len(memory_objs)
 
     def copy_in(self, transfer: RunTransfer, memory_objs: Sequence[MemoryObj]) -> None:
-        """Copy those of the run's leading chunks that were not copied yet. Never raises, because a
-        tier calls this while it still reads: see ``transfer.error``."""
+        """Copy, or compare, the chunks among the run's leading ones that were not copied yet. Never
+        raises, because a tier calls this while it still reads: see ``transfer.error``."""
         start, end = transfer.num_chunks, len(memory_objs)
         if transfer.error is not None or start == end:
             return
@@ -193,7 +193,7 @@ class LMCacheEngineAdapter:
     """One rank's CPU tier ``cpu``, with the tiers below it.
 
     ``copier`` copies between the blocks of ``parts``, in model order, and LMCache's memory. A job
-    whose KV has no fixed place may name other caches of the same geometries. Closing the engine
+    may name other caches of the same geometries (``QueuedJob.parts``). Closing the engine
     closes ``redis``; ``peers`` stay with their owner. Raises :class:`ConfigError` if LMCache cannot
     start with the settings.
     """
@@ -235,9 +235,9 @@ class LMCacheEngineAdapter:
     def store(self, job: StoreJob, queued: QueuedJob) -> list[RunTransfer]:
         """Copy chunks that the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks that the tier has go on to Redis if the job says so, and are reported as events,
-        since the scheduler side did not know of them. Chunks that another rank stores, or that do
-        not pass the gate, are left out. Raises the copy's errors.
+        Chunks that the tier had are reported as events, since the scheduler side may not know of
+        them. Chunks go on to Redis as ``job.redis_keys`` says. Chunks that another rank stores, and
+        runs that do not pass the gate, are left out. Raises the copy's errors.
         """
         cpu, transfers = self.cpu, []
         for run in job.runs:
@@ -253,7 +253,7 @@ class LMCacheEngineAdapter:
                 with cpu.expecting(job.claim.tenant, num_bytes), suppress(TransferCancelled):
                     self._engine.store(tokens=missing.keys, offsets=sizes, transfer=transfer)
                 self._num_stores += 1
-                if self._num_stores % _STORES_BETWEEN_DRAINS == 0:  # no reporter reads LMCache's
+                if self._num_stores % _STORES_BETWEEN_DRAINS == 0:  # LMCache's statistics only grow
                     self._engine.stats_monitor.get_stats_and_clear()
             if self.writes is not None:
                 self.writes.write(job, run, held)
@@ -266,8 +266,8 @@ class LMCacheEngineAdapter:
         report its missing chunks. Large runs are loaded in pieces, because a prompt may exceed the
         CPU tier.
 
-        A load planned from the CPU tier never asks Redis, even if a chunk was evicted meanwhile: a
-        slow Redis must not block the CPU lane. Raises the copy's errors.
+        A load planned from the CPU tier never asks Redis or peers, even if a chunk was evicted
+        meanwhile: a slow Redis must not block the CPU lane. Raises the copy's errors.
         """
         cpu, transfers = self.cpu, list[RunTransfer]()
         for run in job.runs:
@@ -287,11 +287,11 @@ class LMCacheEngineAdapter:
                 num_bytes = len(coming) * transfer.paged.geometry.chunk_bytes
             with cpu.expecting(job.claim.tenant, num_bytes) if num_bytes else nullcontext():
                 self._retrieve(transfer)
-            if num_bytes:  # else the next piece would evict another tenant's chunks
+            if num_bytes:  # count them to the tenant: the next piece evicts chunks of this one
                 cpu.use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
-                # Other ranks were not asked for these chunks, which may still be there.
+                # Chunks of other ranks were not asked for, and may still be there.
                 cpu.tell([key for key in others if not cpu.is_read_from_owner(key)])
                 if not queued.cancelled.is_set():
                     cpu.tell_missed(first)

@@ -1,4 +1,4 @@
-"""Reads chunks that the CPU tier lacks from peers and Redis.
+"""Reads chunks that the CPU tier lacks from other ranks, peers and Redis.
 
 Memory objects come from the CPU tier and hold one value each, in canonical order. Every object that
 is not returned is released.
@@ -47,7 +47,7 @@ class RemoteTiers:
         missing: dict[int, MemoryObj] = {}
         for index in wanted:
             if (memory := cpu.allocate(keys[index], transfer.deadline)) is None:
-                break  # memory is short
+                break  # no memory is free: the load ends before this chunk
             missing[index] = memory
 
         def arrived(count: int) -> None:

@@ -1,5 +1,5 @@
-"""Starts LMCache's engine in vLLM's worker process without side effects on the process, in memory
-that other processes of this host may map read-only.
+"""Starts LMCache's engine without side effects on the process, mostly vLLM's worker, in memory that
+other processes of this host may map read-only.
 
 LMCache allocates its CPU tier in one piece. If it is shared, that piece is a memfd: it has no name,
 so nothing is left behind, and needs no room in ``/dev/shm``. Memory that LMCache pins for a GPU is
@@ -41,8 +41,8 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""What LMCache allocates memory in, and takes for a token here: parts have values of several
-sizes, and a value ends inside its last page."""
+"""LMCache's unit of allocation, described to it as a token: parts have values of several sizes, and
+a value ends inside its last page."""
 
 # No shrinking, no growing, and new mappings are read-only.
 _SEALS = 0x2 | 0x4 | 0x10
@@ -88,7 +88,7 @@ class RankSettings:
 
     In vLLM's engines: ``parts`` are the model's, ``configuration`` is that of :class:`RankStart`.
     ``blocks_are_zeroed``: see :class:`StepGate`. ``finishes_stores``: complete all copies out of
-    the paged cache between steps. ``loads``: this instance also loads.
+    the paged cache in each step. ``loads``: this instance also loads.
     """
 
     config: ConnectorConfig

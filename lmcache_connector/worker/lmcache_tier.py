@@ -5,8 +5,8 @@ A memory object holds one rank's share of one part of one chunk, in the canonica
 replaced: its table, which is its eviction policy too, and its allocation, which waits for evictions
 that the scheduler side must hear of first.
 
-Threads: chunks come and go on any thread, under LMCache's lock. Calls from the engine's step never
-wait for a lane.
+Threads: chunks come and go on any thread, under LMCache's lock, which a lane may hold while the
+ledger walks a prompt. The calls that every step of the engine makes do not take it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CpuTier:
         return key in self._table.chunks
 
     def find(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the chunks that are here. They are reported as events."""
+        """The chunks among ``keys`` that are here; reports them as events."""
         held = {key for key in keys if key in self._table.chunks}
         self._changed.extend(held)
         return held
@@ -205,7 +205,7 @@ class CpuTier:
         return ChunkLease(view, memory, self._shared.offset_of(memory.raw_tensor))
 
     def allocate(self, key: bytes, deadline: float) -> MemoryObj | None:
-        """Memory for a chunk, from the time before ``deadline``."""
+        """Memory for a chunk; ``None`` if none becomes free well before ``deadline``."""
         shape = torch.Size([1, 1, num_pages(self.geometries.of(key)), PAGE_BYTES])
         memory: MemoryObj | None = self._backend.allocate(
             shape, torch.uint8, busy_loop=False, deadline=deadline
@@ -266,7 +266,7 @@ class CpuTier:
 
     def announce_ahead(self, num_bytes: int = 0) -> None:
         """Announce evictions if less than the reserve for coming chunks, ``num_bytes`` at least, is
-        free. Acts once half of the last announcement is used up."""
+        free. Acts only when at most half of the evictions needed are announced."""
         ahead_bytes = max(self.capacity_bytes * _AHEAD_SHARE, num_bytes)
         free_bytes = self.capacity_bytes - self.used_bytes
         if free_bytes >= ahead_bytes or not self.num_chunks:
@@ -285,8 +285,8 @@ class CpuTier:
         **more: Any,
     ) -> MemoryObj | None:
         """LMCache's allocation, retried: evictions may have to wait until the scheduler side knows
-        of them, and a chunk used meanwhile must be replaced by another. A load waits for half of
-        its remaining time, and reads in the other half."""
+        of them, and a chunk used meanwhile must be replaced by another. Each wait takes at most
+        half of a load's remaining time, which leaves some for reading."""
         for _ in range(_MAX_PLANS_AWAITED):
             acked = self.leaving.acked
             memory = allocate(*args, **more)
@@ -325,7 +325,7 @@ class CpuTier:
         load. Sets ``num_leaving`` to the number of :meth:`LeavingChunks.report`."""
         unread = [self._unread.popleft() for _ in range(len(self._unread))]
         changed = dict.fromkeys(self._changed.popleft() for _ in range(len(self._changed)))
-        # A copy that was here may have gone too, and that is less.
+        # An unread chunk gets a second event: the first may mean that a copy of ours has gone.
         keys, here = (*changed, *unread), self._table.chunks
         leaving, self.num_leaving = self.leaving.report(keys)
         return tuple(CacheEvent(key, key in here, is_leaving=key in leaving) for key in keys)
@@ -335,7 +335,6 @@ class CpuTier:
         return tuple(self.written.popleft() for _ in range(len(self.written)))
 
     def drop_events(self) -> None:
-        """Drop all events so far."""
         self._changed.clear()
         self.leaving.clear()
 

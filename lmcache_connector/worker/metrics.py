@@ -1,7 +1,7 @@
 """Counts one rank's work for ``/metrics``: ended jobs, and the state of its tiers.
 
-A step without an ended job costs one reading of the clock: the tiers are read after a job has
-ended, else once per second. Runs on the engine's step thread only.
+The tiers are read after a job has ended or the CPU tier has changed, else once per second; another
+step costs one reading of the clock. Runs on the engine's step thread only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class WorkerMetrics:
         return self.tally.take()
 
     def _observe(self, verb: str, tier: str, num_bytes: int, seconds: float) -> None:
-        """Record a transfer's duration and speed, if it moved anything."""
         if num_bytes > 0 and seconds > 0:
             self.tally.observe(f"{verb}_seconds", tier, value=seconds)
             self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
@@ -118,7 +117,6 @@ class WorkerMetrics:
         tally.count_up_to("stored_bytes", "redis", total=stats.counts.bytes_written)
 
     def _count_chunks(self, tier: str, counts: TierCounts) -> None:
-        """Count chunks read, and misses by cause."""
         self.tally.count_up_to(f"{tier}_chunks", "hit", total=counts.chunks_hit)
         for reason, count in counts.misses.items():
             self.tally.count_up_to(f"{tier}_chunks", reason, total=count)

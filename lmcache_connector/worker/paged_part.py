@@ -1,8 +1,8 @@
 """One part of a model's KV in a rank's paged cache: see :mod:`lmcache_connector.kv_parts.part`.
 
 vLLM's KV cache groups share memory: a block id belongs to one group at a time, and views of
-different groups cover the same bytes. So layers are checked to be disjoint within a group, and the
-blocks of one job across its groups.
+different groups cover the same bytes. The self-test shows that the layers of a group are disjoint;
+:meth:`PagedPart.copies` checks that a run lists no block for two groups.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PagedPart:
 
 
 def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
-    """The chunks of ``run`` at these indices. ``run`` must not skip blocks."""
+    """The chunks of ``run`` at these indices. A ``run`` of several chunks must not skip blocks."""
     if len(numbers) == len(run.keys):
         return run
 
@@ -134,7 +134,7 @@ def in_pieces(run: PartRun, size: int, blocks_per_chunk: int) -> Iterator[PartRu
 
 
 def piece(run: PartRun, start: int, end: int, blocks_per_chunk: int) -> PartRun:
-    """The chunks of ``run`` from index ``start`` to ``end``."""
+    """The chunks of ``run`` from index ``start`` up to, not including, ``end``."""
     first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))
     return replace(
         run,

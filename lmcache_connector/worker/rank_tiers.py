@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from lmcache_connector.copy_kv_blocks.copier import Fence, make_copier
@@ -49,7 +49,7 @@ _NUM_FETCH_LANES = 2
 class RankTiers:
     """``parts``: the rank's paged cache; the self-test writes to it and restores it.
 
-    Closing the tiers closes ``redis`` and ``peers``. ``on_executed``: see :class:`JobQueue`.
+    :meth:`stop` closes ``peers``, :meth:`close` ``redis``. ``on_executed``: see :class:`JobQueue`.
     ``clock`` is monotonic, in seconds. Runs on the thread that steps the engine. Raises
     ``ConfigError`` or ``SelfTestError``.
     """
@@ -90,8 +90,9 @@ class RankTiers:
         """Whether the first measurement of Redis is under way; 2 s at most."""
         return self.probe.is_busy and self._clock() < self._probe_until
 
+    @cached_property
     def measured(self) -> tuple[Fetched, ...]:
-        """The measurements at start; call once."""
+        """The measurements at start."""
         found = self.probe.first(_FIRST_PROBE_SECONDS)
         if (test := self.self_test) is not None:
             found = (Fetched(Tier.CPU, test.num_bytes, test.load_seconds), *found)
@@ -103,7 +104,7 @@ class RankTiers:
         self.probe.close(seconds)
         are_ended = self.jobs.close(seconds)
         if not are_ended:
-            logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
+            logger.warning("A load or store did not stop within %.1f s: left behind", seconds)
         if self.peers is not None and not self.peers.close(seconds):
             logger.warning("A read from a peer did not stop within %.1f s", seconds)
             are_ended = False

@@ -1,7 +1,7 @@
 """Measures Redis without a request that waits.
 
 The probe writes a few chunks of random numbers once, and reads them for every measurement: first
-one, then several, to tell latency from bandwidth. Instances with the same model and namespace share
+one, then all, to tell latency from bandwidth. Instances with the same model and namespace share
 the chunks, which compress about as well as KV. Redis may evict them like any value: missing chunks
 are written again before the measurement. Where writing is not allowed, the probe only finds out
 whether Redis answers.
@@ -89,8 +89,8 @@ class RedisProbe:
         return not self._task.is_done
 
     def take(self) -> tuple[Fetched, ...]:
-        """Measurements since the last call, larger reads first. One of 0 bytes: Redis answers, but
-        had nothing to read."""
+        """Measurements since the last call, larger reads first. One of 0 bytes that has not failed:
+        Redis answers, but had nothing to read."""
         if not self._task.is_done:
             return ()
         self.has_updates = False
@@ -151,11 +151,11 @@ class RedisProbe:
         return self._tier.read(self._keys[:count], buffers, deadline, self._closed.is_set)
 
     def _write(self, missing: Sequence[int]) -> bool:
-        """Write these chunks, also over corrupt values. False if none was written, for lack of room
-        or because the probe was closed."""
+        """Write these chunks, also over corrupt values. False if Redis took none, or some write did
+        not end within 10 s or before the probe was closed."""
         stored: list[bool] = []
         for i in missing:
-            if self._closed.is_set():  # what is queued now would delay the tier's close
+            if self._closed.is_set():  # a write queued now would delay the tier's close
                 return False
             self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), stored.append)
         until = self._clock() + _WRITE_SECONDS

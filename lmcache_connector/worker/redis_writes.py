@@ -1,12 +1,12 @@
-"""Writes chunks of the CPU tier to Redis: newly stored ones, chunks that the tier had before, and
-chunks that memory holds and Redis may lack.
+"""Writes chunks of the CPU tier to Redis: chunks that a store job adds or names, and offers of
+chunks that Redis may lack.
 
 A write can fail or never be tried: another writer claimed the chunk and died, the server was away
 or full, the queue was full. A written value can vanish: the server restarted, a purge, expiry.
 While memory holds a chunk, no request would write it again. So chunks that requests use (`want`)
-are offered now and then, and failed writes (`ended`) are retried. An offer is a normal write: if
-the value exists, it costs one query, and renews the lifetime if so configured. While writes fail,
-a chunk is offered less and less often, and never given up.
+are offered now and then, and chunks whose write failed (`ended`) again. An offer is a normal write:
+if the value exists, it costs one query, and renews the lifetime if so configured. While writes
+fail, a chunk is offered less and less often, and never given up.
 
 Offers have a bounded rate and come after new writes. The store lane makes them between jobs.
 """
@@ -38,7 +38,7 @@ _IDLE_TICK_SECONDS = 0.5
 """After a tick without offers."""
 _OFFERS_PER_TICK = 16
 _LOOKS_PER_TICK = 256
-"""Most chunks examined may belong to a slow node."""
+"""More than offers: many chunks due may belong to a node that has no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _State(NamedTuple):
 
 
 class Offers:
-    """Decides when to offer which chunk (pure), for the last 65,536 chunks wanted or failed. Not
+    """Decides when to offer which chunk (pure), for the last 65,536 chunks wanted or written. Not
     thread-safe; times are readings of one clock."""
 
     def __init__(self, pace: Pace) -> None:
@@ -98,7 +98,7 @@ class Offers:
         self._put(key, _State(at, failures + 1, is_due=True))
 
     def requeue(self, key: bytes, now: float) -> None:
-        """The queue is full: offer the chunk after all due ones."""
+        """There is no room for the chunk: offer it after all chunks that are due."""
         state = self._states.get(key)
         if state is not None and not state.is_due:
             self._put(key, _State(now, state.failures, is_due=True))
@@ -108,7 +108,7 @@ class Offers:
         self._states.pop(key, None)
 
     def take(self, now: float, limit: int) -> list[bytes]:
-        """Up to ``limit`` chunks to offer now. Each ends with `ended` or `forget`."""
+        """Up to ``limit`` chunks to offer now. Each ends with `ended`, `requeue` or `forget`."""
         taken: list[bytes] = []
         while self._due and len(taken) < limit and self._due[0][0] <= now:
             at, key = heapq.heappop(self._due)
@@ -155,8 +155,8 @@ class RedisWrites:
         self._offers = Offers(pace)
 
     def write(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
-        """Write the chunks of a run that the job says and the CPU tier has now. ``held``: those
-        that it had before. Of a full queue, later chunks of a prompt are dropped first."""
+        """Write the chunks of a run that the job names, if the CPU tier has them now. ``held``:
+        chunks that the tier had before the job. A full queue drops a prompt's last chunks first."""
         for key, chunk in zip(run.keys, run.chunks, strict=True):
             if key not in held if job.redis_keys is None else key in job.redis_keys:
                 self._put(key, chunk)

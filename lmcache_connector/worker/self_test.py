@@ -1,9 +1,9 @@
-"""What a rank tries at start: its own copies, and whether it can read other ranks' memory.
+"""Tests of a rank at start: of its own copies, and of reading other ranks' memory.
 
 The self-test: a pattern must survive a store and a load byte for byte. Every part of the model is
 tested, in all its KV cache groups at once, on the real paged cache. The test runs before vLLM
-serves requests, and restores the cache. Until its first job, each rank also keeps a sample in its
-CPU tier for the other ranks of the engine to read.
+serves requests, and restores the cache. Until its first job, a rank that has KV in common with
+other ranks of the engine keeps a sample in its CPU tier for them to read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIND_SECONDS = 5.0
 
 
 class SelfTestError(RuntimeError):
-    """A load returned other bytes than were stored."""
+    """A chunk could not be stored and loaded, or came back with other bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ def run_self_test(
     """Store, load and compare a chunk of each part. ``in_step``: also load it as inside a step,
     where a device that has no memory left for the copy would end the engine.
 
-    Returns ``None`` if the cache is smaller than a chunk. Raises :class:`SelfTestError` if a chunk
-    cannot be stored and loaded, or changes on the way.
+    Returns ``None`` if the cache is too small for some part. Raises :class:`SelfTestError`.
     """
     trials = [_Trial.of(engine, parts, number, clock) for number in range(len(parts))]
     results = [trial.run(in_step=in_step) for trial in trials if trial is not None]
@@ -119,7 +118,7 @@ class _Trial:
         before = self.read()
         pattern = [torch.randint(0, 256, layer.shape, dtype=torch.uint8) for layer in before]
         try:
-            # The first trip touches memory and compiles; only the second one is timed.
+            # The first trip touches memory and compiles; only the second one's times are returned.
             self.round_trip(pattern)
             if in_step:
                 self.write([torch.zeros_like(layer) for layer in pattern])
@@ -213,7 +212,7 @@ class RankFinder:
 
     def begin(self, server: PeerServer | None, *, loads: bool) -> None:
         """Start reading other ranks' samples; ``server`` serves this rank's. Without ``loads``,
-        read nothing, and leave the shared KV to the other ranks."""
+        read nothing, and leave chunks that other ranks own to them."""
         if not loads:
             self._found.settle(self._cpu.share.others)
         if self._peers and server and server.has_host_socket:

@@ -40,8 +40,8 @@ class RedisTierConfig:
     write_timeout_seconds: float = 5.0
     # Reader threads, each with one connection to each node, and writer threads (see `tier`).
     num_connections: int = 2
-    # Requested and not yet received, per connection. The server may buffer as much; beyond its CPU
-    # cache, more is slower.
+    # Bytes requested and not yet received, per connection. The server may buffer as much: more than
+    # fits its CPU's cache is slower.
     window_bytes: int = 8 * MIB
     write_queue_bytes: int = 1024 * MIB
     # Values are cut to this size, header included; one with a single layer may be larger.

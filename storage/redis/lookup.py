@@ -35,7 +35,7 @@ _SILENT_SECONDS = 1.0
 class RedisLookup:
     """``geometries``: one per rank. A key exists only if all its values, of all ranks, exist.
     ``clock`` returns seconds. ``connect_share``: fraction of a look-up's time that may be spent
-    connecting. Owned by one thread, except `servers`."""
+    connecting. Owned by one thread but for what is thread-safe."""
 
     def __init__(
         self,

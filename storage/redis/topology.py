@@ -31,8 +31,8 @@ NUM_SLOTS = 16384
 MAX_NODES = 1000
 MAX_SLOTS_BYTES = 8 << 20
 
-# Between two reads of the slot map, however many errors request one. Doubles while maps go stale
-# quickly.
+# Seconds between two reads of the slot map, however many errors request one; doubled while maps go
+# stale quickly.
 _MIN_SECONDS, _MAX_SECONDS = 0.25, 4.0
 # Nodes of the current map that are asked for a new one, beside those of the URL.
 _MAX_ASKED = 8

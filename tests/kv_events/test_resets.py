@@ -1,4 +1,4 @@
-"""KV cache events of a reset: routers credit an instance with the hits it would have."""
+"""KV cache events of resets and misses: routers credit an instance with the hits it would have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_connector.audit.verdicts import Verdict
 from lmcache_connector.kv_events.log import KvEvent
-from lmcache_connector.plans import Tier
+from lmcache_connector.plans import RankReport, Tier
 from tests.scheduler.test_auditor import audits
 from tests.support.doubles.lives import CHUNK, calm, prompt, serve
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -82,3 +82,23 @@ def test_a_chunk_of_wrong_kv_earns_no_credit(router: Router) -> None:
     stored = [event for event in router.take() if event.is_stored]
     assert stored
     assert not any(event.blocks.shared for event in stored)
+
+
+def test_a_miss_of_memory_says_nothing_of_redis(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk was evicted before a load planned from memory, which asks no other tier."""
+    shape = Shape(num_blocks=40, tier_chunks=40, redis=True, kv_events=True)
+    router = Router(calm(model, shape), monkeypatch)
+    engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
+    serve(engine, tokens)
+    (rank,) = engine.ranks
+    engine.adapter.kv_events.apply(RankReport(0, (), (), written=tuple(rank.remote)))
+    router.take()
+    rank.tier.clear()
+    monkeypatch.setattr(rank.chance, "choice", lambda outcomes: outcomes[0])
+    serve(engine, tokens)
+    (load,) = [job for plan in engine.plans for job in plan.loads]
+    assert not load.may_fetch
+    told = [event for event in router.take() if not event.is_stored]
+    assert {event.tier for event in told} == {Tier.CPU}

@@ -47,6 +47,7 @@ def test_unsampled_rows() -> None:
         {"sampling_positions": ((1,), ())},
         {"sampling_positions": ((), (3,))},
         {"sampling_positions": ((),)},
+        {"sampling_positions": ()},
         {"cache_salts": ("a",)},
     ],
 )

@@ -73,6 +73,18 @@ def test_code_of_the_model_counts_once_it_is_trusted(folder: Path) -> None:
     assert identity(folder, trust_remote_code=True) != trusted
 
 
+def test_the_branch_counts_in_the_download_folder(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "hub" / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, cache / "snapshots" / "abc")
+    config = vllm_config(folder)
+    config.model_config.model = "some/model"
+    config.load_config.download_dir = str(cache.parent)
+    files = weights_identity(config, "full", tmp_path / "kept").files
+    assert cache / "refs" / "main" in files
+
+
 def test_code_of_another_model_counts(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
+import torch
 
 from lmcache_connector.net.deadline import never
-from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_readers import ReadResult
 from lmcache_connector.storage.redis.write_queue import OnDone
+from lmcache_connector.worker.lmcache_start import RankSettings
+from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.redis_probe import RedisProbe
 from tests.support.clock import wait_until
+from tests.support.jobs import one_part, tier_config
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.servers import Server
 
@@ -73,3 +78,17 @@ def test_a_probe_that_is_closed_reads_and_writes_nothing_more(cut_off: bool) -> 
     probe.close(5.0)
     assert not probe.is_busy
     assert (tier.num_reads, tier.num_puts) == (1, 0)
+
+
+def test_a_start_told_again_says_nothing_of_a_probe_under_way() -> None:
+    """A failure may make the scheduler side ask for the start again, at any time."""
+    caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
+    geometry = ChunkGeometry(128, 0, (2048, 2048), (0, 1), 2, "uint8")
+    part = PagedPart.from_kv_caches(one_part(geometry, 64)[0], 0, caches)
+    tiers = RankTiers(RankSettings(tier_config(0.05)), [part], None)
+    measured = tiers.measured
+    tiers.probe = RedisProbe(cast(RedisTier, _SilentTier(cut_off=True)), [chunk_key(0)])
+    assert tiers.probe.is_busy
+    assert tiers.measured == measured
+    tiers.stop(5.0)
+    tiers.close(5.0, unmap=True)

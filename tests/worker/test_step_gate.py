@@ -22,6 +22,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter
+from lmcache_connector.worker.job_queue import StepGate
 from lmcache_connector.worker.lmcache_start import RankSettings
 from tests.support.jobs import load_job, one_part, store_job, tier_config
 from tests.support.redis.servers import Server
@@ -141,6 +142,14 @@ def test_a_shutdown_hands_on_no_zeroes_of_a_step_that_failed(valkey: Server, fai
             instance.worker.shutdown()  # writes what is queued
         written = list(client.scan_iter(f"lmc:*{KEY.hex()}*"))
     assert bool(written) is not fails
+
+
+def test_a_copy_that_ends_after_the_last_step_is_void() -> None:
+    """A shutdown first ends the probe of Redis. A copy may end meanwhile, uncancelled so far."""
+    gate = StepGate()
+    gate.close()
+    gate.shut()
+    assert not gate.passes(threading.Event())
 
 
 def test_before_vllm_takes_the_memory_away_every_copy_ends(

@@ -33,7 +33,7 @@ class Package:
 
     @property
     def range_text(self) -> str:
-        """The versions as messages and the README name them."""
+        """The versions as messages name them."""
         first, last = (text_of(release) for release in (min(self.releases), max(self.releases)))
         return f"{first} to {last}"
 
