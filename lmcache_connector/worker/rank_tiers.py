@@ -29,7 +29,7 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import RedisProbe
-from lmcache_connector.worker.self_test import SelfTestError, run_self_test
+from lmcache_connector.worker.self_test import run_self_test
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -70,7 +70,7 @@ class RankTiers:
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
-        except SelfTestError:
+        except BaseException:
             self.engine.close(0.0)
             raise
         self.probe = RedisProbe(redis, settings.probe_keys, clock)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache.v1.storage_backend.storage_manager import StorageManager
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -25,11 +26,11 @@ from tests.support.vllm_configs import LAYERS, kv_cache, vllm_config
 Caches = Callable[[KVCacheConfig], dict[str, torch.Tensor]]
 
 
-def fail_to_start(folder: Path, error: type[Exception], caches: Caches, **extra: Any) -> None:
+def fail_to_start(model: Path, error: type[Exception], caches: Caches, **extra: Any) -> None:
     """Start a worker side with the connector's settings ``extra``. It leaves no thread of the
     product, and no memory of the CPU tier."""
     before, num_mapped = set(threading.enumerate()), count_mapped()
-    settings, layers = vllm_config(folder), kv_cache()
+    settings, layers = vllm_config(model), kv_cache()
     settings.kv_transfer_config = KVTransferConfig(**tiered_transfer(cpu_gib=0.01, **extra))
     config = parse_config(settings.kv_transfer_config.kv_connector_extra_config)
     with pytest.raises(error):
@@ -81,13 +82,36 @@ def test_a_start_whose_port_is_taken_leaves_nothing_behind(
         )
 
 
+@pytest.mark.parametrize("error", [SelfTestError, OSError])
 def test_a_start_that_fails_its_self_test_leaves_nothing_behind(
-    tiny_model: Path, tmp_path: Path, valkey: Server, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    valkey: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
 ) -> None:
-    monkeypatch.setattr(_Trial, "compare", fail_the_self_test)
+    monkeypatch.setattr(_Trial, "compare", raising(error))
     folder = str(tmp_path / "host")
-    fail_to_start(tiny_model, SelfTestError, all_layers, redis_url=valkey.url, host_folder=folder)
+    fail_to_start(tiny_model, error, all_layers, redis_url=valkey.url, host_folder=folder)
 
 
-def fail_the_self_test(*_: object) -> None:
-    raise SelfTestError("other bytes")
+@pytest.mark.parametrize(("error", "raised"), [(RuntimeError, ConfigError), (OSError, OSError)])
+def test_a_start_that_lmcache_fails_leaves_nothing_behind(
+    tiny_model: Path,
+    tmp_path: Path,
+    valkey: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    raised: type[Exception],
+) -> None:
+    """It has started its thread, and allocated the CPU tier."""
+    monkeypatch.setattr(StorageManager, "get_non_allocator_backends", raising(error))
+    folder = str(tmp_path / "host")
+    fail_to_start(tiny_model, raised, all_layers, redis_url=valkey.url, host_folder=folder)
+
+
+def raising(error: type[Exception]) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error("on purpose")
+
+    return fail
