@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 826},
     {"connector": 590, "stepwise": 1264},
-    {"integrations": 325, "scheduler": 3245, "worker": 3350},
+    {"integrations": 325, "scheduler": 3245, "worker": 3368},
     {"lookup": 705, "vllm_compat": 2520},
     {"config": 828, "copy_kv_blocks": 1095, "peers": 2745},
     {
