@@ -67,7 +67,7 @@ ONLY = {
         "kv_events": "plans vllm_compat/api",
         "cost_model": "kv_parts plans",
         "tracing": "vllm_compat/api",
-        "integrations": "config keys storage storage/redis threads vllm_compat",
+        "integrations": "config errors keys storage storage/redis threads vllm_compat",
         "lookup": "bounded cost_model kv_events kv_parts keys metrics net peers plans storage"
         " storage/redis storage/redis/client threads",
     }.items()
