@@ -18,6 +18,7 @@ import secrets
 import socket
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -80,6 +81,8 @@ class HostFolder:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_folder(os.geteuid())
         self._fd = self._open()
+        # With its last user: threads that a shutdown leaves behind may still be one.
+        weakref.finalize(self, os.close, self._fd).atexit = False
         self._seen: tuple[int, int] | None = None
 
     def _open(self) -> int:

@@ -152,18 +152,17 @@ class PeerTier:
         limit: Deadline,
         on_arrival: OnArrival = ignore_arrivals,
     ) -> ReadResult:
-        """``nodes``: of the leading chunks."""
+        """``nodes``: of the leading chunks; the others are misses, not failures of a peer."""
         started = self._clock()
         hits = [False] * len(keys)
         if self._mapped is not None:
             hits = self._read_mapped(self._mapped, keys, buffers, nodes, limit)
-        left = [i for i, hit in enumerate(hits) if not hit]
+        left = [i for i in range(len(nodes)) if not hits[i]]
         if not left:
             return ReadResult(hits, self._clock() - started, cut_off=False)
-        left_nodes = [nodes[i] for i in left if i < len(nodes)]
         wanted = [keys[i] for i in left], [buffers[i] for i in left]
-        arrivals = arrivals_among(left, len(keys), on_arrival)
-        found = self._readers.read(*wanted, left_nodes, limit, arrivals)
+        arrivals = arrivals_among(left, len(nodes), on_arrival)
+        found = self._readers.read(*wanted, [nodes[i] for i in left], limit, arrivals)
         for index, hit in zip(left, found.hits, strict=True):
             hits[index] = hit
         return ReadResult(hits, self._clock() - started, found.cut_off)

@@ -108,7 +108,12 @@ class WorkerAdapter:
         self._is_between_steps = False  # no plan can come
         self._is_start_told = False
         self._ranks = RankFinder(tiers.engine, parts, peers if make_peer_server else None, clock)
-        self._server = make_peer_server(self._cpu, self._transfers) if make_peer_server else None
+        try:
+            serve = make_peer_server
+            self._server = serve(self._cpu, self._transfers) if serve is not None else None
+        except BaseException:  # e.g. its port is taken
+            tiers.close(0.0, unmap=tiers.stop(limits.SHUTDOWN_SECONDS))
+            raise
         self._ranks.begin(self._server, loads=settings.loads)
 
     @property

@@ -16,6 +16,7 @@ import mmap
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.storage_manager import StorageManager
 from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.config.tiered import ConnectorConfig
@@ -220,7 +222,16 @@ def _in_daemon_thread(function: Callable[[], None]) -> None:
     thread = start_thread("lmc-init", run)
     thread.join()
     if raised:
+        _stop_loop(raised[0])
         raise raised[0]
+
+
+def _stop_loop(error: BaseException) -> None:
+    """End LMCache's thread after a start that has raised ``error``: only its frames know it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(manager := frame.f_locals.get("self"), StorageManager):
+            manager.loop.call_soon_threadsafe(manager.loop.stop)
+            manager.thread.join()
 
 
 def _no_broadcast(*_: Any, **__: Any) -> None:
@@ -250,7 +261,8 @@ class SharedMemory:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Make LMCache allocate its CPU tier from this memory inside the ``with``."""
+        """Make LMCache allocate its CPU tier from this memory inside the ``with``, which frees it
+        again if it raises."""
         original = memory_management._allocate_cpu_memory
 
         def allocate(size: int, *args: Any, **more: Any) -> torch.Tensor:
@@ -267,6 +279,9 @@ class SharedMemory:
             memory_management._allocate_cpu_memory = allocate
             try:
                 yield
+            except BaseException:
+                self.close(unmap=True)
+                raise
             finally:
                 memory_management._allocate_cpu_memory = original
 

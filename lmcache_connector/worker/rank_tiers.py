@@ -29,7 +29,7 @@ from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import RedisProbe
-from lmcache_connector.worker.self_test import SelfTestError, run_self_test
+from lmcache_connector.worker.self_test import run_self_test
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -68,12 +68,12 @@ class RankTiers:
         self.copier = make_copier(parts[0].groups[0].device)
         self.timer = ForwardTimer(self.copier.fence, clock)
         self.engine = LMCacheEngineAdapter(settings, parts, self.copier, redis, peers)
-        self.probe = RedisProbe(redis, settings.probe_keys, clock)
         try:
             self.self_test = run_self_test(self.engine, parts, clock, in_step=settings.announces)
-        except SelfTestError:
+        except BaseException:
             self.engine.close(0.0)
             raise
+        self.probe = RedisProbe(redis, settings.probe_keys, clock)
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
         writes = self.engine.writes
         self.jobs = JobQueue(

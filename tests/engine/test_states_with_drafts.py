@@ -89,11 +89,13 @@ def serve(engine: VllmInstance, prompt: list[int]) -> tuple[Served, tuple[int, i
     return served_with_drafts(engine, prompt, ANSWER)
 
 
-def assert_equal(hit: tuple[Served, Any], cold: tuple[Served, Any], end: int) -> None:
-    """``end``: of the hit. Its answer, its accepted drafts, and all KV before its end."""
+def assert_equal(hit: tuple[Served, Any], cold: tuple[Served, Any], end: int, left: int) -> None:
+    """``end``: of the hit. Its answer, its accepted drafts, and all KV before its end. ``left``:
+    tokens of the prompt after it. If it is one, vLLM computes that beside drafts that it made up,
+    and drafts elsewhere from then on."""
     assert hit[0].external_hit_tokens == hit[0].cached_tokens == end
     assert hit[0].token_ids == cold[0].token_ids
-    assert hit[1][1] == cold[1][1]
+    assert left == 1 or hit[1][1] == cold[1][1]
     assert_same_kv(hit[0], cold[0], end)
 
 
@@ -128,7 +130,7 @@ def test_a_hit_goes_on_as_a_cold_run_does(
             engine.reset_prefix_cache()
             if only_redis:
                 engine.call(forget)
-            assert_equal(serve(engine, prompt), cold, 2 * chunk_size)
+            assert_equal(serve(engine, prompt), cold, 2 * chunk_size, beyond)
     assert accepted > 0
 
 
@@ -205,6 +207,6 @@ def test_a_peer_reads_states(
         others = map(random_prompt, count(100), repeat(chunk_size + 2))
         assert within(30.0, lambda: finds(engine, reader, next(others)))
         before = reader.counts().total("hit_tokens", "peer")
-        assert_equal(serve(reader, prompt), cold, 2 * chunk_size)
+        assert_equal(serve(reader, prompt), cold, 2 * chunk_size, 3)
         assert reader.counts().total("hit_tokens", "peer") - before == 2 * chunk_size
         reader.call(check_integrity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -312,11 +313,25 @@ def test_paths_may_be_long(tmp_path: Path) -> None:
         assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
 
 
+def test_a_folder_is_closed_with_its_last_user(path: Path) -> None:
+    """An engine that starts again in a process would leave a descriptor there each time."""
+
+    def num_open() -> int:
+        links = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return [each.readlink() for each in links].count(path)
+
+    found = topology(path)
+    assert num_open() == 1
+    del found
+    gc.collect()
+    assert num_open() == 0
+
+
 def test_another_user_is_not_served(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_user_of", lambda sock: os.geteuid() + 1)
     with engine(path, HeldChunks([0])):
-        sock = socket.socket(socket.AF_UNIX)
+        folder, sock = HostFolder(path), socket.socket(socket.AF_UNIX)
         sock.settimeout(10.0)
-        sock.connect(HostFolder(path).address(name_of("one")))
+        sock.connect(folder.address(name_of("one")))
         with sock:
             assert sock.recv(1) == b""

@@ -181,9 +181,9 @@ def _suffixes() -> list[bytes]:
 
 @contextmanager
 def asking(path: Path) -> Iterator[Callable[..., bytes]]:
-    sock = socket.socket(socket.AF_UNIX)
+    folder, sock = HostFolder(path), socket.socket(socket.AF_UNIX)
     sock.settimeout(10.0)
-    sock.connect(HostFolder(path).address(name_of("one")))
+    sock.connect(folder.address(name_of("one")))
 
     def ask(*words: bytes) -> bytes:
         sock.sendall(command(*words))
@@ -199,8 +199,9 @@ def test_one_command_leases_no_more_than_a_share(
     monkeypatch.setattr(commands, "_MAX_LEASED_BYTES", 2 * GEOMETRY.chunk_bytes)
     chunks.share()
     with owner(path, chunks):
+        folder = HostFolder(path)
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(HostFolder(path).address(name_of("one")))  # a path may be too long
+            sock.connect(folder.address(name_of("one")))  # a path may be too long
             tags = [chunk_tag("default", key) + b":0-4:0" for key in chunks.data]
             sock.sendall(command(b"LEASE", *tags))
             assert chunks.await_leased(lambda count: count == 2)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,7 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_readers import ReadResult
+from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
 from tests.support.clock import Clock
 from tests.support.peers import HeldChunks, once_dialled, read, serving
 from tests.support.redis.chunks import (
@@ -90,6 +91,43 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
 
     once_dialled(is_whole)
     return done[0]
+
+
+@pytest.mark.parametrize("num_peers", [0, 1, 2])
+def test_chunks_that_no_peer_has_count_as_no_failure(num_peers: int) -> None:
+    """The cost model would load nothing from peers for a while: they seem to have stalled."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(HeldChunks([0]))) for _ in range(num_peers)]
+        tier = stack.enter_context(reading(at(*servers)))
+        if servers:
+            read_once_connected(tier, [0])
+        for indices in ([1], [0, 1]):
+            result, _ = read(tier, indices)
+            assert result.hits == [bool(servers) and i == 0 for i in indices]
+            assert not result.cut_off
+
+
+def test_only_chunks_that_a_peer_has_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller copies into the paged cache what it is told of."""
+    with (
+        serving(HeldChunks([0, 1])) as one,
+        serving(HeldChunks([0])) as other,
+        reading(at(one, other)) as tier,
+    ):
+        read_once_connected(tier, [0, 1])
+        buffers = [memoryview(bytearray(GEOMETRY.chunk_bytes)) for _ in range(3)]
+        keys, arrived, readers = [chunk_key(i) for i in range(3)], list[int](), tier._readers
+
+        def reading_on(*wanted: Any) -> ReadResult:
+            """One of the threads is not done yet when all chunks have arrived."""
+            result = ValueReaders.read(readers, *wanted)
+            wanted[-1](len(wanted[0]))
+            return result
+
+        monkeypatch.setattr(readers, "read", reading_on)
+        result = tier.read(keys, buffers, time.monotonic() + 10.0, on_arrival=arrived.append)
+        assert result.hits == [True, True, False]
+        assert arrived[-1] == 2
 
 
 def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up() -> None:

@@ -190,7 +190,6 @@ def test_random_lives_with_all_that_requests_may_have_soak(model: Path, name: st
     assert sum(engine.ranks[0].num_stored_chunks for engine in engines) > 0
     assert sum(engine.ranks[0].num_loaded_chunks for engine in engines) > 0
     assert sum(engine.ranks[0].num_loaded_in_step for engine in engines) > 0
-    assert sum(engine.ranks[0].num_loaded_removed for engine in engines) > 0
     assert sum(engine.adapter.tally.totals.total("dropped_stores") for engine in engines) > 0
 
 
@@ -203,3 +202,5 @@ def test_random_lives_soak(model: Path, name: str) -> None:
     wanted += ["load_jobs", "recomputed_tokens"] if SHAPES[name].role != "kv_producer" else []
     for count in wanted:
         assert sum(engine.adapter.tally.totals.total(count) for engine in engines) > 0, count
+    removed = sum(engine.ranks[0].num_loaded_removed for engine in engines)
+    assert removed > 0 or not SHAPES[name].in_step

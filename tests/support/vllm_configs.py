@@ -86,7 +86,8 @@ def make_scheduler(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Schedu
     """vLLM's own, over ``kv_cache_config``, whose connector is the configured one."""
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     kind = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return kind(config, kv_cache_config, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+    structured, size = StructuredOutputManager(config), BLOCK_SIZE
+    return kind(config, kv_cache_config, structured, block_size=size, log_stats=True)
 
 
 def full_attention(num_kv_heads: int = 2) -> FullAttentionSpec:

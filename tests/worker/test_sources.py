@@ -19,10 +19,11 @@ from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import lmcache_engine
 from tests.support.clock import within
 from tests.support.peers import serving
-from tests.support.redis.servers import free_ports
+from tests.support.redis.servers import Server, free_ports
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, key, one_copier
 
 PARTS = PartGeometries((GEOMETRY,))
@@ -67,6 +68,20 @@ def test_chunks_that_the_source_lacks_are_misses() -> None:
         gone = PeerSource("127.0.0.1", free_ports(1), 1, is_trusted=True)
         assert second.load(2, MINE, source=gone) == 0
         assert second.engine.cpu.used_bytes == 0
+
+
+def test_a_load_from_redis_tells_nothing_of_peers(valkey: Server) -> None:
+    """This instance loads from peers that requests name, and has none of its own."""
+    with two() as (_, second, _):
+        writer = Rank(RedisTier(RedisTierConfig(url=valkey.url), PARTS))
+        reader = Rank(RedisTier(RedisTierConfig(url=valkey.url), PARTS), second.peers)
+        writer.store(1, MINE)
+        writer.engine.close(5.0)
+        assert within(10.0, lambda: reader.load(1, MINE, may_fetch=True) == 4)
+        assert [(f.tier, f.has_failed) for f in reader.fetched if f.num_bytes or f.has_failed] == [
+            (Tier.REDIS, False)
+        ]
+        reader.engine.close(1.0)
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 2])
