@@ -105,9 +105,8 @@ class RemoteTiers:
             left = [index for index in left if not hits[index]]
             has_failed = result.cut_off and not is_cancelled()
             num_bytes = sum(len(values[index]) for index in came)
-            transfer.fetched.append(
-                Fetched(tier, num_bytes, result.seconds, has_failed, result.lacks_next)
-            )
+            found = Fetched(tier, num_bytes, result.seconds, has_failed, result.lacks_next)
+            transfer.fetched.append(found)
         return hits
 
 
