@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from lmcache_connector.errors import ConfigError
 
 NAME_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
-_NO_HINTS: Mapping[str, str] = MappingProxyType({})
+NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
 
 class StrictSettings(BaseModel):
@@ -41,15 +41,16 @@ def parse(
     model: type[SettingsT],
     raw: Mapping[str, Any],
     what: str,
-    hints: Mapping[str, str] = _NO_HINTS,
+    hints: Mapping[str, str] = NO_HINTS,
     only: Sequence[str] = (),
 ) -> SettingsT:
     """Build ``model`` from ``raw``, called ``what`` in messages. A field's alias is its key.
 
-    ``hints`` explains keys that are not valid. ``only``: the keys that may be given, if not all.
-    Raises :class:`ConfigError` with one line per problem.
+    ``hints`` explains refused keys, also of fields. ``only``: the keys that may be given, if not
+    all. Raises :class:`ConfigError` with one line per problem.
     """
-    valid = only or [field.alias or name for name, field in model.model_fields.items()]
+    fields = only or [field.alias or name for name, field in model.model_fields.items()]
+    valid = [key for key in fields if key not in hints]
     unknown = [key for key in raw if key not in valid]
     problems = [f"{key!r} is {hints[key]}" for key in unknown if key in hints]
     problems += unknown_keys([key for key in unknown if key not in hints], valid)

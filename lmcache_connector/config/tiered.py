@@ -23,6 +23,7 @@ from pydantic import (
 from lmcache_connector.config import limits
 from lmcache_connector.config.strict import (
     NAME_PATTERN,
+    NO_HINTS,
     ModelDigest,
     Secret,
     StrictSettings,
@@ -320,10 +321,13 @@ def fit_chunk_size(wanted: int | None, block_size: int) -> int:
     return wanted
 
 
-def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
-    """Raises :class:`ConfigError` with one line per problem."""
+def parse_config(
+    extra_config: Mapping[str, Any], refused: Mapping[str, str] = NO_HINTS
+) -> ConnectorConfig:
+    """``refused``: settings without effect for the caller, with advice. Raises
+    :class:`ConfigError` with one line per problem."""
     extra_config = {str(key): value for key, value in extra_config.items()}
-    hints = dict(_NOT_IN_TIERED)
+    hints = {**_NOT_IN_TIERED, **refused}
     for key in extra_config:
         misspelt = difflib.get_close_matches(key, _OF_LMCACHE, n=1, cutoff=0.85)
         if key.startswith("lmcache.") and not misspelt:

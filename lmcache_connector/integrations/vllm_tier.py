@@ -5,8 +5,9 @@ tier stores those bytes and returns them, verified, or a miss. Everything runs i
 process, whose thread waits for a network only when vLLM resets its cache or shuts down.
 
 vLLM decides what a name covers: it hashes adapters by name and images by their hash. The rest of
-the identity is what vLLM tells a tier about the model, and the weights by content. Hashes shorter
-than 256 bits are refused: whoever can make two prompts collide could serve one the KV of the other.
+the identity is what vLLM tells a tier about the model, the weights of a folder by content, and the
+user's names for everything else. Hashes shorter than 256 bits are refused: whoever can make two
+prompts collide could serve one the KV of the other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import vllm
@@ -43,6 +45,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import parse
 from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -76,6 +79,11 @@ class TierSettings(ConnectorConfig):
     def problems(self) -> Iterator[str]:
         if self.redis_url is None:
             yield "'redis_url': field required"
+        if "namespace" not in self.model_fields_set:
+            yield (
+                "'namespace': field required: vLLM tells a tier neither --quantization nor "
+                "--hf-overrides, so name a namespace for instances of equal settings"
+            )
         yield from super().problems()
 
 
@@ -290,14 +298,21 @@ def _is_sound(key: OffloadKey) -> bool:
 
 def _identity(spec: OffloadingSpec, model_digest: str) -> dict[str, object]:
     """The weights, and all that vLLM tells a tier about what determines a block's bytes."""
-    config = spec.config
+    config, weights = spec.config, f"named:{model_digest}"
+    if model_digest == "full":
+        weights = folder_identity(Path(config.model.name), user_cache_folder())
+    if not weights:
+        raise ConfigError(
+            "'model_digest': set a name of your own, another one for each revision: vLLM does not "
+            f"tell a tier which weights it loads as {config.model.name!r}, no folder of weights"
+        )
     mapped = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
     return {
         "neighbour": "vllm offloading",
         "vllm": vllm.__version__,
         "kv_cache_layout": config.kv_cache_layout,
         "bytes_per_block": config.worker_kv_bytes_per_block,
-        "weights": folder_identity(config.model.name, model_digest, user_cache_folder()),
+        "weights": weights,
         **mapped.get_run_config(),
     }
 

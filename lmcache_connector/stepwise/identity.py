@@ -37,8 +37,9 @@ _RELEASED = ("torch", "transformers", "builtins")
 _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
+IN_TRAINING = "the model, or a part of it, is in training mode (model.eval() ends that)"
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Training mode: checked by transformers/, elsewhere up to the caller. The rest does not affect KV.
+# Nothing is stored in training mode; the rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
 
@@ -62,6 +63,7 @@ class ModelIdentity:
         self._model = model
         self._config = config
         self._module = model if isinstance(model, torch.nn.Module) else None
+        self._parts: list[torch.nn.Module] = []
         self.root: dict[str, object] = {
             "namespace": config.namespace,
             "engine": engine,
@@ -82,6 +84,7 @@ class ModelIdentity:
         is_first, module = self._hasher is None, self._module
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
+        self._parts = list(module.modules()) if module is not None else []
         settings = (modules, _configuration(self._model), _float32_arithmetic())
         if not is_first and tensors == self._tensors and settings == self._settings:
             return False
@@ -104,6 +107,11 @@ class ModelIdentity:
         self._weights, self._tensors, self._settings = weights, tensors, settings
         self.version += 1
         return not is_first
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a module that the last :meth:`refresh` found is in training mode."""
+        return any(each.training for each in self._parts)
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, for the model as of the last :meth:`refresh`."""

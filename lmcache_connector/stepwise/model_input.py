@@ -15,7 +15,7 @@ class Row:
 
     ``blocks`` hold the KV of the first ``context_len`` of ``token_ids``; this step computes the
     rest. ``wanted_from``: first position whose hidden state the caller reads, or the sequence's
-    length if none.
+    length if none. The tokens behind ``num_prompt_tokens`` count as generated.
     """
 
     token_ids: tuple[int, ...]
@@ -23,12 +23,14 @@ class Row:
     blocks: tuple[int, ...]
     wanted_from: int
     cache_salt: str | None
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """The sequences of one step, in the same order in all fields. Raises ``ValueError`` if fields
-    disagree. Each field of numbers may be a tensor.
+    disagree. Each field of numbers may be a tensor. A token that a step computes alone counts as
+    generated, and all before several as the prompt.
 
     - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
       including those with KV, since a chunk's key depends on all tokens before it.
@@ -80,6 +82,7 @@ class ModelInput:
                 blocks=tuple(self.block_tables[index]),
                 wanted_from=min(wanted, default=seq_len),
                 cache_salt=self.cache_salts[index] if self.cache_salts else None,
+                num_prompt_tokens=context_len if seq_len - context_len == 1 else seq_len,
             )
             start += seq_len
 

@@ -7,6 +7,7 @@ end, in these blocks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import ModelIdentity
+from lmcache_connector.stepwise.identity import IN_TRAINING, ModelIdentity
 from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.tiers import Tiers
+
+logger = logging.getLogger(__name__)
 
 KVCaches = Sequence[torch.Tensor | Sequence[torch.Tensor]]
 Lineage = tuple[bytes, tuple[int, ...]]
@@ -58,6 +61,7 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
+        self._in_training = self._is_noisy = False
         self._lineages: dict[int, Lineage] = {}  # of blocks with known tokens
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
@@ -75,8 +79,7 @@ class PagedSequences:
         return row.wanted_from // size * size > row.context_len
 
     def completes_chunks(self, row: Row) -> bool:
-        size = self._config.chunk_size
-        return row.context_len // size < len(row.token_ids) // size
+        return row.context_len // self._config.chunk_size < self._num_storable(row)
 
     def is_same_model(self) -> bool:
         """Whether the model is unchanged; forgets all blocks if not. Call it before every restore
@@ -97,8 +100,13 @@ class PagedSequences:
             self._lineages.pop(block, None)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Raise ``ValueError`` for inconsistent block tables: chunks would be stored with the KV of
-        other tokens."""
+        """Called before a pass and after it. Raises ``ValueError`` for inconsistent block tables:
+        chunks would be stored with the KV of other tokens. Nothing of a pass is restored or stored
+        if the model is in training mode on either side: dropout makes other KV each time."""
+        was_training, self._in_training = self._in_training, self._identity.is_training
+        self._is_noisy = was_training or self._in_training
+        if self._in_training and not was_training:
+            logger.warning("Sequences are neither loaded nor stored for now: %s", IN_TRAINING)
         for row in rows:
             self._check_blocks(row)
         written = {
@@ -121,7 +129,7 @@ class PagedSequences:
         if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
         wanted = keys.keys[: row.wanted_from // size]
-        plan = self.tiers.plan(wanted, row.context_len, len(row.token_ids))
+        plan = self.tiers.plan(wanted, row.context_len, len(row.token_ids), row.cache_salt)
         if plan is None:
             return row.context_len
         skipped = row.context_len % size // self._block_size
@@ -143,19 +151,20 @@ class PagedSequences:
         end = len(row.token_ids)
         self._lineages.update(self._lineages_of(row, keys, row.context_len, end))
         if self.completes_chunks(row) and not self._bypasses(row):
-            first, end = row.context_len // size, len(row.token_ids) // size
+            first, end = row.context_len // size, self._num_storable(row)
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
-            self.tiers.store(keys.keys[first:end], first, self._part, blocks)
+            self.tiers.store(keys.keys[first:end], first, self._part, blocks, row.cache_salt)
 
     def _begin(self, row: Row, keys: RequestKeys) -> bool:
         """A step writes to the row's blocks behind its context. Forgets their content there, and
-        returns whether they hold the KV of the context. Compares at most a chunk per block."""
+        returns whether they hold the KV of the context, to be continued by a pass without noise.
+        Compares at most a chunk per block."""
         wanted = list(self._lineages_of(row, keys, 0, row.context_len))
         is_known = all(self._holds(block, lineage) for block, lineage in wanted)
         self.forget(row.blocks[row.context_len // self._block_size :])
         if is_known and row.context_len % self._block_size:
             self._lineages.update(wanted[-1:])
-        return is_known
+        return is_known and not self._is_noisy
 
     def _holds(self, block: int, lineage: Lineage) -> bool:
         """Whether the block holds the tokens of ``lineage``, maybe followed by others."""
@@ -171,6 +180,9 @@ class PagedSequences:
             chunk = index * size // chunk_size
             inside = row.token_ids[chunk * chunk_size : min(end, (index + 1) * size)]
             yield row.blocks[index], (keys.parent(chunk), inside)
+
+    def _num_storable(self, row: Row) -> int:
+        return self.tiers.num_storable(len(row.token_ids), row.num_prompt_tokens)
 
     def _num_blocks(self, row: Row) -> int:
         return -(-len(row.token_ids) // self._block_size)

@@ -21,6 +21,7 @@ from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.keys.reasons import by_field
 from lmcache_connector.kv_parts.hit import num_leading
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -35,6 +36,7 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
+from lmcache_connector.retention.hints import tenant_of
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.worker.job_queue import Job, StepGate
@@ -46,6 +48,18 @@ from lmcache_connector.worker.redis_probe import probe_keys
 logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
+WITHOUT_EFFECT = by_field(
+    {
+        "a setting that works only with vLLM: share through Redis": (
+            "host_sharing host_folder peers peer_listen peer_host peer_hosts peer_insecure"
+        ),
+        "a setting that works only with vLLM: leave it out": (
+            "transfer_deadline_seconds lease_seconds router router_secret http_address "
+            "heartbeat_seconds window_interval audit_share pin_share loads_in_step"
+        ),
+    }
+)
+"""Settings that are refused without vLLM, with what to do instead."""
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
@@ -54,9 +68,7 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
     ``UnsupportedError``."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
-    settings, standing = parse_config(config), check_lmcache()
-    if settings.peer_listen is not None or settings.peers:
-        raise ConfigError("'peer_listen' and 'peers' work only with vLLM: share through Redis")
+    settings, standing = parse_config(config, WITHOUT_EFFECT), check_lmcache()
     if not standing.unverified:
         return settings
     logger.warning(
@@ -90,13 +102,14 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Chunks worth loading: ``keys`` of consecutive chunks from number ``first`` on, and the tier
-    of each."""
+    """Chunks worth loading: ``keys`` of consecutive chunks from number ``first`` on, the tier of
+    each, and the claim of their tenant."""
 
     first: int
     keys: tuple[bytes, ...]
     tiers: tuple[Tier, ...]
     deadline_seconds: float
+    claim: Claim
 
     @property
     def stop(self) -> int:
@@ -165,7 +178,9 @@ class Tiers:
 
     # -- before the forward pass ---------------------------------------------------------------
 
-    def plan(self, keys: Sequence[bytes], context_tokens: int, num_tokens: int) -> LoadPlan | None:
+    def plan(
+        self, keys: Sequence[bytes], context_tokens: int, num_tokens: int, cache_salt: str | None
+    ) -> LoadPlan | None:
         """Chunks to load of a sequence of ``num_tokens`` with ``context_tokens`` in place, or
         ``None``. ``keys``: of all its chunks that may be loaded."""
         first = context_tokens // self._config.chunk_size
@@ -179,7 +194,8 @@ class Tiers:
         if end == 0:
             return None
         in_cpu = tuple(k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a)
-        self._rank.engine.cpu.note([PrefixUse(Claim(), in_cpu, may_write=True)])
+        claim = Claim(tenant_of(cache_salt))
+        self._rank.engine.cpu.note([PrefixUse(claim, in_cpu, may_write=True)])
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu[:end])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], tiers
@@ -188,7 +204,7 @@ class Tiers:
         if decision.num_chunks == 0:
             return None
         load = wanted[: decision.num_chunks]
-        return LoadPlan(first, load, tiers[: len(load)], decision.deadline_seconds)
+        return LoadPlan(first, load, tiers[: len(load)], decision.deadline_seconds, claim)
 
     def load(self, plan: LoadPlan, part: PagedPart, blocks: Sequence[int], skipped: int = 0) -> int:
         """Load the plan's chunks. Returns how many leading ones arrived in ``blocks``, verified.
@@ -205,6 +221,7 @@ class Tiers:
             deadline_seconds=plan.deadline_seconds,
             may_fetch=Tier.REDIS in plan.tiers,
             after_job=max(stores),
+            claim=plan.claim,
         )
         self._policy.load_planned(job, plan.tiers)
         rank = self._rank
@@ -229,8 +246,19 @@ class Tiers:
         """The forward pass has run or, on CUDA, been queued."""
         self._rank.timer.stop()
 
+    def num_storable(self, num_tokens: int, num_prompt_tokens: int) -> int:
+        """Chunks to store of a sequence of ``num_tokens``, the restored ones included."""
+        if not self._config.store_generated:
+            num_tokens = min(num_tokens, num_prompt_tokens)
+        return num_tokens // self._config.chunk_size
+
     def store(
-        self, keys: Sequence[bytes], first: int, part: PagedPart, blocks: Sequence[int]
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        part: PagedPart,
+        blocks: Sequence[int],
+        cache_salt: str | None,
     ) -> None:
         """Store consecutive chunks from number ``first`` on. Their ``blocks`` must not change
         before :meth:`finish_stores` returns."""
@@ -243,6 +271,7 @@ class Tiers:
             request_id=f"store {self._last_job}",
             runs=(_run_of(keys, first, blocks),),
             redis_keys=None if self._config.redis_admission == "all" else frozenset(),
+            claim=Claim(tenant_of(cache_salt)),
         )
         self._index.plan(keys, job.job_id)
         gate = UnwrittenGate(part.groups[0].owners)

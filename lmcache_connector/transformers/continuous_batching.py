@@ -136,7 +136,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
             return shared
         if self._stream is not None:
             self._stream.synchronize()  # a pass may still read these blocks for another request
-        row = _row(prompt_ids, shared, table[request_id])
+        row = _row(prompt_ids, shared, table[request_id], len(prompt_ids))
         restored = self._paged.restore(row)
         self._paged.restored(row, restored)
         if restored == 0:
@@ -155,7 +155,10 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         elif number:
             before = self._whole[state.request_id]
             end = before + number
-            row = _row((state.initial_tokens + state.generated_tokens)[:end], before, blocks)
+            tokens = (state.initial_tokens + state.generated_tokens)[:end]
+            # A request that was put back has its answer among the initial tokens.
+            num_prompt_tokens = state._true_initial_tokens or len(state.initial_tokens)
+            row = _row(tokens, before, blocks, num_prompt_tokens)
             is_there = end <= len(blocks) * self._allocator.tokens_per_page
             if is_there and (not self._paged.completes_chunks(row) or self._is_own_model()):
                 self._whole[state.request_id] = end
@@ -191,10 +194,12 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         self._paged.tiers.forward_ended()
 
 
-def _row(token_ids: Sequence[int], context_len: int, blocks: Sequence[int]) -> Row:
+def _row(
+    token_ids: Sequence[int], context_len: int, blocks: Sequence[int], num_prompt_tokens: int
+) -> Row:
     """The last token is always computed."""
     tokens = tuple(token_ids)
-    return Row(tokens, context_len, tuple(blocks), len(tokens) - 1, None)
+    return Row(tokens, context_len, tuple(blocks), len(tokens) - 1, None, num_prompt_tokens)
 
 
 def _layers(allocator: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
+from lmcache_connector.stepwise.identity import IN_TRAINING
 from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES, rope_types
 
 _NUM_EARLY = 8
@@ -106,7 +107,7 @@ class Alterations:
         if config.output_hidden_states or config.output_attentions:
             return "the configuration asks for hidden states or attentions"
         if any(each.training for each in self._modules):
-            return "the model, or a part of it, is in training mode (model.eval() ends that)"
+            return IN_TRAINING
         everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         if any(_are_foreign(hooks.values()) for hooks in everywhere) or _are_foreign(self._hooks()):
             return "the model has forward hooks of other code"

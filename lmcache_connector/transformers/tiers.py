@@ -222,7 +222,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         tokens = [*cache.token_ids, *call.token_ids]
         cache.keys.extend(tokens)
         wanted = cache.keys.keys[: num_wanted // size]
-        plan = self._tiers.plan(wanted, num_cached, len(tokens))
+        plan = self._tiers.plan(wanted, num_cached, len(tokens), cache.cache_salt)
         if plan is None:
             return 0
         restored = self._form.empty(plan.stop * size, self._device)
@@ -252,7 +252,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         assert cache.keys is not None
         size = self._config.chunk_size
         known = len(cache.token_ids)
-        end = (known if self._config.store_generated else cache.num_prompt_tokens) // size
+        end = self._tiers.num_storable(known, cache.num_prompt_tokens)
         first = cache.num_kept
         if end <= first:
             return
@@ -263,5 +263,6 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         cache.keys.extend(cache.token_ids)
         blocks = [as_blocks(each.detach(), size) for each in cache.tensors()]
         part = self._form.part(blocks, size)
-        self._tiers.store(cache.keys.keys[first:end], first, part, range(first, end))
+        keys = cache.keys.keys[first:end]
+        self._tiers.store(keys, first, part, range(first, end), cache.cache_salt)
         cache.num_kept = end

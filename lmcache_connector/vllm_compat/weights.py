@@ -82,19 +82,12 @@ def _revision(model: ModelConfig, load: LoadConfig) -> Path | None:
     return found if found.is_file() else None
 
 
-def folder_identity(name: str, mode: str, cache_folder: Path) -> str:
-    """Like :func:`weights_identity`, from only the model's name: its configuration file and all
-    files that a plain load may read, if they are on this host."""
-    if mode != "full":
-        return f"named:{mode}"
-    path = _local_path(name, None, None)
-    weights = {} if path is None else weight_files(path, _ANY)
-    if path is None or not weights:
-        logger.warning(
-            "The weights of %s are not on this host's disk: they are identified by name alone.",
-            name,
-        )
-        return f"remote:{name}"
+def folder_identity(path: Path, cache_folder: Path) -> str:
+    """A digest of a folder's configuration file and all files that a plain load may read; empty
+    without weights there. For callers who know only the model's name."""
+    weights = weight_files(path, _ANY)
+    if not weights:
+        return ""
     files = weights | side_files(path) if path.is_dir() else weights
     if (config := path / "config.json").is_file():
         files = files | {"config.json": config}

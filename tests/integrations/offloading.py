@@ -40,12 +40,14 @@ def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
     """One entry of ``secondary_tiers``."""
     module = "lmcache_connector.integrations.vllm_tier"
     place = {"type": "RedisSecondaryTier", "module_path": module}
-    return place | {"redis_url": url} | settings
+    return place | {"redis_url": url, "namespace": "default"} | settings
 
 
-def configuration(model: Path, tier: dict[str, Any]) -> tuple[VllmConfig, Any]:
-    """The configuration that vLLM gives the connector, with memory for ``_NUM_CHUNKS`` blocks."""
+def configuration(model: Path, tier: dict[str, Any], name: str = "") -> tuple[VllmConfig, Any]:
+    """The configuration that vLLM gives the connector, with memory for ``_NUM_CHUNKS`` blocks.
+    ``name``: under which vLLM was told to load ``model``, if not by its path."""
     config, cache = vllm_config(model), kv_cache(full_attention())
+    config.model_config.model = name or config.model_config.model
     page = -(-full_attention().page_size_bytes * 2 // 4096) * 4096
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector",
@@ -137,9 +139,9 @@ class Instance:
 
 
 @contextmanager
-def running_instance(model: Path, tier: dict[str, Any]) -> Iterator[Instance]:
+def running_instance(model: Path, tier: dict[str, Any], name: str = "") -> Iterator[Instance]:
     """Begins with empty memory, and frees it."""
-    instance = Instance(*configuration(model, tier))
+    instance = Instance(*configuration(model, tier, name))
     try:
         yield instance
     finally:

@@ -52,7 +52,7 @@ def test_all_settings_are_on_the_page() -> None:
         wanted = "secret" if _is_secret(field.annotation) else types.get(_plain(field.annotation))
         assert kind == (wanted or "string"), name
         shown = default.strip("`")
-        if name == "redis_url":  # required
+        if name in ("redis_url", "namespace"):  # required
             assert shown == ""
         elif field.default is None:
             assert shown == "none"

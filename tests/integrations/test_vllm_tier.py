@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,39 @@ def test_another_models_blocks_are_not_found(valkey: Server, model: Path, tmp_pa
         assert None not in other.load(KEYS)
 
 
+def test_a_name_on_the_hub_is_no_identity(
+    valkey: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells a tier neither the revision nor the folder of downloads: the cached ``main`` may
+    not be what it loads."""
+    cached = tmp_path / "models--some--model"
+    shutil.copytree(model, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def instance(**settings: str) -> AbstractContextManager[Instance]:
+        return running_instance(model, tier_settings(valkey.url, **settings), name="some/model")
+
+    with pytest.raises(ConfigError, match=r"'model_digest': .* 'some/model'"), instance():
+        pass
+    with instance(model_digest="v1") as one, instance(model_digest="v1") as same:
+        blocks = blocks_for(one)
+        one.store(blocks)
+        assert same.load(KEYS) == list(blocks.values())
+    with instance(model_digest="v2") as other:
+        assert other.load(KEYS) == [None] * len(KEYS)
+
+
+def test_a_folder_without_weights_is_no_identity(model: Path, tmp_path: Path) -> None:
+    """vLLM keeps only the configuration here, if the weights are in an object store."""
+    shutil.copy(model / "config.json", tmp_path)
+    tier, name = tier_settings("redis://127.0.0.1:1"), str(tmp_path)
+    wrong = pytest.raises(ConfigError, match="'model_digest'")
+    with wrong, running_instance(model, tier, name=name):
+        pass
+
+
 @pytest.mark.parametrize("setting", [{"namespace": "theirs"}, {"hash_key": "a secret of 16 bytes"}])
 def test_strangers_share_no_kv(valkey: Server, model: Path, setting: dict[str, str]) -> None:
     stranger = tier_settings(valkey.url, **setting)
@@ -129,6 +163,7 @@ def test_wrong_settings_stop_the_start(model: Path) -> None:
     [
         ({"cpu_gib": 4}, "'cpu_gib' is not a key: valid keys are redis_url, namespace"),
         ({"redis_url": None}, "'redis_url': field required"),
+        ({}, "'namespace': field required"),
     ],
 )
 def test_settings_of_the_tiered_connector_alone_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
-from lmcache_connector.stepwise.tiers import UnwrittenGate, read_settings
+from lmcache_connector.stepwise.tiers import WITHOUT_EFFECT, UnwrittenGate, read_settings
+from tests.support import ROOT
 from tests.support.engines.stepped_model import VOCABULARY, SteppedEngine, SteppedModel, sequence
 from tests.support.redis.servers import Server
 from tests.support.torch_threads import one_torch_thread
@@ -156,6 +159,40 @@ def test_nothing_is_stored_if_weights_change_between_the_calls() -> None:
         assert left.query_lens == (70,)
 
 
+def test_steps_in_training_mode_are_neither_stored_nor_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Dropout makes other KV in each pass."""
+    tokens, blocks = tokens_of(27, 140), tuple(range(9))
+    model = SteppedModel(dropout=0.5)
+    with SteppedEngine({}, model=model) as engine:
+        engine.step(sequence(tokens[:40], blocks))
+        model.train()
+        for end in range(41, 61):
+            engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
+        assert engine.step(sequence(tokens, range(10, 19)))[1].query_lens == (140,)
+        model.eval()
+        engine.step(ModelInput(tuple(tokens), (140,), (80,), (blocks,)))
+        assert engine.connector.counts.stored_chunks == 1
+        engine.step(sequence(tokens, range(20, 29)))
+        assert engine.connector.counts.hit_chunks == 1
+    assert caplog.text.count("training mode") == 1
+
+
+def test_a_pass_in_training_mode_counts_although_send_follows_in_eval_mode() -> None:
+    tokens, blocks = tokens_of(28, 40), tuple(range(3))
+    model = SteppedModel(dropout=0.5)
+    with SteppedEngine({}, model=model) as engine:
+        first = sequence(tokens[:20], blocks)
+        model.train()
+        engine.connector.recv_kv_caches_and_hidden_states(model, first, engine.kv_caches)
+        model(first, engine.kv_caches)
+        model.eval()
+        engine.connector.send_kv_caches_and_hidden_states(model, first, engine.kv_caches, None)
+        engine.step(ModelInput(tuple(tokens), (40,), (20,), (blocks,)))
+        assert engine.connector.counts.stored_chunks == 0
+
+
 def test_a_closed_or_forked_connector_refuses_calls() -> None:
     with SteppedEngine({}) as engine:
         engine.step(sequence(ONE, range(5)))
@@ -175,6 +212,27 @@ def test_a_closed_or_forked_connector_refuses_calls() -> None:
             engine.step(sequence(ONE, range(5)))
 
 
+def test_generated_tokens_are_not_stored_if_that_is_not_wanted() -> None:
+    tokens, blocks = tokens_of(29, 2 * CHUNK), tuple(range(4))
+    with SteppedEngine({"store_generated": False}) as engine:
+        engine.step(sequence(tokens[:50], blocks))
+        for end in range(51, 2 * CHUNK + 1):
+            engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
+        assert engine.connector.counts.stored_chunks == 1
+
+
+def test_a_tenant_keeps_its_share_of_the_cpu_tier() -> None:
+    """Another one's prompts fill the tier, which holds about 80 chunks, twice."""
+    own, block_table = tokens_of(30, 10 * CHUNK), range(20)
+    with SteppedEngine({"cpu_gib": 0.001}) as engine:
+        engine.step(sequence(own, block_table, cache_salts=("one",)))
+        for number in range(16):
+            other = tokens_of(31 + number, 10 * CHUNK)
+            engine.step(sequence(other, block_table, cache_salts=("other",)))
+        _, left = engine.step(sequence(own, block_table, cache_salts=("one",)))
+        assert left.query_lens == (CHUNK,)
+
+
 @pytest.mark.parametrize(
     "caches",
     [
@@ -192,7 +250,7 @@ def test_caches_of_another_form_are_refused(caches: Any) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="work only with vLLM"):
+    with pytest.raises(ConfigError, match=r"'peers' is .*only with vLLM: share through Redis"):
         read_settings({"peers": ["127.0.0.1:7450"]})
     with pytest.raises(ConfigError, match="chunk_sise"):
         LMCacheConnector(0, 0, {"chunk_sise": 32})
@@ -202,6 +260,17 @@ def test_bad_settings_are_refused() -> None:
         engine.model = lambda *_: None
         with pytest.raises(UnsupportedError, match="model_digest"):
             engine.step(sequence(tokens_of(17, 40), range(3)))
+
+
+def test_settings_without_effect_are_refused_and_on_the_page() -> None:
+    page = (ROOT / "docs" / "stepwise.md").read_text().partition("Refused here")[2]
+    assert set(re.findall(r"`(\w+)`", page.partition("There is no")[0])) == set(WITHOUT_EFFECT)
+    fields = ConnectorConfig.model_fields
+    with pytest.raises(ConfigError) as caught:
+        read_settings({name: fields[name].default for name in WITHOUT_EFFECT})
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == len(WITHOUT_EFFECT)
+    assert all("only with vLLM" in line for line in lines)
 
 
 # -- copied tensors --------------------------------------------------------------------------------

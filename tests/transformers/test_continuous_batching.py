@@ -73,6 +73,12 @@ def test_prompts_and_answers_are_hits(model: Path, valkey: Server) -> None:
     assert all(hit[name][:1] == cold[name][:1] for name in prompts)
 
 
+def test_answers_are_not_stored_if_that_is_not_wanted(model: Path) -> None:
+    with batching(model, {"store_generated": False}) as (manager, tiers):
+        answers(manager, {"a": prompt(9, 250)})
+        assert tiers.counts.stored_chunks == 1
+
+
 def test_restored_kv_equals_the_stored_kv_byte_for_byte(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

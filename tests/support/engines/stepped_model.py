@@ -18,8 +18,9 @@ class SteppedModel(nn.Module):
     """Called with a ``ModelInput`` and the caches, it writes the KV of the query tokens to their
     slots, and returns ``[num_query_tokens, hidden]``."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         torch.manual_seed(seed)
         hidden = HEADS * HEAD_DIM
         self.config = {"hidden": hidden}
@@ -27,6 +28,7 @@ class SteppedModel(nn.Module):
         self.positions = nn.Embedding(4096, hidden)
         self.qkv = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(LAYERS))
         self.out = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(LAYERS))
+        self.eval()
 
     @torch.no_grad()
     def forward(self, model_input: ModelInput, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -48,7 +50,8 @@ class SteppedModel(nn.Module):
             found = nn.functional.scaled_dot_product_attention(
                 q.transpose(0, 1), keys, values, attn_mask=mask
             )
-            hidden = torch.tanh(hidden + out(found.transpose(0, 1).flatten(1)))
+            attended = self.dropout(out(found.transpose(0, 1).flatten(1)))
+            hidden = torch.tanh(hidden + attended)
         return hidden
 
 
