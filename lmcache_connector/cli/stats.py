@@ -46,7 +46,7 @@ _BY_LABEL = {
 }
 _COUNTERS = (
     *("queried_tokens", "declined_tokens", "recomputed_tokens", "prefill_saved_tokens"),
-    *("prefill_saved_seconds", "evicted_chunks"),
+    *("prefill_saved_seconds", "cpu_evictions"),
 )
 _GAUGES = (
     *("roots_apart", "queued_jobs", "write_queue_bytes"),
@@ -247,7 +247,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
     )
     yield (
         f"CPU tier {size(engine['cpu_used_bytes'])} of {size(engine['cpu_capacity_bytes'])}, "
-        f"{engine['evicted_chunks']:.0f} chunks evicted; waiting for Redis: "
+        f"{engine['cpu_evictions']:.0f} chunks evicted; waiting for Redis: "
         f"{size(engine['write_queue_bytes'])}"
     )
     if engine["roots"]:

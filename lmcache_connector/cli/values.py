@@ -270,7 +270,7 @@ def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
                 _ask(report, options.namespace, matching)
             while batch := list(islice(names, _BATCH)):
                 removed += admin.unlink_anywhere(batch)
-    said = f"{removed} values removed, {size(num_bytes)}."
+    said = f"{removed} of {matching} removed."
     report.emit(
         {
             "ok": True,

@@ -30,7 +30,7 @@ _TROUBLES = (
     ("tokens left to compute", "declined_tokens"),
     ("failed loads", "failed_loads"),
     ("dropped writes", "dropped_writes"),
-    ("evicted chunks", "evicted_chunks"),
+    ("evicted chunks", "cpu_evictions"),
 )
 _CIRCUIT_OPEN = 2  # see the metric's documentation
 

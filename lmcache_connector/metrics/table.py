@@ -114,7 +114,6 @@ _ALL = (
     ),
     counter("loaded_bytes", "Bytes copied to KV caches (cpu) or fetched (peer, redis).", "tier"),
     counter("stored_bytes", "Bytes copied from KV caches (cpu) or written (redis).", "tier"),
-    counter("evicted_chunks", "Chunks removed from the CPU tier.", "tier", known=("cpu",)),
     counter(
         "cpu_evictions",
         "Chunks evicted from the CPU tier: expired, over_share, or oldest.",

@@ -375,8 +375,6 @@ class WorkerAdapter:
         measured = self._probe.take() if self._probe.has_updates else ()
         for job, result in ended:
             self._metrics.job_ended(job, result)
-        if events:
-            self._metrics.cache_changed(events)
         weights, adapters = self._weights.take(), self._lora_loads.take()
         if not (ended or events or forwards or measured or written or adapters or weights or start):
             return None

@@ -1,19 +1,18 @@
 """Counts one rank's work for ``/metrics``: ended jobs, and the state of its tiers.
 
-The tiers are read after a job has ended or the CPU tier has changed, else once per second; another
-step costs one reading of the clock. Runs on the engine's step thread only.
+The tiers are read after a job has ended, else once per second; another step costs one reading of
+the clock. Runs on the engine's step thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import (
     AuditJob,
-    CacheEvent,
     JobResult,
     LoadJob,
     Outcome,
@@ -59,11 +58,6 @@ class WorkerMetrics:
         for tier, num_bytes, seconds in moved:
             self.tally.count(counter, tier, amount=num_bytes)
             self._observe(verb, tier, num_bytes, seconds)
-
-    def cache_changed(self, events: Iterable[CacheEvent]) -> None:
-        evicted = sum(not event.admitted for event in events)
-        self.tally.count("evicted_chunks", "cpu", amount=evicted)
-        self._next_look = _AT_ONCE
 
     def take(self) -> Samples | None:
         """New samples since the last call; ``None`` if there are none or they can wait."""

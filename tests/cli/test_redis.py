@@ -173,7 +173,7 @@ def test_purge_asks_and_removes_only_one_namespace(cli: Cli, valkey: Server) -> 
         client.config_resetstat()
         done = cli(*purge, typed="y\n")
         assert done.code == 0
-        assert "320 values removed" in done.out
+        assert "320 of 320 values, " in done.out
         assert not list(client.scan_iter("lmc:{go:*}:*-*"))
         assert len(list(client.scan_iter("lmc:{stay:*}:*-*"))) == 2 * VALUES_PER_CHUNK
         assert client.exists("someone-elses")

@@ -88,6 +88,8 @@ def test_each_resource_fits_its_schema(chart: Any, kind: str) -> None:
     resources = of_kind(chart, kind, kvEvents={"enabled": True}, otlpEndpoint="http://c:4317")
     for resource in resources:
         kubernetes_validate.validate(resource, API_VERSION, strict=True)
+    pods = containers(resources)
+    assert pods["check"]["resources"] == pods["vllm"]["resources"], "check reads the limit"
     kinds = {r["kind"] for r in resources}
     assert ("StatefulSet" in kinds) is ("NetworkPolicy" in kinds) is (kind == "bundled")
 

@@ -31,7 +31,7 @@ VLLM = {
 
 NOT_SHOWN = """
 lookup_hits load_jobs store_jobs probes written_chunks loads_in_step
-retention_hints refused_pins scheduler_failures cpu_evictions cpu_pinned_bytes cpu_tenant_bytes
+retention_hints refused_pins scheduler_failures cpu_pinned_bytes cpu_tenant_bytes
 peer_fallbacks peer_mapped_chunks peer_chunks store_seconds load_bytes_per_second
 store_bytes_per_second
 """
