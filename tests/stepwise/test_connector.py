@@ -221,16 +221,23 @@ def test_generated_tokens_are_not_stored_if_that_is_not_wanted() -> None:
         assert engine.connector.counts.stored_chunks == 1
 
 
-def test_a_tenant_keeps_its_share_of_the_cpu_tier() -> None:
-    """Another one's prompts fill the tier, which holds about 80 chunks, twice."""
-    own, block_table = tokens_of(30, 10 * CHUNK), range(20)
-    with SteppedEngine({"cpu_gib": 0.001}) as engine:
-        engine.step(sequence(own, block_table, cache_salts=("one",)))
-        for number in range(16):
-            other = tokens_of(31 + number, 10 * CHUNK)
-            engine.step(sequence(other, block_table, cache_salts=("other",)))
-        _, left = engine.step(sequence(own, block_table, cache_salts=("one",)))
-        assert left.query_lens == (CHUNK,)
+@pytest.mark.parametrize("is_from_redis", [False, True])
+def test_a_tenant_keeps_its_share_of_the_cpu_tier(valkey: Server, is_from_redis: bool) -> None:
+    """Another one's prompts fill the tier, which holds about 80 chunks, twice. A Redis admits only
+    what the first engine stored."""
+    prompts = [(tokens_of(30 + n, 10 * CHUNK), "other" if n else "one") for n in range(17)]
+    steps = [sequence(tokens, range(20), cache_salts=(salt,)) for tokens, salt in prompts]
+    redis = {"redis_url": valkey.url} if is_from_redis else {}
+    with SteppedEngine(redis) as first:
+        for step in steps if is_from_redis else ():
+            first.step(step)
+    with SteppedEngine({"cpu_gib": 0.001, **redis}) as engine:
+        for step in steps:
+            engine.step(step)
+        before = engine.connector.counts
+        assert before.redis_chunks == (9 * 17 if is_from_redis else 0)
+        assert engine.step(steps[0])[1].query_lens == (CHUNK,)
+        assert engine.connector.counts.redis_chunks == before.redis_chunks
 
 
 @pytest.mark.parametrize(
