@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,6 +66,16 @@ def proxy(valkey: Server) -> Iterator[FaultProxy]:
         yield proxy
 
 
+@contextmanager
+def readable_tier(proxy: FaultProxy, num_chunks: int, **settings: Any) -> Iterator[RedisTier]:
+    """One connection through the proxy; the chunks from 0 on have been written and read."""
+    patient = {"num_connections": 1, "read_timeout_seconds": 3600.0}
+    with open_tier(proxy.url, **patient | settings) as tier:
+        wait_until(lambda: all(put_all(tier, range(num_chunks))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(num_chunks))), "not readable at first")
+        yield tier
+
+
 def checked_get(tier: RedisTier, indices: range | list[int]) -> list[bool]:
     """Hits, each compared byte for byte. The read must return in time."""
     begun = time.monotonic()
@@ -80,9 +91,7 @@ def checked_get(tier: RedisTier, indices: range | list[int]) -> list[bool]:
 def test_no_fault_in_a_reply_reaches_the_buffer_of_a_hit(
     proxy: FaultProxy, kind: Kind, offset: int
 ) -> None:
-    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
-        wait_until(lambda: all(put_all(tier, range(4))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(4))), "not readable at first")
+    with readable_tier(proxy, 4, **TIMEOUTS) as tier:
         missed = sum(tier.stats().counts.misses.values())  # before the tier was connected
         proxy.arm(Fault(kind, offset))
         hits = checked_get(tier, range(4))
@@ -93,7 +102,7 @@ def test_no_fault_in_a_reply_reaches_the_buffer_of_a_hit(
 
 
 def test_a_chunk_is_lacking_only_if_the_server_says_so(proxy: FaultProxy) -> None:
-    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
+    with readable_tier(proxy, 2, **TIMEOUTS) as tier:
 
         def lacks(last: int) -> bool:
             keys = [chunk_key(0), chunk_key(last)]
@@ -102,8 +111,6 @@ def test_a_chunk_is_lacking_only_if_the_server_says_so(proxy: FaultProxy) -> Non
             assert not all(result.hits)
             return result.lacks_next
 
-        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
         assert lacks(9)
         for kind in set(Kind) - {Kind.DELAY}:
             wait_until(lambda: all(checked_get(tier, range(2))), "the tier did not recover")
@@ -166,9 +173,7 @@ def test_one_time_out_of_a_server_opens_its_circuit(
 
 
 def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -> None:
-    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
-        wait_until(lambda: all(put_all(tier, range(1))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(1))), "not readable at first")
+    with readable_tier(proxy, 1) as tier:
         proxy.arm(Fault(Kind.STALL, sticky=True))
         cancelled = threading.Event()
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
@@ -180,9 +185,7 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
 
 def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
     """The one at a silent server, and the one that no reader has begun."""
-    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
-        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
+    with readable_tier(proxy, 2) as tier:
         num_struck = proxy.num_struck
         proxy.arm(Fault(Kind.STALL))
         far = 60.0  # seconds
@@ -200,9 +203,7 @@ def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
 
 def test_a_short_error_is_known_at_once(proxy: FaultProxy) -> None:
     """Although it may be the beginning of another one, and nothing follows it."""
-    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
-        wait_until(lambda: all(put_all(tier, range(1))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(1))), "not readable at first")
+    with readable_tier(proxy, 1) as tier:
         proxy.alter[Direction.REPLY] = lambda data: b"-ERR x\r\n"
         assert checked_get(tier, range(1)) == [False]
         assert tier.stats().counts.misses == {"error_reply": 1}
@@ -210,9 +211,7 @@ def test_a_short_error_is_known_at_once(proxy: FaultProxy) -> None:
 
 def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> None:
     """The reader still waits for an older read, which is cut off and counted."""
-    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
-        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
-        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
+    with readable_tier(proxy, 2) as tier:
         num_struck = proxy.num_struck
         proxy.arm(Fault(Kind.STALL))
         cut_off: dict[int, bool] = {}
