@@ -221,12 +221,15 @@ class PeerTier:
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
         """Nodes of the leading chunks, up to the first chunk that no peer has."""
-        self._servers.refresh()
         nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
         if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
-        with self._asking:
+        if not limit.wait(lambda seconds: self._asking.acquire(timeout=seconds)):
+            return ()
+        try:
             soon = replace(limit, at=min(limit.at, self._clock() + _ASK_SECONDS))
             places = self._lookup.find_places(keys, soon)
+        finally:
+            self._asking.release()
         end = places.index(None) if None in places else len(places)
         return [place for place in places[:end] if place is not None]

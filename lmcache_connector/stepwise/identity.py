@@ -1,9 +1,10 @@
 """Identity of a model in memory: its state, not its code.
 
-It consists of the modules' classes by name and their plain attributes; the configuration; every
-byte of the weights in memory, or ``model_digest``; the precision of float32 products; the form of
-the KV; and the engine's name, so that two kinds of engines never share KV. Files do not count: a
-model in memory may have been cast, merged or trained. ``label`` identifies code of the caller's.
+It consists of the modules' classes by name, their plain attributes and forward hooks; the
+configuration; every byte of the weights in memory, or ``model_digest``; the precision of products,
+autocast included; the form of the KV; and the engine's name, so that two kinds of engines never
+share KV. Files do not count: a model in memory may have been cast, merged or trained. ``label``
+identifies code of the caller's.
 
 The state is read before every prompt, so this must be fast. A tensor's address and version do not
 show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
@@ -13,13 +14,15 @@ mode leave no trace. So some elements of each tensor are compared too.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmcache_connector.config.strict import read_weights_label
@@ -39,6 +42,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 IN_TRAINING = "the model, or a part of it, is in training mode (model.eval() ends that)"
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+# Packages whose forward hooks do not change KV: they observe outputs, or belong to the tiers.
+_HARMLESS = ("transformers.", "lmcache_connector.")
 # Nothing is stored in training mode; the rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
@@ -85,7 +90,8 @@ class ModelIdentity:
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
         self._parts = list(module.modules()) if module is not None else []
-        settings = (modules, _configuration(self._model), _float32_arithmetic())
+        hooks = list(foreign_hooks(self._parts))
+        settings = (modules, _configuration(self._model), _arithmetic(), hooks)
         if not is_first and tensors == self._tensors and settings == self._settings:
             return False
         weights = self._weights
@@ -102,6 +108,8 @@ class ModelIdentity:
             "arithmetic": settings[2],
             "weights": weights,
         }
+        if hooks:
+            root["hooks"] = list(map(_text, hooks))
         config = self._config
         self._hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
         self._weights, self._tensors, self._settings = weights, tensors, settings
@@ -218,11 +226,24 @@ def _configuration(model: object) -> Any:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def _float32_arithmetic() -> list[str]:
-    """Precision of float32 products in torch."""
+def foreign_hooks(modules: Iterable[torch.nn.Module]) -> Iterator[Callable[..., object]]:
+    """The forward hooks that may change KV: those of ``modules``, and torch's for all modules."""
+    tables = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+    for each in modules:
+        if each._forward_hooks or each._forward_pre_hooks:
+            tables += [each._forward_hooks, each._forward_pre_hooks]
+    for hook in chain.from_iterable(table.values() for table in tables):
+        if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS):
+            yield hook
+
+
+def _arithmetic() -> list[str]:
+    """Precision of torch's products of float32, and types of autocast where it is on."""
     matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     found = [each.fp32_precision for each in matmul]
-    return ["ieee" if each == "none" else each for each in found]
+    cast = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    types = [f"{device} {torch.get_autocast_dtype(device)}" for device in cast]
+    return ["ieee" if each == "none" else each for each in found] + types
 
 
 def _all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

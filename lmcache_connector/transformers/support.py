@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import IN_TRAINING
+from lmcache_connector.stepwise.identity import IN_TRAINING, foreign_hooks
 from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES, rope_types
 
 _NUM_EARLY = 8
-# Modules whose forward hooks do not change KV: they observe outputs, or belong to the tiers.
-_HARMLESS = ("transformers.", "lmcache_connector.")
 
 
 def check_configuration(model: PreTrainedModel) -> None:
@@ -108,17 +104,6 @@ class Alterations:
             return "the configuration asks for hidden states or attentions"
         if any(each.training for each in self._modules):
             return IN_TRAINING
-        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-        if any(_are_foreign(hooks.values()) for hooks in everywhere) or _are_foreign(self._hooks()):
+        if any(True for _ in foreign_hooks(self._modules)):
             return "the model has forward hooks of other code"
         return ""
-
-    def _hooks(self) -> Iterator[Callable[..., object]]:
-        for each in self._modules:
-            if each._forward_hooks or each._forward_pre_hooks:
-                yield from each._forward_hooks.values()
-                yield from each._forward_pre_hooks.values()
-
-
-def _are_foreign(hooks: Iterable[Callable[..., object]]) -> bool:
-    return any(not str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -136,6 +137,28 @@ def test_the_only_peer_of_a_model_with_several_parts_is_read_without_a_look_up()
     with serving(HeldChunks(indices)) as server, reading(at(server), share=share) as tier:
         assert read_once_connected(tier, indices).hits == [True] * 4
         assert read(tier, [])[0].hits == []
+
+
+def test_a_read_waits_for_the_look_up_of_another_until_its_deadline() -> None:
+    with (
+        serving(HeldChunks([0])) as one,
+        serving(HeldChunks([0])) as other,
+        reading(at(one, other)) as tier,
+    ):
+        read_once_connected(tier, [0])
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        results = list[ReadResult]()
+
+        def read_in_time() -> None:
+            results.append(tier.read([chunk_key(0)], [buffer], time.monotonic() + 0.2))
+
+        reader = threading.Thread(target=read_in_time)
+        with tier._asking:
+            reader.start()
+            reader.join(10.0)
+            assert [result.hits for result in results] == [[False]]
+        reader.join()
+        assert read(tier, [0])[0].hits == [True]
 
 
 def silent_server() -> socket.socket:

@@ -77,7 +77,11 @@ def _cast_and_back(model: Any) -> None:
     model.load_state_dict(weights)
 
 
-@pytest.mark.parametrize("change", [_scale, _swap, _cast, _cast_and_back])
+def _hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+
+
+@pytest.mark.parametrize("change", [_scale, _swap, _cast, _cast_and_back, _hook])
 def test_any_change_of_a_model_changes_its_keys(change: Callable[[LlamaForCausalLM], None]) -> None:
     model = tiny()
     before = key(model)
@@ -102,6 +106,15 @@ def test_matmul_precision_changes_keys() -> None:
         assert key(tiny()) != before
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_autocast_changes_keys() -> None:
+    before = key(tiny())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = key(tiny())
+    with torch.autocast("cpu", dtype=torch.float16):
+        other = key(tiny())
+    assert len({before, one, other}) == 3
 
 
 def test_weights_of_several_tensors_are_watched() -> None:

@@ -69,7 +69,6 @@ def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
 def hit_sources(from_memory: int, from_redis: int) -> dict[Any, int]:
     """Tokens by vLLM's ``CacheHitSource``: ``HOST`` for the CPU tier; there is none for a store
     that instances share."""
-    # Only a vLLM that has the enumeration calls this.
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32
 
     sources = {CacheHitSource.HOST: from_memory, CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis}

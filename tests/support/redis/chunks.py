@@ -44,8 +44,10 @@ def kv_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
 
 
 def config(url: str, **changes: object) -> RedisTierConfig:
-    """Settings under which a head of ``GEOMETRY`` takes two values, and back-offs are short."""
+    """Settings under which a head of ``GEOMETRY`` takes two values, and back-offs are short.
+    A connection may take long: on a busy machine, a writer that has to wait gets little time."""
     settings: dict[str, object] = {
+        "connect_timeout_seconds": 5.0,
         "max_value_bytes": 4096,
         "backoff_min_seconds": 0.02,
         "backoff_max_seconds": 0.2,
