@@ -140,7 +140,7 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
-    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30, "")
+    yield check_memory(config.cpu_gib)
 
 
 def check_versions() -> Finding:
@@ -157,17 +157,14 @@ def check_versions() -> Finding:
     return Finding("versions", "ok", text)
 
 
-def check_memory(
-    name: str, setting: str, wanted: int, unit: int, whose: str = " per rank"
-) -> Finding:
-    """``wanted`` bytes, set by ``setting`` in units of ``unit`` bytes."""
-    available = available_memory()
+def check_memory(cpu_gib: float) -> Finding:
+    wanted, available = cpu_gib * 2**30, available_memory()
     if available is None:
-        return Finding(name, "ok", f"{size(wanted)}{whose}")
-    text = f"{size(wanted)}{whose} of {size(available)} available here"
+        return Finding("cpu tier", "ok", size(wanted))
+    text = f"{size(wanted)} of {size(available)} available here"
     if wanted > available:
-        return Finding(name, "error", text, f"lower {setting} to {available / unit * 0.8:.0f}")
+        hint = f"lower cpu_gib to {available / 2**30 * 0.8:.0f}"
+        return Finding("cpu tier", "error", text, hint)
     if wanted > 0.8 * available:
-        hint = f"leave memory for vLLM{', and count every rank on this host' if whose else ''}"
-        return Finding(name, "warning", text, hint)
-    return Finding(name, "ok", text)
+        return Finding("cpu tier", "warning", text, "leave memory for vLLM")
+    return Finding("cpu tier", "ok", text)

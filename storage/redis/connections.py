@@ -306,14 +306,14 @@ class Connections:
 
 
 def warn_if_unbounded(client: Client) -> None:
-    """Warn if the server has neither a memory limit nor eviction: cached chunks would fill the
-    machine's memory. Raises one of ``CONNECTION_ERRORS``."""
+    """Warn if the server has no memory limit, without which no policy evicts. Raises one of
+    ``CONNECTION_ERRORS``."""
     try:
         facts = client.info("memory")
     except ResponseError:
         return  # no permission
-    if facts.get("maxmemory", 0) == 0 and facts.get("maxmemory_policy") == "noeviction":
+    if facts.get("maxmemory") == 0:
         logger.warning(
-            "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "
-            "its memory. Set maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
+            "this redis server has no maxmemory: cached chunks will fill its machine's memory. Set "
+            "maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
         )

@@ -89,10 +89,11 @@ def test_a_server_without_a_memory_limit_is_warned_of_once(
         caplog.clear()
         with open_tier(server.url, ttl_seconds=ttl_seconds) as tier:
             put_all(tier, [0])
-        return sum("noeviction" in r.message for r in caplog.records)
+        return sum("no maxmemory" in r.message for r in caplog.records)
 
     with caplog.at_level(logging.WARNING):
         assert warnings(0, "noeviction") == 1
         assert warnings(0, "noeviction", 60.0) == 0
         assert warnings(100 << 20, "noeviction") == 0
-        assert warnings(0, "allkeys-lru") == 0
+        assert warnings(0, "allkeys-lru") == 1
+        assert warnings(100 << 20, "allkeys-lru") == 0
