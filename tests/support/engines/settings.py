@@ -33,6 +33,8 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "compute_or_load": "always",
         "audit_share": 0.0,
     }
+    if "redis_url" in extra:
+        settings["redis_timeout_seconds"] = 10.0  # on a starved machine, writes are slow
     return tiered_transfer(role, **settings | extra)
 
 
