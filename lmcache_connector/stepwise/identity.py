@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -109,7 +108,7 @@ class ModelIdentity:
             "weights": weights,
         }
         if hooks:
-            root["hooks"] = list(map(_text, hooks))
+            root["hooks"] = [[index, _text(hook)] for index, hook in hooks]
         config = self._config
         self._hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
         self._weights, self._tensors, self._settings = weights, tensors, settings
@@ -226,15 +225,22 @@ def _configuration(model: object) -> Any:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def foreign_hooks(modules: Iterable[torch.nn.Module]) -> Iterator[Callable[..., object]]:
-    """The forward hooks that may change KV: those of ``modules``, and torch's for all modules."""
-    tables = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-    for each in modules:
+def foreign_hooks(
+    modules: Iterable[torch.nn.Module],
+) -> Iterator[tuple[int, Callable[..., object]]]:
+    """The forward hooks that may change KV, each with the index of its module among ``modules``;
+    -1 for torch's hooks of all modules."""
+    tables = [
+        (-1, torch_module._global_forward_pre_hooks),
+        (-1, torch_module._global_forward_hooks),
+    ]
+    for index, each in enumerate(modules):
         if each._forward_hooks or each._forward_pre_hooks:
-            tables += [each._forward_hooks, each._forward_pre_hooks]
-    for hook in chain.from_iterable(table.values() for table in tables):
-        if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS):
-            yield hook
+            tables += [(index, each._forward_pre_hooks), (index, each._forward_hooks)]
+    for index, table in tables:
+        for hook in table.values():
+            if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS):
+                yield index, hook
 
 
 def _arithmetic() -> list[str]:

@@ -108,6 +108,25 @@ def test_matmul_precision_changes_keys() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_a_hooks_place_is_part_of_the_keys() -> None:
+    def double(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+    def hooked(place: str) -> LlamaForCausalLM:
+        model = tiny()
+        model.get_submodule(place).register_forward_hook(double)
+        return model
+
+    places = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
+    assert key(hooked(places[0])) == key(hooked(places[0])) != key(hooked(places[1]))
+    moved = hooked(places[0])
+    identity = ModelIdentity(moved, "e", FORM, parse_config({"chunk_size": 32}))
+    identity.refresh()
+    moved.get_submodule(places[0])._forward_hooks.clear()
+    moved.get_submodule(places[1]).register_forward_hook(double)
+    assert identity.refresh()
+
+
 def test_autocast_changes_keys() -> None:
     before = key(tiny())
     with torch.autocast("cpu", dtype=torch.bfloat16):
