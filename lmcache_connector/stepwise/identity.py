@@ -1,10 +1,10 @@
 """Identity of a model in memory: its state, not its code.
 
-It consists of the modules' classes by name, their plain attributes and forward hooks; the
-configuration; every byte of the weights in memory, or ``model_digest``; the precision of products,
-autocast included; the form of the KV; and the engine's name, so that two kinds of engines never
-share KV. Files do not count: a model in memory may have been cast, merged or trained. ``label``
-identifies code of the caller's.
+It consists of the modules' classes by name and their plain attributes; the configuration; every
+byte of the weights in memory, or ``model_digest``; the precision of float32 products; the form of
+the KV; and the engine's name, so that two kinds of engines never share KV. Files do not count: a
+model in memory may have been cast, merged or trained. ``label`` identifies code of the caller's.
+What alters a pass has no identity: see :func:`alteration`.
 
 The state is read before every prompt, so this must be fast. A tensor's address and version do not
 show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
@@ -14,9 +14,10 @@ mode leave no trace. So some elements of each tensor are compared too.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -39,10 +40,9 @@ _RELEASED = ("torch", "transformers", "builtins")
 _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-IN_TRAINING = "the model, or a part of it, is in training mode (model.eval() ends that)"
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Packages whose forward hooks do not change KV: they observe outputs, or belong to the tiers.
-_HARMLESS = ("transformers.", "lmcache_connector.")
+# Forward hooks that only observe, belong to the tiers, or compute weights from parameters.
+_HARMLESS = ("transformers.", "lmcache_connector.", "torch.nn.utils.")
 # Nothing is stored in training mode; the rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
@@ -89,8 +89,7 @@ class ModelIdentity:
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
         self._parts = list(module.modules()) if module is not None else []
-        hooks = list(foreign_hooks(self._parts))
-        settings = (modules, _configuration(self._model), _arithmetic(), hooks)
+        settings = (modules, _configuration(self._model), _float32_arithmetic())
         if not is_first and tensors == self._tensors and settings == self._settings:
             return False
         weights = self._weights
@@ -107,18 +106,15 @@ class ModelIdentity:
             "arithmetic": settings[2],
             "weights": weights,
         }
-        if hooks:
-            root["hooks"] = [[index, _text(hook)] for index, hook in hooks]
         config = self._config
         self._hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
         self._weights, self._tensors, self._settings = weights, tensors, settings
         self.version += 1
         return not is_first
 
-    @property
-    def is_training(self) -> bool:
-        """Whether a module that the last :meth:`refresh` found is in training mode."""
-        return any(each.training for each in self._parts)
+    def alteration(self, device_type: str) -> str:
+        """See :func:`alteration`; of the modules that the last :meth:`refresh` found."""
+        return alteration(self._parts, device_type)
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, for the model as of the last :meth:`refresh`."""
@@ -225,31 +221,28 @@ def _configuration(model: object) -> Any:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def foreign_hooks(
-    modules: Iterable[torch.nn.Module],
-) -> Iterator[tuple[int, Callable[..., object]]]:
-    """The forward hooks that may change KV, each with the index of its module among ``modules``;
-    -1 for torch's hooks of all modules."""
-    tables = [
-        (-1, torch_module._global_forward_pre_hooks),
-        (-1, torch_module._global_forward_hooks),
-    ]
-    for index, each in enumerate(modules):
+def alteration(modules: Iterable[torch.nn.Module], device_type: str) -> str:
+    """Why a pass through ``modules`` computes other KV than their identity determines; empty if it
+    does not. Called for every pass, so it must be fast."""
+    if torch.is_autocast_enabled(device_type):
+        return "the model runs under autocast"
+    tables = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+    for each in modules:
+        if each.training:
+            return "the model, or a part of it, is in training mode (model.eval() ends that)"
         if each._forward_hooks or each._forward_pre_hooks:
-            tables += [(index, each._forward_pre_hooks), (index, each._forward_hooks)]
-    for index, table in tables:
-        for hook in table.values():
-            if not str(getattr(hook, "__module__", "")).startswith(_HARMLESS):
-                yield index, hook
+            tables += [each._forward_hooks, each._forward_pre_hooks]
+    hooks = chain.from_iterable(table.values() for table in tables)
+    if any(not str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks):
+        return "the model has forward hooks of other code"
+    return ""
 
 
-def _arithmetic() -> list[str]:
-    """Precision of torch's products of float32, and types of autocast where it is on."""
+def _float32_arithmetic() -> list[str]:
+    """Precision of float32 products in torch."""
     matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     found = [each.fp32_precision for each in matmul]
-    cast = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    types = [f"{device} {torch.get_autocast_dtype(device)}" for device in cast]
-    return ["ieee" if each == "none" else each for each in found] + types
+    return ["ieee" if each == "none" else each for each in found]
 
 
 def _all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import IN_TRAINING, ModelIdentity
+from lmcache_connector.stepwise.identity import ModelIdentity
 from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.tiers import Tiers
 
@@ -61,7 +61,8 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
-        self._in_training = self._is_noisy = False
+        self._device_type = blocks[0].device.type
+        self._alteration, self._is_altered = "", False
         self._lineages: dict[int, Lineage] = {}  # of blocks with known tokens
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
@@ -102,11 +103,11 @@ class PagedSequences:
     def check(self, rows: Sequence[Row]) -> None:
         """Called before a pass and after it. Raises ``ValueError`` for inconsistent block tables:
         chunks would be stored with the KV of other tokens. Nothing of a pass is restored or stored
-        if the model is in training mode on either side: dropout makes other KV each time."""
-        was_training, self._in_training = self._in_training, self._identity.is_training
-        self._is_noisy = was_training or self._in_training
-        if self._in_training and not was_training:
-            logger.warning("Sequences are neither loaded nor stored for now: %s", IN_TRAINING)
+        if something alters the model's passes on either side."""
+        before, self._alteration = self._alteration, self._identity.alteration(self._device_type)
+        self._is_altered = bool(before or self._alteration)
+        if self._alteration and not before:
+            logger.warning("Sequences are neither loaded nor stored for now: %s", self._alteration)
         for row in rows:
             self._check_blocks(row)
         written = {
@@ -157,14 +158,14 @@ class PagedSequences:
 
     def _begin(self, row: Row, keys: RequestKeys) -> bool:
         """A step writes to the row's blocks behind its context. Forgets their content there, and
-        returns whether they hold the KV of the context, to be continued by a pass without noise.
+        returns whether they hold the KV of the context, to be continued by an unaltered pass.
         Compares at most a chunk per block."""
         wanted = list(self._lineages_of(row, keys, 0, row.context_len))
         is_known = all(self._holds(block, lineage) for block, lineage in wanted)
         self.forget(row.blocks[row.context_len // self._block_size :])
         if is_known and row.context_len % self._block_size:
             self._lineages.update(wanted[-1:])
-        return is_known and not self._is_noisy
+        return is_known and not self._is_altered
 
     def _holds(self, block: int, lineage: Lineage) -> bool:
         """Whether the block holds the tokens of ``lineage``, maybe followed by others."""

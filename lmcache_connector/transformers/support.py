@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import IN_TRAINING, foreign_hooks
+from lmcache_connector.stepwise.identity import alteration
 from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES, rope_types
 
 _NUM_EARLY = 8
@@ -98,12 +98,6 @@ class Alterations:
         if looks_anew or not self._modules:
             self._modules = list(self._model.modules())
         config = self._model.config
-        if torch.is_autocast_enabled(device.type):
-            return "the model runs under autocast"
         if config.output_hidden_states or config.output_attentions:
             return "the configuration asks for hidden states or attentions"
-        if any(each.training for each in self._modules):
-            return IN_TRAINING
-        if any(True for _ in foreign_hooks(self._modules)):
-            return "the model has forward hooks of other code"
-        return ""
+        return alteration(self._modules, device.type)

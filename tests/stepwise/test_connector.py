@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -159,35 +160,52 @@ def test_nothing_is_stored_if_weights_change_between_the_calls() -> None:
         assert left.query_lens == (70,)
 
 
-def test_steps_in_training_mode_are_neither_stored_nor_loaded(
-    caplog: pytest.LogCaptureFixture,
+@contextmanager
+def altered(model: SteppedModel, how: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        if "training" in how:
+            model.train()
+            stack.callback(model.eval)
+        elif "autocast" in how:
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        else:
+            hook = model.get_submodule("qkv.0").register_forward_hook(lambda *args: args[2] * 2)
+            stack.callback(hook.remove)
+        yield
+
+
+ALTERATIONS = pytest.mark.parametrize("how", ["training mode", "autocast", "forward hooks"])
+
+
+@ALTERATIONS
+def test_altered_steps_are_neither_stored_nor_loaded(
+    how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Dropout makes other KV in each pass."""
+    """Most complete no chunk, which a later step does that nothing alters."""
     tokens, blocks = tokens_of(27, 140), tuple(range(9))
     model = SteppedModel(dropout=0.5)
     with SteppedEngine({}, model=model) as engine:
         engine.step(sequence(tokens[:40], blocks))
-        model.train()
-        for end in range(41, 61):
-            engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
-        assert engine.step(sequence(tokens, range(10, 19)))[1].query_lens == (140,)
-        model.eval()
+        with altered(model, how):
+            for end in range(41, 61):
+                engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
+            assert engine.step(sequence(tokens, range(10, 19)))[1].query_lens == (140,)
         engine.step(ModelInput(tuple(tokens), (140,), (80,), (blocks,)))
         assert engine.connector.counts.stored_chunks == 1
         engine.step(sequence(tokens, range(20, 29)))
         assert engine.connector.counts.hit_chunks == 1
-    assert caplog.text.count("training mode") == 1
+    assert caplog.text.count(how) == 1
 
 
-def test_a_pass_in_training_mode_counts_although_send_follows_in_eval_mode() -> None:
+@ALTERATIONS
+def test_an_altered_pass_counts_although_send_follows_after_its_end(how: str) -> None:
     tokens, blocks = tokens_of(28, 40), tuple(range(3))
     model = SteppedModel(dropout=0.5)
     with SteppedEngine({}, model=model) as engine:
         first = sequence(tokens[:20], blocks)
-        model.train()
-        engine.connector.recv_kv_caches_and_hidden_states(model, first, engine.kv_caches)
-        model(first, engine.kv_caches)
-        model.eval()
+        with altered(model, how):
+            engine.connector.recv_kv_caches_and_hidden_states(model, first, engine.kv_caches)
+            model(first, engine.kv_caches)
         engine.connector.send_kv_caches_and_hidden_states(model, first, engine.kv_caches, None)
         engine.step(ModelInput(tuple(tokens), (40,), (20,), (blocks,)))
         assert engine.connector.counts.stored_chunks == 0
