@@ -163,7 +163,7 @@ def check_memory(cpu_gib: float) -> Finding:
         return Finding("cpu tier", "ok", size(wanted))
     text = f"{size(wanted)} of {size(available)} available here"
     if wanted > available:
-        hint = f"lower cpu_gib to {available / 2**30 * 0.8:.0f}"
+        hint = f"lower cpu_gib to {available / 2**30 * 0.8:.1f}"
         return Finding("cpu tier", "error", text, hint)
     if wanted > 0.8 * available:
         return Finding("cpu tier", "warning", text, "leave memory for vLLM")
