@@ -41,8 +41,8 @@ _NUM_SAMPLES = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
-# Forward hooks that only observe, belong to the tiers, or compute weights from parameters.
-_HARMLESS = ("transformers.", "lmcache_connector.", "torch.nn.utils.")
+# Forward hooks that only observe, belong to the tiers, compute weights or distribute tensors.
+_HARMLESS = ("transformers.", "lmcache_connector.", "torch.nn.utils.", "torch.distributed.tensor.")
 # Nothing is stored in training mode; the rest does not affect KV.
 _NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
@@ -263,7 +263,7 @@ def _leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         if is_traceable_wrapper_subclass(each):
             parts = each.__tensor_flatten__()[0]
             yield from _leaves((f"{name}.{part}", getattr(each, part)) for part in parts)
-        else:
+        elif isinstance(each, torch.Tensor):  # a DTensor names its DeviceMesh too
             yield name, each
 
 

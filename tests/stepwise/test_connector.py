@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import ConfigError, UnsupportedError
@@ -209,6 +216,24 @@ def test_an_altered_pass_counts_although_send_follows_after_its_end(how: str) ->
         engine.connector.send_kv_caches_and_hidden_states(model, first, engine.kv_caches, None)
         engine.step(ModelInput(tuple(tokens), (40,), (20,), (blocks,)))
         assert engine.connector.counts.stored_chunks == 0
+
+
+def test_parallel_modules_of_torch_are_no_alteration() -> None:
+    """Torch splits a model over ranks by hooks."""
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    try:
+        model = SteppedModel()
+        halves = {"qkv.*": ColwiseParallel(), "out.*": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (1,)), halves)
+        tokens = tokens_of(31, 70)
+        with SteppedEngine({"model_digest": "mine"}, model=model) as engine:
+            engine.step(sequence(tokens, range(5)))
+            assert engine.step(sequence(tokens, range(10, 15)))[1].query_lens == (70 - 64,)
+            assert torch.equal(engine.kv_of(range(10, 14), 64), engine.kv_of(range(4), 64))
+            model.get_submodule("out.0").register_forward_hook(lambda *args: args[2] * 2)
+            assert engine.step(sequence(tokens, range(10, 15)))[1].query_lens == (70,)
+    finally:
+        group.destroy_process_group()
 
 
 def test_a_closed_or_forked_connector_refuses_calls() -> None:
