@@ -121,7 +121,7 @@ class LMCacheConnector:
         paged = self._bound(model_executable, kv_caches)
         paged.tiers.forward_ended()
         rows = list(model_input.rows())
-        paged.check(rows)
+        paged.check(rows, is_after=True)
         if any(map(paged.completes_chunks, rows)) and not paged.is_same_model():
             return
         for row in rows:

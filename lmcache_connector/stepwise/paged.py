@@ -100,12 +100,12 @@ class PagedSequences:
         for block in blocks:
             self._lineages.pop(block, None)
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Sequence[Row], *, is_after: bool = False) -> None:
         """Called before a pass and after it. Raises ``ValueError`` for inconsistent block tables:
-        chunks would be stored with the KV of other tokens. Nothing of a pass is restored or stored
-        if something alters the model's passes on either side."""
+        chunks would be stored with the KV of other tokens. Nothing is restored before a pass that
+        something alters, and nothing is stored if something alters it on either side."""
         before, self._alteration = self._alteration, self._identity.alteration(self._device_type)
-        self._is_altered = bool(before or self._alteration)
+        self._is_altered = bool(self._alteration or (is_after and before))
         if self._alteration and not before:
             logger.warning("Sequences are neither loaded nor stored for now: %s", self._alteration)
         for row in rows:

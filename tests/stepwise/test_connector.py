@@ -218,6 +218,18 @@ def test_an_altered_pass_counts_although_send_follows_after_its_end(how: str) ->
         assert engine.connector.counts.stored_chunks == 0
 
 
+@ALTERATIONS
+def test_the_first_step_after_altered_ones_loads(how: str) -> None:
+    """An engine may alternate between plain and altered steps."""
+    tokens = tokens_of(29, 70)
+    model = SteppedModel(dropout=0.5)
+    with SteppedEngine({}, model=model) as engine:
+        engine.step(sequence(tokens, range(5)))
+        with altered(model, how):
+            engine.step(sequence(tokens[:10], (10,)))
+        assert engine.step(sequence(tokens, range(20, 25)))[1].query_lens == (70 - 64,)
+
+
 def test_parallel_modules_of_torch_are_no_alteration() -> None:
     """Torch splits a model over ranks by hooks."""
     group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
