@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -67,7 +66,6 @@ class ModelIdentity:
         self._model = model
         self._config = config
         self._module = model if isinstance(model, torch.nn.Module) else None
-        self._parts: list[torch.nn.Module] = []
         self.root: dict[str, object] = {
             "namespace": config.namespace,
             "engine": engine,
@@ -88,7 +86,6 @@ class ModelIdentity:
         is_first, module = self._hasher is None, self._module
         tensors = TensorState.of(module) if module is not None else None
         modules = _modules(module) if module is not None else {}
-        self._parts = list(module.modules()) if module is not None else []
         settings = (modules, _configuration(self._model), _float32_arithmetic())
         if not is_first and tensors == self._tensors and settings == self._settings:
             return False
@@ -111,10 +108,6 @@ class ModelIdentity:
         self._weights, self._tensors, self._settings = weights, tensors, settings
         self.version += 1
         return not is_first
-
-    def alteration(self, device_type: str) -> str:
-        """See :func:`alteration`; of the modules that the last :meth:`refresh` found."""
-        return alteration(self._parts, device_type)
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, for the model as of the last :meth:`refresh`."""
@@ -221,18 +214,25 @@ def _configuration(model: object) -> Any:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def alteration(modules: Iterable[torch.nn.Module], device_type: str) -> str:
-    """Why a pass through ``modules`` computes other KV than their identity determines; empty if it
-    does not. Called for every pass, so it must be fast."""
+def alteration(model: object, device_type: str) -> str:
+    """Why a pass through ``model`` computes other KV than its identity determines; empty if it does
+    not. Called before and after every pass, so it must be fast."""
     if torch.is_autocast_enabled(device_type):
         return "the model runs under autocast"
     tables = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-    for each in modules:
+    modules: list[Any] = [model] if isinstance(model, torch.nn.Module) else []
+    seen: set[torch.nn.Module] = set()
+    for each in modules:  # Module.modules() is slower
+        if each is None or each in seen:
+            continue
+        if each._modules:
+            seen.add(each)
+            modules += each._modules.values()
         if each.training:
             return "the model, or a part of it, is in training mode (model.eval() ends that)"
         if each._forward_hooks or each._forward_pre_hooks:
             tables += [each._forward_hooks, each._forward_pre_hooks]
-    hooks = chain.from_iterable(table.values() for table in tables)
+    hooks = [hook for table in tables for hook in [*table.values()]]  # other threads change tables
     if any(not str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks):
         return "the model has forward hooks of other code"
     return ""

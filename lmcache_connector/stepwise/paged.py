@@ -17,7 +17,7 @@ from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import ModelIdentity
+from lmcache_connector.stepwise.identity import ModelIdentity, alteration
 from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.tiers import Tiers
 
@@ -61,7 +61,7 @@ class PagedSequences:
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
-        self._device_type = blocks[0].device.type
+        self._model, self._device_type = model, blocks[0].device.type
         self._alteration, self._is_altered = "", False
         self._lineages: dict[int, Lineage] = {}  # of blocks with known tokens
         self._sequences: dict[int, _HashedSequence] = {}
@@ -104,7 +104,7 @@ class PagedSequences:
         """Called before a pass and after it. Raises ``ValueError`` for inconsistent block tables:
         chunks would be stored with the KV of other tokens. Nothing is restored before a pass that
         something alters, and nothing is stored if something alters it on either side."""
-        before, self._alteration = self._alteration, self._identity.alteration(self._device_type)
+        before, self._alteration = self._alteration, alteration(self._model, self._device_type)
         self._is_altered = bool(self._alteration or (is_after and before))
         if self._alteration and not before:
             logger.warning("Sequences are neither loaded nor stored for now: %s", self._alteration)

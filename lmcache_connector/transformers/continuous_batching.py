@@ -34,7 +34,7 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.tiers import Counts, read_settings
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.support import Alterations, check_configuration
+from lmcache_connector.transformers.support import check_configuration, find_alteration
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,6 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         self._stream = processor.inputs_and_outputs.compute_stream
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
-        self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}
         """Number of tokens in whole blocks of each request that uses the tiers; the others bypass
         them."""
@@ -95,7 +94,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (
             model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ended),
+            model.register_forward_hook(self._ended, with_kwargs=True),
         )
         logger.info("TieredBatching: %s", self._paged.tiers)
 
@@ -128,7 +127,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         table = self._allocator.block_table
         self._whole = {each: n for each, n in self._whole.items() if each in table}
         self._is_own_model()
-        if self._is_altered(looks_anew=True):
+        if self._is_altered():
             return shared
         self._whole[request_id] = shared
         rest = len(prompt_ids) - shared
@@ -173,9 +172,9 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
             self._whole.clear()
         return is_own
 
-    def _is_altered(self, *, looks_anew: bool) -> bool:
+    def _is_altered(self) -> bool:
         """Whether the model computes other KV than its own. Running requests then bypass."""
-        is_altered = bool(self._alterations.find(self._device, looks_anew=looks_anew))
+        is_altered = bool(find_alteration(self._manager.model, self._device))
         if is_altered:
             self._whole.clear()
             self._paged.forget_all()
@@ -186,12 +185,16 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
     def _begins(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("cache") is self._cache:
             number = kwargs["input_ids"].shape[1]
-            self._is_altered(looks_anew=False)
+            self._is_altered()
             reached = int(kwargs["position_ids"].sum())
             self._paged.tiers.forward_begins(number, max(0, reached // number - number // 2))
 
-    def _ended(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        self._paged.tiers.forward_ended()
+    def _ended(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if kwargs.get("cache") is self._cache:
+            self._is_altered()  # by another thread, during the pass
+            self._paged.tiers.forward_ended()
 
 
 def _row(

@@ -84,20 +84,9 @@ def _unsupported(what: str) -> UnsupportedError:
     )
 
 
-class Alterations:
-    """Finds reasons why ``model`` computes other KV than its configuration and weights determine.
-    Called before every forward pass, so it must be fast."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._modules: list[torch.nn.Module] = []
-
-    def find(self, device: torch.device, *, looks_anew: bool) -> str:
-        """Why a pass on ``device`` computes other KV, or is read for more than logits; empty if
-        not. ``looks_anew``: also consider replaced modules."""
-        if looks_anew or not self._modules:
-            self._modules = list(self._model.modules())
-        config = self._model.config
-        if config.output_hidden_states or config.output_attentions:
-            return "the configuration asks for hidden states or attentions"
-        return alteration(self._modules, device.type)
+def find_alteration(model: PreTrainedModel, device: torch.device) -> str:
+    """Why a pass on ``device`` computes other KV than configuration and weights determine, or is
+    read for more than logits; empty if not."""
+    if model.config.output_hidden_states or model.config.output_attentions:
+        return "the configuration asks for hidden states or attentions"
+    return alteration(model, device.type)

@@ -31,7 +31,7 @@ from lmcache_connector.stepwise.identity import ModelIdentity
 from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers, read_settings
 from lmcache_connector.threads import computing_alone
 from lmcache_connector.transformers.cache import ForwardCall, TieredCache, by_name, without_first
-from lmcache_connector.transformers.support import Alterations, find_form
+from lmcache_connector.transformers.support import find_alteration, find_form
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         engine = f"{_ENGINE} {version(_ENGINE)}"
         self._identity = ModelIdentity(model, engine, self._form, self._config, label=label)
         self._identity.refresh()
-        self._alterations = Alterations(model)
         chunk = self._form.empty(self._config.chunk_size, self._device)
         part = self._form.part(chunk, self._config.chunk_size)
         self._tiers = Tiers(self._config, part, self._identity.root)
@@ -167,10 +166,12 @@ class KVTiers(AbstractContextManager["KVTiers"]):
                 return
             self._tiers.forward_ended()
             cache.computed(call.token_ids)
-            if cache.get_seq_length() == len(cache.token_ids):
-                self._keep(cache, is_checked=call.is_checked)
-            else:
+            if cache.get_seq_length() != len(cache.token_ids):
                 self._bypass(cache, _WRITTEN)
+            elif altered := find_alteration(self._model, self._device):  # by another thread
+                self._bypass(cache, altered)
+            else:
+                self._keep(cache, is_checked=call.is_checked)
 
     def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | str:
         """The tokens that the pass computes, or why its KV or the cached KV may not match the
@@ -182,7 +183,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         if isinstance(call, str):
             return call
         is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
-        if altered := self._alterations.find(self._device, looks_anew=is_checked):
+        if altered := find_alteration(self._model, self._device):
             return altered
         if is_checked and not self._is_same_model(cache):
             return _CHANGED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -228,6 +229,28 @@ def test_the_first_step_after_altered_ones_loads(how: str) -> None:
         with altered(model, how):
             engine.step(sequence(tokens[:10], (10,)))
         assert engine.step(sequence(tokens, range(20, 25)))[1].query_lens == (70 - 64,)
+
+
+def test_hooks_of_modules_put_in_between_count() -> None:
+    """The first step with such a module has a prompt; others compute tokens one by one."""
+    tokens, blocks = tokens_of(30, 70), tuple(range(5))
+    with SteppedEngine({}) as engine:
+        layers = engine.model.get_submodule("qkv")
+        assert isinstance(layers, torch.nn.ModuleList)
+        plain, hooked = layers[0], copy.deepcopy(layers[0])
+        hooked.register_forward_hook(lambda *args: args[2] * 2)
+        engine.step(sequence(tokens[:40], blocks))
+        layers[0] = hooked
+        assert engine.step(sequence(tokens, range(10, 15)))[1].query_lens == (70,)
+        layers[0] = plain
+        engine.step(sequence(tokens[:40], blocks))
+        before = engine.connector.counts.stored_chunks
+        layers[0] = hooked
+        for end in range(41, 51):
+            engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
+        layers[0] = plain
+        engine.step(ModelInput(tuple(tokens), (70,), (20,), (blocks,)))
+        assert engine.connector.counts.stored_chunks == before
 
 
 def test_parallel_modules_of_torch_are_no_alteration() -> None:

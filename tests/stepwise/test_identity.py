@@ -17,7 +17,7 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.scheduler.build import make_root_hasher
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import ModelIdentity, weights_in_memory
+from lmcache_connector.stepwise.identity import ModelIdentity, alteration, weights_in_memory
 
 FORM = KVForm(num_heads=2, widths=(16, 16), dtype="bfloat16")
 IDS = list(range(32))
@@ -159,6 +159,24 @@ def test_model_digest_names_the_first_weights() -> None:
         found.append(keys.keys[0])
         _scale(model)
     assert found[0] != found[1]
+
+
+def test_another_thread_may_change_hooks_meanwhile() -> None:
+    module = torch.nn.Linear(1, 1).eval()
+
+    class Hook:
+        """Looking at it takes as long as another thread needs to register one more."""
+
+        @property
+        def __module__(self) -> str:  # type: ignore[override]
+            module.register_forward_hook(Hook())
+            return "transformers.test"
+
+        def __call__(self, *_: object) -> None: ...
+
+    for _ in range(2):
+        module.register_forward_hook(Hook())
+    assert alteration(module, "cpu") == ""
 
 
 def test_switchable_adapters_are_refused() -> None:

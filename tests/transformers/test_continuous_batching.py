@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,41 @@ def test_kv_of_a_changed_model_is_not_shared(model: Path, change: str) -> None:
         assert tiers.counts.hit_chunks == before
         assert handle is not None
         handle.remove()
+
+
+def test_a_hook_registered_during_a_pass_counts(model: Path) -> None:
+    """The manager's thread computes while the caller's registers a hook, for that pass alone."""
+    tokens = prompt(10, 300)
+    with batching(model, {}) as (manager, tiers), ExitStack() as stack:
+        layers = manager.model.model.layers
+
+        def begin(*_: Any) -> None:
+            hook = layers[1].self_attn.v_proj.register_forward_hook(lambda *args: args[2] * 2)
+            stack.callback(hook.remove)
+
+        begin.__module__ = "transformers.test"  # or it would be an alteration itself
+        handle = layers[0].register_forward_hook(begin)
+        kept = tiers._paged.keep
+
+        def end(row: Any) -> None:
+            stack.close()
+            kept(row)
+
+        tiers._paged.keep = end  # type: ignore[method-assign]
+        answers(manager, {"altered": tokens})
+        handle.remove()
+        assert tiers.counts.stored_chunks == 0
+
+
+def test_passes_of_other_threads_are_not_the_managers(model: Path) -> None:
+    """Autocast is of one thread: there, the model computes something else."""
+    tokens = prompt(11, 300)
+    with batching(model, {}) as (manager, tiers):
+        answers(manager, {"first": tokens})
+        with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+            manager.model(torch.tensor([tokens[:4]]), use_cache=False)
+        answers(manager, {"second": tokens + prompt(12, 200)})
+        assert tiers.counts.stored_chunks == 2 + 2
 
 
 def test_unsupported_managers_are_refused(model: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -170,6 +170,24 @@ def test_nothing_of_altered_passes_is_stored(how: str, one_by_one: bool) -> None
                 model(PROMPT[:, start : start + step], past_key_values=cache)
         tiers.finish_stores()
         assert generate_right(model, tiers, PROMPT) == 1
+
+
+@pytest.mark.parametrize("how", ["training", "hook"])
+def test_nothing_of_a_pass_is_stored_that_another_thread_alters(how: str) -> None:
+    """The alteration begins within the pass, and ends before the next one."""
+    model = tiny_model(attention_dropout=0.5)
+    with KVTiers(model, SMALL) as tiers, torch.no_grad(), ExitStack() as stack:
+
+        def begin(*_: object) -> None:
+            stack.enter_context(altered(model, how))
+
+        begin.__module__ = "transformers.test"  # or it would be an alteration itself
+        handle = model.model.embed_tokens.register_forward_hook(begin)
+        model(PROMPT, past_key_values=tiers.new_cache(), logits_to_keep=1)
+        handle.remove()
+        stack.close()
+        tiers.finish_stores()
+        assert generate_right(model, tiers, PROMPT) == 0
 
 
 # -- edited caches ---------------------------------------------------------------------------------
