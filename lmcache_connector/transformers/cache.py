@@ -151,12 +151,10 @@ def several_sequences() -> UnsupportedError:
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A pass that computes ``token_ids`` behind the cached tokens. ``num_read``: number of last
-    tokens whose logits the caller reads. ``is_checked``: the model was checked right before the
-    pass."""
+    tokens whose logits the caller reads."""
 
     token_ids: tuple[int, ...]
     num_read: int
-    is_checked: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | str:

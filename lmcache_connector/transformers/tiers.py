@@ -171,7 +171,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
             elif altered := find_alteration(self._model, self._device):  # by another thread
                 self._bypass(cache, altered)
             else:
-                self._keep(cache, is_checked=call.is_checked)
+                self._keep(cache)
 
     def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | str:
         """The tokens that the pass computes, or why its KV or the cached KV may not match the
@@ -182,14 +182,14 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         call = ForwardCall.of(arguments, num_cached)
         if isinstance(call, str):
             return call
-        is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
         if altered := find_alteration(self._model, self._device):
             return altered
-        if is_checked and not self._is_same_model(cache):
+        may_restore = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
+        if may_restore and not self._is_same_model(cache):
             return _CHANGED
         assert cache.keys is not None
         cache.keys.shorten(num_cached)  # a failed pass may have left more
-        return replace(call, is_checked=is_checked)
+        return call
 
     def _num_wanted(self, call: ForwardCall, num_cached: int) -> int:
         """Tokens of the chunks that need not be computed if they are stored."""
@@ -248,7 +248,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
             logger.exception("KV is computed instead")
             return 0  # the copy may still write, but only into memory that nothing else uses
 
-    def _keep(self, cache: TieredCache, *, is_checked: bool) -> None:
+    def _keep(self, cache: TieredCache) -> None:
         """Store completed chunks that are not stored yet."""
         assert cache.keys is not None
         size = self._config.chunk_size
@@ -258,7 +258,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         if end <= first:
             return
         is_of_form = self._form.is_of(cache.tensors(), known, self._device)
-        if not is_of_form or not (is_checked or self._is_same_model(cache)):
+        if not is_of_form or not self._is_same_model(cache):
             self._bypass(cache, _CHANGED if is_of_form else _WRITTEN)
             return
         cache.keys.extend(cache.token_ids)

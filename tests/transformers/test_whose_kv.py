@@ -132,6 +132,8 @@ def altered(model: Any, how: str) -> Iterator[None]:
         model.model.layers[0].self_attn.train()
     if how == "hook":
         handle = model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output * 2)
+    if how == "weights":
+        model.model.layers[1].self_attn.v_proj.weight.mul_(2)
     if how == "hook without a module":
         handle = model.model.layers[0].mlp.register_forward_pre_hook({}.__setitem__)
     if how == "hook of all modules":
@@ -142,6 +144,8 @@ def altered(model: Any, how: str) -> Iterator[None]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         yield
     model.eval()
+    if how == "weights":
+        model.model.layers[1].self_attn.v_proj.weight.mul_(0.5)
     if handle is not None:
         handle.remove()
 
@@ -172,7 +176,7 @@ def test_nothing_of_altered_passes_is_stored(how: str, one_by_one: bool) -> None
         assert generate_right(model, tiers, PROMPT) == 1
 
 
-@pytest.mark.parametrize("how", ["training", "hook"])
+@pytest.mark.parametrize("how", ["training", "hook", "weights"])
 def test_nothing_of_a_pass_is_stored_that_another_thread_alters(how: str) -> None:
     """The alteration begins within the pass, and ends before the next one."""
     model = tiny_model(attention_dropout=0.5)
