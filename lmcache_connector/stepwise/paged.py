@@ -62,7 +62,7 @@ class PagedSequences:
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, label)
         self._model, self._device_type = model, blocks[0].device.type
-        self._alteration, self._is_altered = "", False
+        self._alteration, self._is_altered, self._told = "", False, {""}
         self._lineages: dict[int, Lineage] = {}  # of blocks with known tokens
         self._sequences: dict[int, _HashedSequence] = {}
         self._identity.refresh()
@@ -106,7 +106,8 @@ class PagedSequences:
         something alters, and nothing is stored if something alters it on either side."""
         before, self._alteration = self._alteration, alteration(self._model, self._device_type)
         self._is_altered = bool(self._alteration or (is_after and before))
-        if self._alteration and not before:
+        if self._alteration not in self._told:
+            self._told.add(self._alteration)
             logger.warning("Sequences are neither loaded nor stored for now: %s", self._alteration)
         for row in rows:
             self._check_blocks(row)
