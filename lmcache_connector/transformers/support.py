@@ -20,7 +20,8 @@ def check_configuration(model: PreTrainedModel) -> None:
     """Raise :class:`UnsupportedError` unless KV depends only on the tokens before."""
     if model.config.is_encoder_decoder:
         raise _unsupported("models with an encoder, whose KV follows from another text")
-    if any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
+    is_split = any(hasattr(each, "device_mesh") for each in model.parameters())  # DTensors
+    if is_split or any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
         raise _unsupported("models that are split over several processes")
     odd = sorted(rope_types(model.config.to_dict()) - INDEPENDENT_ROPE_TYPES)
     if odd:

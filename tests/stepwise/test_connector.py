@@ -264,7 +264,7 @@ def test_parallel_modules_of_torch_are_no_alteration() -> None:
         halves = {"qkv.*": ColwiseParallel(), "out.*": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (1,)), halves)
         tokens = tokens_of(31, 70)
-        with SteppedEngine({"model_digest": "mine"}, model=model) as engine:
+        with SteppedEngine({"model_digest": "mine"}, model=model, agree=list) as engine:
             engine.step(sequence(tokens, range(5)))
             assert engine.step(sequence(tokens, range(10, 15)))[1].query_lens == (70 - 64,)
             assert torch.equal(engine.kv_of(range(10, 14), 64), engine.kv_of(range(4), 64))

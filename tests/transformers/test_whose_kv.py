@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
@@ -258,6 +261,18 @@ def test_threads_generate_at_once() -> None:
             list(pool.map(generate, prompts))
         tiers.finish_stores()
         assert all(generate_right(model, tiers, ids) == 4 for ids in prompts[:6])
+
+
+def test_a_model_that_torch_splits_over_processes_is_refused() -> None:
+    """Its ranks would load each other's heads, and not load equally."""
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        parallelize_module(model, init_device_mesh("cpu", (1,)), {"lm_head": ColwiseParallel()})
+        with pytest.raises(UnsupportedError, match="several processes"):
+            KVTiers(model, SMALL | {"model_digest": "mine"})
+    finally:
+        group.destroy_process_group()
 
 
 def test_a_forked_process_bypasses_the_tiers() -> None:

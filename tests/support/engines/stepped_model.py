@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmcache_connector.stepwise.connector import LMCacheConnector
+from lmcache_connector.stepwise.connector import Agree, LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput, Row
 
 LAYERS, HEADS, HEAD_DIM, VOCABULARY, BLOCK = 3, 2, 16, 97, 16
@@ -56,16 +56,20 @@ class SteppedModel(nn.Module):
 
 
 class SteppedEngine:
-    """One connector, one model and its caches. ``config`` as the connector takes it."""
+    """One connector, one model and its caches. ``config`` and ``agree``: the connector's."""
 
     def __init__(
-        self, config: Mapping[str, Any], num_blocks: int = 64, model: nn.Module | None = None
+        self,
+        config: Mapping[str, Any],
+        num_blocks: int = 64,
+        model: nn.Module | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.model = model if model is not None else SteppedModel()
         shape = (2, num_blocks, BLOCK, HEADS, HEAD_DIM)
         self.kv_caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
         defaults = {"chunk_size": 32, "cpu_gib": 0.05, "compute_or_load": "always"}
-        self.connector = LMCacheConnector(0, 0, defaults | dict(config))
+        self.connector = LMCacheConnector(0, 0, defaults | dict(config), agree)
 
     def __enter__(self) -> SteppedEngine:
         return self
