@@ -47,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(420))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The time limit of a test that is run again, which pytest-timeout sets for the first run only:
+    a test that hung twice would hang the suite."""
+    if getattr(item, "execution_count", 1) > 1:
+        import pytest_timeout
+
+        limit = pytest_timeout._get_item_settings(item)
+        item.ihook.pytest_timeout_cancel_timer(item=item)
+        item.ihook.pytest_timeout_set_timer(item=item, settings=limit)
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's; machines with GPUs lack it
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One file per worker, but all files with engines in one: two engines on two cores take more
