@@ -75,6 +75,18 @@ def test_a_hit_is_byte_equal_and_its_logits_follow_from_it(llama: Any, tiers: KV
     assert torch.equal(hit.logits[0], tail_logits(llama, stored, ids)[:, -1].float())
 
 
+def test_positions_whose_logits_are_read_are_computed(llama: Any, tiers: KVTiers) -> None:
+    """A prompt that ends with a chunk: ``generate`` reads its last position, this pass reads all."""
+    ids = prompt(4, 3 * CHUNK)
+    cold(llama, tiers, ids)
+    before = tiers.counts
+    llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
+    assert tiers.counts.hit_chunks == before.hit_chunks + 2
+    with torch.no_grad():
+        assert llama(ids, past_key_values=tiers.new_cache()).logits.shape[1] == 3 * CHUNK
+    assert tiers.counts.hit_chunks == before.hit_chunks + 2
+
+
 def test_an_answer_is_a_hit_of_the_next_turn(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(3, 200)
     cache = tiers.new_cache()
