@@ -204,7 +204,8 @@ def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
 def test_a_short_error_is_known_at_once(proxy: FaultProxy) -> None:
     """Although it may be the beginning of another one, and nothing follows it."""
     with readable_tier(proxy, 1) as tier:
-        proxy.alter[Direction.REPLY] = lambda data: b"-ERR x\r\n"
+        replies = iter([b"-ERR x\r\n"])
+        proxy.alter[Direction.REPLY] = lambda data: next(replies, b"")
         assert checked_get(tier, range(1)) == [False]
         assert tier.stats().counts.misses == {"error_reply": 1}
 
