@@ -181,6 +181,30 @@ def memory_of_self() -> int:
     return memory_of(os.getpid())
 
 
+def test_a_flood_of_commands_keeps_nobody_waiting_for_all_answers(
+    chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client asks during the first answer, and waits for two turns at most."""
+    asked: list[bytes] = []
+
+    def exists(index: int) -> bytes:
+        return get(index).replace(b"$3\r\nGET", b"$6\r\nEXISTS")
+
+    def holds(key: bytes) -> bool:
+        if not asked:
+            other.sendall(exists(1))
+        asked.append(key)
+        return True
+
+    with serving(chunks) as server, dial(server) as flooding, dial(server) as other:
+        other.sendall(b"*1\r\n$4\r\nPING\r\n")
+        assert other.recv(100) == b"+PONG\r\n"
+        monkeypatch.setattr(chunks, "holds", holds)
+        flooding.sendall(exists(0) * 500)
+        assert other.recv(100) == b":1\r\n"
+        assert asked.index(chunk_key(1)) <= 2 * 64
+
+
 def test_silent_strangers_displace_no_client(chunks: HeldChunks) -> None:
     ping = b"*1\r\n$4\r\nPING\r\n"
     with (

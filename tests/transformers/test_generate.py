@@ -76,7 +76,7 @@ def test_a_hit_is_byte_equal_and_its_logits_follow_from_it(llama: Any, tiers: KV
 
 
 def test_positions_whose_logits_are_read_are_computed(llama: Any, tiers: KVTiers) -> None:
-    """A prompt that ends with a chunk: ``generate`` reads its last position, this pass reads all."""
+    """The prompt ends with a chunk. ``generate`` reads its last position, the other pass all."""
     ids = prompt(4, 3 * CHUNK)
     cold(llama, tiers, ids)
     before = tiers.counts
