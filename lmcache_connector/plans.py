@@ -25,7 +25,10 @@ class Tier(Enum):
     @classmethod
     def last_of(cls, tiers: Iterable[Tier]) -> Tier:
         """The tier of ``tiers`` that loads try last; the CPU tier if ``tiers`` is empty."""
-        return max(tiers, key=tuple(cls).index, default=cls.CPU)
+        return max(tiers, key=_IN_ORDER.index, default=cls.CPU)
+
+
+_IN_ORDER = tuple(Tier)  # iterating over an Enum is slow
 
 
 @dataclass(frozen=True, slots=True)
