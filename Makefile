@@ -75,7 +75,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 pytest: $(STAMP) ## Run the tests only, on two workers; choose some with ARGS="-k name", one worker with ARGS="-n 0"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="name --json -"
+bench: $(STAMP) ## Run all benchmarks (two hours on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # Third-party benchmarks, each in an environment of its own: none is a dependency.
