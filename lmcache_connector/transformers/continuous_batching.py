@@ -67,10 +67,11 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         check_configuration(model)
         if manager.is_running():
             raise UnsupportedError("The manager runs already: make TieredBatching before start().")
-        if manager.continuous_batching_config.use_async_batching:
+        batching = manager.continuous_batching_config
+        if batching.use_async_batching or any(batching.cuda_graph_booleans):
             raise UnsupportedError(
-                "TieredBatching needs every pass to end before the next one is planned: set "
-                "use_async_batching to False."
+                "TieredBatching needs hooks to run in every pass, and the pass to end before the "
+                "next one is planned: set use_async_batching and use_cuda_graph to False."
             )
         processor = manager._create_batch_processor()
         cache = processor.cache
@@ -88,8 +89,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
         self._whole: dict[str, int] = {}
-        """Number of tokens in whole blocks of each request that uses the tiers; the others bypass
-        them."""
+        """Tokens in whole blocks of each request that uses the tiers; the others bypass them."""
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (

@@ -186,3 +186,8 @@ def test_unsupported_managers_are_refused(model: Path) -> None:
     manager = new_manager(model, use_async_batching=True)
     with pytest.raises(UnsupportedError, match="use_async_batching"):
         TieredBatching(manager, SMALL)
+    manager = new_manager(model)
+    # As transformers decides for flash attention on a GPU; a CPU has no graphs.
+    manager.continuous_batching_config.use_cuda_graph = (True, False)
+    with pytest.raises(UnsupportedError, match="use_cuda_graph"):
+        TieredBatching(manager, SMALL)
