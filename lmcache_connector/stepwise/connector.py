@@ -14,7 +14,7 @@
 ``kv_caches`` has one entry per layer, K and V: a tensor ``[2, blocks, block_size, heads,
 head_dim]`` or a pair of tensors ``[blocks, block_size, heads, head_dim]``, of any strides with
 contiguous heads, the same in every call. All layers keep all tokens: one block table cannot
-describe sliding windows or recurrent states. Not thread-safe.
+describe sliding windows or recurrent states. Not thread-safe, and steps must not overlap.
 """
 
 from __future__ import annotations
