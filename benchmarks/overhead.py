@@ -226,7 +226,9 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
         Engines(MODELS[args.model]) as engines,
         tempfile.TemporaryDirectory() as host_folder,
     ):
-        extra = {"cpu_gib": 2.0, "redis_url": valkey.url, "host_folder": host_folder}
+        token_bytes = MODELS[args.model].kv_bytes_per_token
+        cpu_gib = max(2.0, (1 << 16) * token_bytes / 2**30)
+        extra = {"cpu_gib": cpu_gib, "redis_url": valkey.url, "host_folder": host_folder}
         if args.chunk_size is not None:
             extra["chunk_size"] = args.chunk_size
         transfers = {
@@ -234,12 +236,12 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
             _MISS: tiered_transfer(_MISS, **extra, namespace="never-written"),
             _COLD: tiered_transfer(_COLD, **extra, namespace="written"),
         }
-        batch = max(8192, args.tokens)
-        engines.start("neighbour", transfers[_COLD], max_num_batched_tokens=batch)
-        yield {
-            name: engines.start(name, transfer, max_num_batched_tokens=batch)
-            for name, transfer in transfers.items()
+        sizes = {
+            "max_num_batched_tokens": max(8192, args.tokens),
+            "kv_cache_memory_bytes": max(1 << 30, (1 << 15) * token_bytes),
         }
+        engines.start("neighbour", transfers[_COLD], **sizes)
+        yield {name: engines.start(name, each, **sizes) for name, each in transfers.items()}
 
 
 def _ttft(num_tokens: int, call: Callable[..., Any], seed: int) -> float:

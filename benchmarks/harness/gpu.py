@@ -1,11 +1,12 @@
 """``gpu``: all measurements that need a CUDA GPU, in one call and without a network.
 
 It needs torch, Triton, NumPy, pytest and ``requirements-gpu.txt``. The stages: tests of copies and
-streams; with vLLM for CUDA, engine tests and ``ttft``; copies in every layout; the storms of
-``simulated-gpu`` on the GPU, if vLLM and LMCache are installed (vLLM's scheduler runs, but none of
-its kernels); the tests under compute-sanitizer, if it is installed. One folder gets a log of each
-stage, results as ``--json`` writes them, and ``summary.json`` with hardware and versions, rewritten
-after each stage. For a machine that is lent for some minutes at a time, ``--minutes`` ends in time
+streams; with LMCache, tests of transformers; with vLLM for CUDA, engine tests, ``ttft`` and
+``overhead``; copies in every layout; the storms of ``simulated-gpu`` on the GPU, if vLLM and
+LMCache are installed (vLLM's scheduler runs, but none of its kernels); the tests under
+compute-sanitizer, if it is installed. One folder gets a log of each stage, results as ``--json``
+writes them, and ``summary.json`` with hardware and versions, rewritten after each stage. For a
+machine that is lent for some minutes at a time, ``--minutes`` ends in time
 and ``--resume`` continues.
 
 ``--rehearse`` does the same without a GPU: the CUDA copier's own code runs, with host memory as
@@ -44,7 +45,8 @@ _PYTEST = ("-m", "pytest", "-c", f"{_FOLDER}/gpu.ini")
 _TESTS = (*_PYTEST, "-m", "cuda", _FOLDER)
 _FEW_TESTS = ("-k", "mla or loading or groups or fence or pinned")
 _BLOCK_SIZES = (16, 128)
-_ENGINE_TESTS = ("tiers", "in_step", "crowd", "peers", "drafters")
+_ENGINE_TESTS = ("tiers", "in_step", "names", "failures", "weights", "peers", "drafters")
+_NOT_OF_CPUS = "not cores and not forked"  # a GPU's context does not survive a fork
 _OUT_OF_TIME = "out of time"
 _ENDING_SECONDS = 25.0  # for a stage that is stopped
 _SANITIZER = "compute-sanitizer"
@@ -119,6 +121,13 @@ def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
     environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {"REQUIRE_CUDA": "1"}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
     if not is_rehearsal:
+        yield Stage(
+            "transformers-tests",
+            (*_PYTEST, "--confcutdir=tests", "-k", _NOT_OF_CPUS, "tests/transformers"),
+            600.0,
+            environment=environment,
+            missing=_absent("lmcache", "transformers"),
+        )
         yield from _engines(folder, environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
     yield _storms(folder, environment, is_rehearsal=is_rehearsal)
@@ -151,8 +160,8 @@ def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
 
 
 def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
-    """vLLM's real engine: hits compared byte for byte, and the times to a first token of a model
-    with the shape of Llama 3.1 8B."""
+    """vLLM's real engine: hits compared byte for byte; and of a model with the shape of Llama 3.1
+    8B, times to a first token and the cost of a connector without hits."""
     missing: str | None = "vLLM for CUDA is not installed"
     with suppress(PackageNotFoundError):
         missing = None if version("vllm") else missing
@@ -164,9 +173,14 @@ def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
         environment=environment,
         missing=missing,
     )
-    result = str(folder / "results" / "ttft-8b.json")
-    command = ("-m", "benchmarks", "ttft", "--models", "8b", "--rounds", "5", "--json", result)
-    yield Stage("ttft-8b", command, 600.0, environment=environment, missing=missing)
+    figures = {
+        "ttft-8b": "ttft --models 8b --rounds 5",
+        "overhead-8b": "overhead --model 8b --launches 1",
+    }
+    for label, arguments in figures.items():
+        result = ("--json", str(folder / "results" / f"{label}.json"))
+        command = ("-m", "benchmarks", *arguments.split(), *result)
+        yield Stage(label, command, 600.0, environment=environment, missing=missing)
 
 
 def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:
@@ -174,7 +188,6 @@ def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
     size = "--rounds 2 --step-ms 10 100 --hits 512 2048 8192"
     if is_rehearsal:
         size = "--rounds 1 --step-ms 10 --hits 128 512 --no-storms"
-    absent = [name for name in ("vllm", "lmcache") if importlib.util.find_spec(name) is None]
     command = ("-m", "benchmarks", "simulated-gpu", *size.split())
     device = "rehearsed" if is_rehearsal else "cuda"
     return Stage(
@@ -182,8 +195,13 @@ def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
         (*command, "--device", device, "--json", str(folder / "results" / "storms-cuda.json")),
         900.0,
         environment=environment,
-        missing=f"{' and '.join(absent)} not installed" if absent else None,
+        missing=_absent("vllm", "lmcache"),
     )
+
+
+def _absent(*packages: str) -> str | None:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed" if absent else None
 
 
 def _find_sanitizer() -> str | None:

@@ -24,9 +24,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from lmcache_connector.config import limits
 from lmcache_connector.errors import UnsupportedError
@@ -35,6 +32,13 @@ from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.tiers import Counts, read_settings
 from lmcache_connector.threads import computing_alone
 from lmcache_connector.transformers.support import check_configuration, find_alteration
+
+try:
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+except ImportError as error:
+    raise UnsupportedError("TieredBatching needs transformers 5.18 or newer.") from error
 
 logger = logging.getLogger(__name__)
 

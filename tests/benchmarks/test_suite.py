@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import report, results
+from benchmarks.harness import gpu, report, results
 from benchmarks.simulated_gpu import compare, headline, simulate
 from tests.support import ROOT
 
@@ -65,3 +66,11 @@ def test_decisions_on_a_gpu_match_an_oracle() -> None:
     assert found["steps_lost_p50"] < 0.5
     assert found["worst_ttft_vs_recompute"] <= 1.02
     assert found["ttft_vs_oracle_p50"] <= 1.1
+
+
+def test_what_a_gpu_would_run_is_there(tmp_path: Path) -> None:
+    """CI has no GPU on which a file that was renamed would be missed."""
+    stages = list(gpu.all_stages(tmp_path, is_rehearsal=False))
+    paths = {word for stage in stages for word in stage.command if word.startswith("tests/")}
+    assert any(path.startswith("tests/engine/") for path in paths)
+    assert [path for path in paths if not (ROOT / path).exists()] == []

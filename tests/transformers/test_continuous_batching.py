@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.transformers.continuous_batching import TieredBatching
+from tests.support.device import DEVICE
 from tests.support.engines.settings import random_prompt
 from tests.support.redis.servers import Server
 
@@ -25,9 +28,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def new_manager(folder: Path, **more: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
     limits = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
-    sizes = {"page_size": PAGE, "num_blocks": 128, "max_batch_tokens": 512}
+    sizes = {"page_size": PAGE, "num_blocks": 128, "max_batch_tokens": 512, "use_cuda_graph": False}
     return model.init_continuous_batching(limits, ContinuousBatchingConfig(**(sizes | more)))
 
 
@@ -173,10 +176,19 @@ def test_passes_of_other_threads_are_not_the_managers(model: Path) -> None:
     tokens = prompt(11, 300)
     with batching(model, {}) as (manager, tiers):
         answers(manager, {"first": tokens})
-        with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
-            manager.model(torch.tensor([tokens[:4]]), use_cache=False)
+        with torch.autocast(DEVICE.type, dtype=torch.float16), torch.no_grad():
+            manager.model(torch.tensor([tokens[:4]], device=DEVICE), use_cache=False)
         answers(manager, {"second": tokens + prompt(12, 200)})
         assert tiers.counts.stored_chunks == 2 + 2
+
+
+def test_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 5.17, which has no such module."""
+    older = "transformers.generation.continuous_batching.cache_allocators"
+    monkeypatch.setitem(sys.modules, older, None)
+    monkeypatch.delitem(sys.modules, TieredBatching.__module__)
+    with pytest.raises(UnsupportedError, match=r"5\.18"):
+        importlib.import_module(TieredBatching.__module__)
 
 
 def test_unsupported_managers_are_refused(model: Path) -> None:

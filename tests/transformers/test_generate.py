@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Mist
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.transformers import KVTiers, TieredCache
 from tests.support.clock import within
+from tests.support.device import DEVICE
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
 from tests.support.engines.settings import random_prompt
 from tests.support.redis.servers import Server
@@ -23,11 +24,11 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_toke
 
 
 def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
 
 
 def prompt(seed: int, length: int) -> torch.Tensor:
-    return torch.tensor([random_prompt(seed, length)]) % 60 + 2
+    return torch.tensor([random_prompt(seed, length)], device=DEVICE) % 60 + 2
 
 
 @pytest.fixture(scope="module")

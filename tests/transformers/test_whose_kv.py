@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.transformers import KVTiers
+from tests.support.device import DEVICE
 from tests.support.engines.tiny_generations import (
     CHUNK,
     GREEDY,
@@ -144,7 +145,7 @@ def altered(model: Any, how: str) -> Iterator[None]:
         handle = register_module_forward_hook(
             lambda module, _, output: output * 2 if isinstance(module, is_mlp) else None
         )
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=how == "autocast"):
         yield
     model.eval()
     if how == "weights":
@@ -268,7 +269,9 @@ def test_a_model_that_torch_splits_over_processes_is_refused() -> None:
     group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
     try:
         model = tiny_model()
-        parallelize_module(model, init_device_mesh("cpu", (1,)), {"lm_head": ColwiseParallel()})
+        parallelize_module(
+            model, init_device_mesh(DEVICE.type, (1,)), {"lm_head": ColwiseParallel()}
+        )
         with pytest.raises(UnsupportedError, match="several processes"):
             KVTiers(model, SMALL | {"model_digest": "mine"})
     finally:

@@ -68,7 +68,7 @@ def kv_digest(tensors: Sequence[Any], num_tokens: int) -> str:
 
     hasher = hashlib.sha256()
     for each in tensors:
-        hasher.update(each[:, :, :num_tokens].contiguous().view(torch.uint8).numpy())
+        hasher.update(each[:, :, :num_tokens].contiguous().view(torch.uint8).cpu().numpy())
     return hasher.hexdigest()
 
 
@@ -79,15 +79,16 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from lmcache_connector.transformers import KVTiers
+    from tests.support.device import DEVICE
 
     torch.set_num_threads(task["threads"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.bfloat16)
-    prompt = torch.tensor([task["token_ids"]])
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.bfloat16).to(DEVICE)
+    prompt = torch.tensor([task["token_ids"]], device=DEVICE)
     limits = {"do_sample": False, "max_new_tokens": task["new_tokens"]}
     with KVTiers(model, task["config"]) as tiers:
         if task["warm_up"]:
             generator = torch.Generator().manual_seed(7)
-            other = torch.randint(2, 64, (1, task["warm_up"]), generator=generator)
+            other = torch.randint(2, 64, (1, task["warm_up"]), generator=generator).to(DEVICE)
             model.generate(other, past_key_values=tiers.new_cache(), **limits)
         before = tiers.counts
         cache = tiers.new_cache()

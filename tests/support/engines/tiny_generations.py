@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lmcache_connector.transformers import KVTiers, TieredCache
+from tests.support.device import DEVICE
 
 CHUNK = 32
 SMALL = {"cpu_gib": 0.05, "compute_or_load": "always", "chunk_size": CHUNK}
@@ -32,13 +33,13 @@ def tiny_model(family: str = "llama", **sizes: Any) -> Any:
     """Of random weights, the same each time, in float32."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(_SIZES | sizes))
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
 
 
 def prompt_of(seed: int, length: int) -> torch.Tensor:
     """``[1, length]``."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCABULARY, (1, length), generator=generator)
+    return torch.randint(2, VOCABULARY, (1, length), generator=generator).to(DEVICE)
 
 
 def distance_from_plain(model: Any, cache: TieredCache, ids: torch.Tensor) -> float:
