@@ -18,6 +18,7 @@ own, and no thread waits for it.
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,5 +280,12 @@ class CudaCopier:
 
     def close(self) -> None:
         """Free the staging memory of both directions."""
+        try:
+            self.fence()
+        except RuntimeError:
+            # An assert on the device has ended its context. PyTorch would end the process as soon
+            # as pinned memory is freed, before anybody sees the error: never free it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pipelines))
+            return
         self._pipelines.clear()
         self._driver.close()

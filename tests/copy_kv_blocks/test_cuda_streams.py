@@ -6,6 +6,8 @@ are rehearsed only: nothing may depend on the order of unrelated streams, see `r
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import BlockCopy, Copier
+from tests.support import ROOT
 from tests.support.doubles.copy_reference import Chunks, Paged, chunks, paged, same
 from tests.support.doubles.rehearsed_cuda import RehearsedDevice, cuda_copier, is_rehearsal
 
@@ -220,3 +223,33 @@ def test_a_pass_reads_copies_enqueued_before(late_copier: Any, late: RehearsedDe
     late.run_until(lambda: len(read) == len(hosts))
     assert read == [[7, 7, 0, 0, 0, 0], [0, 0, 8, 8, 0, 0], [0, 0, 0, 0, 9, 9]]
     assert all(each.is_done for each in queued)
+
+
+_ASSERTS = """
+import torch
+from tests.copy_kv_blocks.test_cuda_streams import cache_of, cuda_copier, chunks, store
+
+copier, cache = cuda_copier(direct_min_run_bytes=1 << 40), cache_of("cuda")
+store(copier, cache, chunks(cache, num_chunks=3))
+torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    copier.close()
+    print("closed")
+"""
+
+
+@pytest.mark.skipif(is_rehearsal(), reason="no device whose context could end")
+def test_an_assert_on_the_device_ends_no_process() -> None:
+    """PyTorch would abort it when pinned memory is freed, before its user sees the error."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ASSERTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.stdout == "closed\n", ended.stderr
+    assert ended.returncode == 0, ended.stderr
