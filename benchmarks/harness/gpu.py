@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,20 @@ def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
 def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
     """vLLM's real engine: hits compared byte for byte; and of a model with the shape of Llama 3.1
     8B, times to a first token and the cost of a connector without hits."""
-    missing: str | None = "vLLM for CUDA is not installed"
+    missing = "vLLM for CUDA is not installed"
     with suppress(PackageNotFoundError):
-        missing = None if version("vllm") else missing
+        version("vllm")
+        plugins = {each.name for each in entry_points(group="vllm.general_plugins")}
+        missing = "" if "lmcache_connector" in plugins else "this package is not installed"
+    if importlib.util.find_spec("flashinfer") is None:
+        environment = environment | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     tests = (f"tests/engine/test_{name}.py" for name in _ENGINE_TESTS)
     yield Stage(
         "engine-tests",
         (*_PYTEST, "--confcutdir=tests", "-m", "not soak", "-k", "not two", *tests),
         600.0,
         environment=environment,
-        missing=missing,
+        missing=missing or None,
     )
     figures = {
         "ttft-8b": "ttft --models 8b --rounds 5",
@@ -180,7 +184,7 @@ def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
     for label, arguments in figures.items():
         result = ("--json", str(folder / "results" / f"{label}.json"))
         command = ("-m", "benchmarks", *arguments.split(), *result)
-        yield Stage(label, command, 600.0, environment=environment, missing=missing)
+        yield Stage(label, command, 600.0, environment=environment, missing=missing or None)
 
 
 def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:
