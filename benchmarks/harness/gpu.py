@@ -6,8 +6,8 @@ streams; with LMCache, tests of transformers; with vLLM for CUDA, engine tests, 
 LMCache are installed (vLLM's scheduler runs, but none of its kernels); the tests under
 compute-sanitizer, if it is installed. One folder gets a log of each stage, results as ``--json``
 writes them, and ``summary.json`` with hardware and versions, rewritten after each stage. For a
-machine that is lent for some minutes at a time, ``--minutes`` ends in time
-and ``--resume`` continues.
+machine that is lent for some minutes at a time, ``--minutes`` ends in time and ``--resume``
+continues.
 
 ``--rehearse`` does the same without a GPU: the CUDA copier's own code runs, with host memory as
 device memory and Triton's interpreter as compiler. Its speeds mean nothing.
@@ -162,11 +162,11 @@ def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
 def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
     """vLLM's real engine: hits compared byte for byte; and of a model with the shape of Llama 3.1
     8B, times to a first token and the cost of a connector without hits."""
-    missing = "vLLM for CUDA is not installed"
+    missing: str | None = "vLLM for CUDA is not installed"
     with suppress(PackageNotFoundError):
-        version("vllm")
-        plugins = {each.name for each in entry_points(group="vllm.general_plugins")}
-        missing = "" if "lmcache_connector" in plugins else "this package is not installed"
+        missing = None if version("vllm") else missing
+    if not entry_points(group="vllm.general_plugins", name="lmcache_connector"):
+        missing = missing or "this package is not installed"
     if importlib.util.find_spec("flashinfer") is None:
         environment = environment | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     tests = (f"tests/engine/test_{name}.py" for name in _ENGINE_TESTS)
@@ -175,7 +175,7 @@ def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
         (*_PYTEST, "--confcutdir=tests", "-m", "not soak", "-k", "not two", *tests),
         600.0,
         environment=environment,
-        missing=missing or None,
+        missing=missing,
     )
     figures = {
         "ttft-8b": "ttft --models 8b --rounds 5",
@@ -184,7 +184,7 @@ def _engines(folder: Path, environment: dict[str, str]) -> Iterator[Stage]:
     for label, arguments in figures.items():
         result = ("--json", str(folder / "results" / f"{label}.json"))
         command = ("-m", "benchmarks", *arguments.split(), *result)
-        yield Stage(label, command, 600.0, environment=environment, missing=missing or None)
+        yield Stage(label, command, 600.0, environment=environment, missing=missing)
 
 
 def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:
