@@ -29,7 +29,7 @@ def load(folder: Path) -> Any:
 
 
 def prompt(seed: int, length: int) -> torch.Tensor:
-    return torch.tensor([random_prompt(seed, length)], device=DEVICE) % 60 + 2
+    return torch.tensor([random_prompt(seed, length)], dtype=torch.long, device=DEVICE) % 60 + 2
 
 
 @pytest.fixture(scope="module")
@@ -165,21 +165,34 @@ def test_writes_go_on_after_a_failed_pass(
 # -- failed passes ---------------------------------------------------------------------------------
 
 
-def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers) -> None:
+@pytest.mark.parametrize("num_cached", [0, 200])
+def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers, num_cached: int) -> None:
     """The model fails before any computation; other tokens then take the same places."""
-    wrong, right = prompt(13, 300), prompt(14, 300)
-    cache = tiers.new_cache()
+    first, cache = prompt(12, num_cached), tiers.new_cache()
+    wrong, right = (torch.cat([first, prompt(seed + num_cached, 300)], 1) for seed in (13, 14))
+    if num_cached:
+        with torch.no_grad():
+            llama(first, past_key_values=cache)
     with failing(llama), pytest.raises(IndexError):
         llama.generate(wrong, past_key_values=cache, **GREEDY)
     llama.generate(right, past_key_values=cache, **GREEDY)
     tiers.finish_stores()
-    before, again = tiers.counts, tiers.new_cache()
+    before, again, number = tiers.counts, tiers.new_cache(), (num_cached + 300) // CHUNK
     llama.generate(right, past_key_values=again, **GREEDY)
-    assert tiers.counts.hit_chunks == before.hit_chunks + 2
+    assert tiers.counts.hit_chunks == before.hit_chunks + number
     assert all(
-        torch.equal(a[:, :, :256], b[:, :, :256])
+        torch.equal(a[:, :, : number * CHUNK], b[:, :, : number * CHUNK])
         for a, b in zip(again.tensors(), cache.tensors(), strict=True)
     )
+
+
+def test_kv_of_embeddings_is_not_that_of_a_failed_pass(llama: Any, tiers: KVTiers) -> None:
+    cache, failed = tiers.new_cache(), prompt(23, 300)
+    with failing(llama), pytest.raises(IndexError):
+        llama.generate(failed, past_key_values=cache, **GREEDY)
+    with torch.no_grad():
+        llama(inputs_embeds=llama.model.embed_tokens(prompt(24, 300)), past_key_values=cache)
+    cold(llama, tiers, failed)
 
 
 # -- refusals --------------------------------------------------------------------------------------
