@@ -24,6 +24,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.stepwise.identity import is_split
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.paged import KVCaches, PagedSequences
 from lmcache_connector.stepwise.tiers import Counts, read_settings
@@ -141,6 +145,10 @@ class LMCacheConnector:
         if os.getpid() != self._process:
             raise ValueError("this connector is another process's: make one after the fork")
         if self._paged is None:
+            if self._agree is None and isinstance(model, torch.nn.Module) and is_split(model):
+                raise UnsupportedError(
+                    "torch has split the model over ranks, which must load alike: pass agree."
+                )
             place = self._rank if self._agree is not None else None
             self._paged = PagedSequences(
                 self._config, _ENGINE, place, model, kv_caches, self._label

@@ -238,6 +238,11 @@ def alteration(model: object, device_type: str) -> str:
     return ""
 
 
+def is_split(module: torch.nn.Module) -> bool:
+    """Whether torch has split the weights over ranks, as DTensors."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
+
+
 def _float32_arithmetic() -> list[str]:
     """Precision of float32 products in torch."""
     matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)

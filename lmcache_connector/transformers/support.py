@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.identity import alteration
+from lmcache_connector.stepwise.identity import alteration, is_split
 from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES, rope_types
 
 _NUM_EARLY = 8
@@ -20,8 +20,7 @@ def check_configuration(model: PreTrainedModel) -> None:
     """Raise :class:`UnsupportedError` unless KV depends only on the tokens before."""
     if model.config.is_encoder_decoder:
         raise _unsupported("models with an encoder, whose KV follows from another text")
-    is_split = any(hasattr(each, "device_mesh") for each in model.parameters())  # DTensors
-    if is_split or any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
+    if is_split(model) or any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
         raise _unsupported("models that are split over several processes")
     odd = sorted(rope_types(model.config.to_dict()) - INDEPENDENT_ROPE_TYPES)
     if odd:

@@ -264,6 +264,9 @@ def test_parallel_modules_of_torch_are_no_alteration() -> None:
         halves = {"qkv.*": ColwiseParallel(), "out.*": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (1,)), halves)
         tokens = tokens_of(31, 70)
+        alone = SteppedEngine({"model_digest": "mine"}, model=model)
+        with alone as engine, pytest.raises(UnsupportedError, match="pass agree"):
+            engine.step(sequence(tokens, range(5)))
         with SteppedEngine({"model_digest": "mine"}, model=model, agree=list) as engine:
             engine.step(sequence(tokens, range(5)))
             assert engine.step(sequence(tokens, range(10, 15)))[1].query_lens == (70 - 64,)
