@@ -96,6 +96,7 @@ NOT_PART_OF_IDENTITY = by_class(
                 "kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes "
                 "kv_offloading_size kv_offloading_backend"
             ),
+            "it sets the dtypes of states, which their form has": "mamba_ssm_cache_dtype",
             "it decides when states are kept, and each is kept whole": (
                 "mamba_cache_mode enable_mamba_shared_prefix_checkpoint"
             ),
@@ -262,7 +263,8 @@ IN_TOKEN_ORDER = words(
 
 # Unlisted variables may change quantization, communication or the routing of experts, without a
 # trace in vLLM's configuration. So every variable that vLLM reads and that is set is in every chunk
-# key, unless listed. VLLM_DISABLE_SHARED_EXPERTS_STREAM: vLLM sets it on CPU.
+# key, unless listed. vLLM sets VLLM_DISABLE_SHARED_EXPERTS_STREAM on CPUs, and
+# VLLM_SSM_CONV_STATE_LAYOUT on those that have AVX-512 BF16.
 IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
     by_field(
         {
@@ -287,6 +289,7 @@ IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
                 "VLLM_DEBUG_ VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_LOG "
                 "VLLM_NO_USAGE_STATS VLLM_NVTX_ VLLM_TRACE_FUNCTION VLLM_USAGE_"
             ),
+            "it orders the bytes of states, as their shapes show": "VLLM_SSM_CONV_STATE_LAYOUT",
             _ACCESS: ("S3_ VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_ VLLM_API_KEY"),
             "inputs are identified by their content": (
                 "VLLM_AUDIO_FETCH_TIMEOUT VLLM_HTTP_ VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_ "

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, forget, wait_for_writes
+from tests.support.engines.calls import (
+    check_integrity,
+    forget,
+    skip_unless_sums_are_alike,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served
 from tests.support.engines.settings import CHUNK_SIZE, PATIENT, kv_transfer, random_prompt
@@ -124,6 +129,7 @@ def check_hit_of_now(engine: VllmInstance, prompt: list[int]) -> None:
 
 
 def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
+    skip_unless_sums_are_alike(engine)
     prompts = [random_prompt(20 + i, NUM_TOKENS) for i in range(4)]
     engine.serve(prompts[0])
     engine.reset_prefix_cache()

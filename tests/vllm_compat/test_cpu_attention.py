@@ -17,6 +17,7 @@ from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plan
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
 from lmcache_connector.worker.paged_part import PagedPart
+from tests.support.device import NEEDS_FP8_KV
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs on the CPU build")
 
@@ -163,14 +164,25 @@ def test_blocks_that_no_runs_explain_are_moved_as_they_are(
     assert find_packing(BF16, 64, CHUNK) == good
 
 
-def test_other_kinds_of_cache_have_other_names() -> None:
-    kinds = [
-        BF16,
-        CpuAttention(HEAD_SIZE, torch.float32, "auto", torch.float32),
-        CpuAttention(128, torch.bfloat16, "auto", torch.bfloat16),
-        CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e4m3", torch.uint8),
-        CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e5m2", torch.uint8),
-    ]
+@pytest.mark.parametrize(
+    "others",
+    [
+        [
+            CpuAttention(HEAD_SIZE, torch.float32, "auto", torch.float32),
+            CpuAttention(128, torch.bfloat16, "auto", torch.bfloat16),
+        ],
+        pytest.param(
+            [
+                CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e4m3", torch.uint8),
+                CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e5m2", torch.uint8),
+            ],
+            marks=NEEDS_FP8_KV,
+        ),
+    ],
+    ids=["16 bits and more", "8 bits"],
+)
+def test_other_kinds_of_cache_have_other_names(others: list[CpuAttention]) -> None:
+    kinds = [BF16, *others]
     packings = [find_packing(kind, 32, CHUNK) for kind in kinds]
     assert len({packing.name for packing in packings}) == len(kinds)
     for kind, packing in zip(kinds, packings, strict=True):

@@ -183,6 +183,7 @@ def test_the_states_of_jamba_are_snapshots(model: Path, tmp_path: Path) -> None:
     """By vLLM's description; its CPU build lacks the scan of Mamba-1."""
     JambaConfig(hidden_size=64, architectures=["JambaForCausalLM"]).save_pretrained(tmp_path)
     jamba = vllm_config(tmp_path)
+    jamba.cache_config.mamba_ssm_cache_dtype = "float32"  # as vLLM sets it on some CPUs
     shapes = JambaForCausalLM.get_mamba_state_shape_from_config(jamba)
     dtypes = JambaForCausalLM.get_mamba_state_dtype_from_config(jamba)
     mamba_1 = state(shapes=shapes, dtypes=dtypes, page_size_padded=None)
@@ -193,11 +194,17 @@ def test_the_states_of_jamba_are_snapshots(model: Path, tmp_path: Path) -> None:
     assert width == 3 * 128 * 2 + 128 * 16 * 4
 
 
-def test_states_that_drafts_widen_have_other_keys(model: Path) -> None:
-    """Two more tokens of the convolution, for as many drafts."""
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"shapes": ((5, 64), (2, 8, 8))},  # two more tokens of the convolution, for as many drafts
+        {"shapes": ((64, 3), (2, 8, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
+        {"dtypes": (torch.bfloat16, torch.bfloat16)},  # --mamba-ssm-cache-dtype
+    ],
+)
+def test_states_of_other_forms_have_other_keys(model: Path, form: dict[str, Any]) -> None:
     one, other = (
-        described(model, grouped([state(shapes=((tokens, 64), (2, 8, 8))), full()])).configuration
-        for tokens in (3, 5)
+        described(model, grouped([state(**each), full()])).configuration for each in ({}, form)
     )
     assert one != other
 

@@ -18,6 +18,7 @@ from examples.tiny_model import TINY
 from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity
+from tests.support.device import NEEDS_FP8_KV
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.vllm_configs import kv_cache, vllm_config
 
@@ -103,10 +104,13 @@ def test_how_an_instance_runs_is_no_part_of_it(
     [
         {"dtype": "float32"},
         {"dtype": "float16"},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"kv_cache_dtype": "fp8_e5m2"},
+        pytest.param({"kv_cache_dtype": "fp8_e4m3"}, marks=NEEDS_FP8_KV),
+        pytest.param({"kv_cache_dtype": "fp8_e5m2"}, marks=NEEDS_FP8_KV),
         {"quantization": "fp8"},
-        {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["0"]},
+        pytest.param(
+            {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["0"]},
+            marks=NEEDS_FP8_KV,
+        ),
         {"kv_cache_dtype_skip_layers": ["0"]},
         {"enable_lora": True, "lora_target_modules": ["q_proj"]},
         {"enable_lora": True, "lora_dtype": "float16"},
