@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 800},
     {"connector": 590, "stepwise": 1298},
     {"integrations": 325, "scheduler": 3245, "worker": 3368},
-    {"lookup": 709, "vllm_compat": 2523},
+    {"lookup": 709, "vllm_compat": 2525},
     {"config": 828, "copy_kv_blocks": 1101, "peers": 2748},
     {
         "audit": 340,

@@ -84,6 +84,8 @@ def configuration_digests(
     specs = [
         spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()
     ]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        parts["state_order"] = envs.VLLM_SSM_CONV_STATE_LAYOUT or "SD"
     if any(isinstance(spec, MambaSpec) and not spec.tp_replicated for spec in specs):
         # Each rank's piece of a state is one value.
         parts["state_pieces"] = vllm_config.parallel_config.tensor_parallel_size

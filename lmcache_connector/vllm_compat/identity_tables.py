@@ -289,7 +289,7 @@ IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
                 "VLLM_DEBUG_ VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_LOG "
                 "VLLM_NO_USAGE_STATS VLLM_NVTX_ VLLM_TRACE_FUNCTION VLLM_USAGE_"
             ),
-            "it orders the bytes of states, as their shapes show": "VLLM_SSM_CONV_STATE_LAYOUT",
+            "keys of models with states have the order that it means": "VLLM_SSM_CONV_STATE_LAYOUT",
             _ACCESS: ("S3_ VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_ VLLM_API_KEY"),
             "inputs are identified by their content": (
                 "VLLM_AUDIO_FETCH_TIMEOUT VLLM_HTTP_ VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_ "

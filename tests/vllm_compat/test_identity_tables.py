@@ -174,7 +174,8 @@ def test_keys_are_what_they_were(
     model: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
     """On CPUs of every kind: vLLM sets a field and a variable where they have AVX-512 BF16."""
-    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "")  # remembered, so that it is set back
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     found = configuration_digests(vllm_config(model), kv_cache(), ["a packing"])
     assert (fingerprint(found), first_key(found)) == (FINGERPRINT, CHUNK_KEY)

@@ -198,7 +198,6 @@ def test_the_states_of_jamba_are_snapshots(model: Path, tmp_path: Path) -> None:
     "form",
     [
         {"shapes": ((5, 64), (2, 8, 8))},  # two more tokens of the convolution, for as many drafts
-        {"shapes": ((64, 3), (2, 8, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
         {"dtypes": (torch.bfloat16, torch.bfloat16)},  # --mamba-ssm-cache-dtype
     ],
 )
@@ -207,6 +206,21 @@ def test_states_of_other_forms_have_other_keys(model: Path, form: dict[str, Any]
         described(model, grouped([state(**each), full()])).configuration for each in ({}, form)
     )
     assert one != other
+
+
+def test_states_of_another_order_have_other_keys(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both sides of a state are equal, its shape does not tell."""
+    found = {}
+    for order in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)
+        found[order] = [
+            described(model, grouped(specs)).configuration
+            for specs in ([state(shapes=((8, 8), (2, 8, 8))), full()], [full()])
+        ]
+    assert found["SD"][0] != found["DS"][0]
+    assert found["SD"][1] == found["DS"][1]
 
 
 def test_a_rank_s_piece_of_a_state_is_its_own(model: Path) -> None:
