@@ -90,7 +90,7 @@ class ConnectorConfig(StrictSettings):
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """The unit of look-up, storage and eviction: a multiple of vLLM's block sizes, by default 128
-    or the next one. Instances that share KV need the same size. Redis takes values up to 64 MiB."""
+    or the next multiple. Instances sharing KV need one size. Redis takes values up to 64 MiB."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
     Data-parallel engines have one each."""

@@ -24,8 +24,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.identity import is_split
 from lmcache_connector.stepwise.model_input import ModelInput
@@ -145,7 +143,7 @@ class LMCacheConnector:
         if os.getpid() != self._process:
             raise ValueError("this connector is another process's: make one after the fork")
         if self._paged is None:
-            if self._agree is None and isinstance(model, torch.nn.Module) and is_split(model):
+            if self._agree is None and is_split(model):
                 raise UnsupportedError(
                     "torch has split the model over ranks, which must load alike: pass agree."
                 )

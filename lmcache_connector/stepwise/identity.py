@@ -238,9 +238,10 @@ def alteration(model: object, device_type: str) -> str:
     return ""
 
 
-def is_split(module: torch.nn.Module) -> bool:
-    """Whether torch has split the weights over ranks, as DTensors."""
-    return any(hasattr(each, "device_mesh") for each in module.parameters())
+def is_split(model: object) -> bool:
+    """Whether torch has split the model's weights over ranks, as DTensors."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return any(hasattr(each, "device_mesh") for each in parameters)
 
 
 def _float32_arithmetic() -> list[str]:

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, share_again, wait_for_writes
+from tests.support.engines.calls import (
+    check_integrity,
+    share_again,
+    sums_are_alike,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.settings import (
     BLOCK_SIZE,
@@ -112,7 +117,9 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert right.block_digests[0] != cold.block_digests[0]
     retrained.reset_prefix_cache()
     again = retrained.serve(prompt)
+    assert again.external_hit_tokens > 0
     num_loaded = again.external_hit_tokens // BLOCK_SIZE
-    assert () != again.block_digests[:num_loaded] == right.block_digests[:num_loaded]
+    num_alike = len(right.block_digests) if sums_are_alike(retrained) else num_loaded
+    assert () != again.block_digests[:num_alike] == right.block_digests[:num_alike]
     assert retrained.call(audits)["mismatch"] == 1
     retrained.call(share_again)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, wait_for_writes
+from tests.support.engines.calls import check_integrity, sums_are_alike, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.p2p_engines import Ask, add, ask
 from tests.support.engines.probe import EngineProbe, Served
@@ -153,9 +153,11 @@ def test_tenants_are_isolated(adapted: tuple[VllmInstance, VllmInstance]) -> Non
     cold, hit = asked_again(engine, wanted)
     assert_same_kv(hit, cold, FULL)
     other = replace(wanted, salt="two")
-    for first in asked_again(engine, other):
-        assert first.block_digests[:4] == cold.block_digests[:4]  # computed again ...
-    assert first.external_hit_tokens == FULL  # ... and stored for the other tenant
+    first, again = asked_again(engine, other)
+    assert first.external_hit_tokens == 0
+    assert first.block_digests == cold.block_digests  # computed again ...
+    assert again.external_hit_tokens == FULL  # ... and stored for the other tenant
+    assert again.block_digests == hit.block_digests
     engine.reset_prefix_cache()
     assert asked(engine, replace(wanted, salt="three")).external_hit_tokens == 0
 
@@ -207,7 +209,8 @@ def test_kv_into_which_an_adapter_leaks_is_not_stored(
     alone = asked(other, replace(plain, salt="alone"))
     assert asked(other, plain).block_digests == alone.block_digests
     engine.reset_prefix_cache()
-    assert asked(engine, plain).block_digests[:4] == alone.block_digests[:4]
+    num_alike = 5 if sums_are_alike(other) else 4  # the fifth block is computed again
+    assert asked(engine, plain).block_digests[:num_alike] == alone.block_digests[:num_alike]
     engine.reset_prefix_cache()
     assert_same_kv(asked(engine, plain), alone, FULL)
     assert asked(other, replace(beside, max_tokens=2)).external_hit_tokens == FULL

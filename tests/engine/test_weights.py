@@ -12,7 +12,7 @@ import pytest
 from tests.support.engines.calls import (
     check_integrity,
     forget,
-    skip_unless_sums_are_alike,
+    sums_are_alike,
     wait_for_writes,
 )
 from tests.support.engines.instance import StartInstance, VllmInstance
@@ -129,7 +129,6 @@ def check_hit_of_now(engine: VllmInstance, prompt: list[int]) -> None:
 
 
 def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
-    skip_unless_sums_are_alike(engine)
     prompts = [random_prompt(20 + i, NUM_TOKENS) for i in range(4)]
     engine.serve(prompts[0])
     engine.reset_prefix_cache()
@@ -138,6 +137,8 @@ def test_an_update_beside_requests_mixes_no_kv(engine: VllmInstance) -> None:
     engine.reset_prefix_cache()
     engine.call(update_under_load, prompts, 0.5)
     assert engine.call(weights_name) != old
+    if not sums_are_alike(engine):
+        pytest.skip("runs to its end on a CPU on which a token's KV does not depend on its step")
     for prompt in prompts:
         check_hit_of_now(engine, prompt)
 

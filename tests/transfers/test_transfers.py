@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import ModelShape
-from tests.support.engines.calls import check_integrity, forget, skip_unless_sums_are_alike
+from tests.support.engines.calls import check_integrity, forget, sums_are_alike
 from tests.support.engines.p2p_engines import (
     NOTICED_SECONDS,
     Answer,
@@ -177,7 +177,6 @@ def abort_after(probe: EngineProbe, request: Ask, steps: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_aborts_on_either_side(engines: Engines, steps: int) -> None:
     (first, _), (second, _) = engines.prefill[0], engines.decode[0]
-    skip_unless_sums_are_alike(second)
     name, prompt = engines.name(), random_prompt(70 + steps, 2001)
     first.call(abort_after, Ask(name, prompt, 1), steps)
     started = time.monotonic()
@@ -187,6 +186,8 @@ def test_aborts_on_either_side(engines: Engines, steps: int) -> None:
     second.call(abort_after, Ask(engines.name(), random_prompt(80 + steps, 1000)), steps)
     rest(engines)
     cold, served = engines.hand_over(prompt[:700])
+    if not sums_are_alike(second):
+        pytest.skip("runs to its end on a CPU on which a token's KV does not depend on its step")
     assert () != served.served.block_digests == cold.served.block_digests
 
 
