@@ -129,6 +129,7 @@ def _settings(
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
         adapters_leak=adapters_leak(vllm_config.lora_config),
+        is_mm_prefix_lm=vllm_config.model_config.is_mm_prefix_lm,
         num_batches=vllm_config.max_concurrent_batches,
     )
 

@@ -114,6 +114,10 @@ class RequestBook:
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
+        # vLLM avoids to end a step inside an image of such a model, but may begin one there.
+        is_split = any(span.start < end < span.end for span in spans)
+        if is_split and self.settings.is_mm_prefix_lm:
+            return False, False
         # A rank lists an adapter that it reloads in place only after the reload.
         is_sure = start > 0 if identity.lora is not None else not self.settings.adapters_leak
         return True, is_sure and all(span.end <= end for span in spans)

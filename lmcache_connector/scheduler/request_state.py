@@ -40,6 +40,7 @@ class SchedulerSettings:
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
     drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
     adapters_leak: bool = False  # into requests without an adapter, from others of their step
+    is_mm_prefix_lm: bool = False  # an image's tokens attend to later ones of the image
 
     @property
     def is_prefix_only(self) -> bool:

@@ -5,8 +5,9 @@ stored and loaded like layers of the model, with three particulars:
 
 - An EAGLE or MTP head reads the token after the one it computes. vLLM's own prefix cache therefore
   drops the last block of a hit; here chunk keys include that token (``lookahead``).
-- A step without the drafter writes no KV into its layers. vLLM skips it in a step with a request
-  of more than ``max_len`` tokens.
+- A step without the drafter writes no KV into its layers. vLLM's model runner V1 skips it in a
+  step with a request of more than ``max_len`` tokens. V2 never does, but drafts past the model's
+  last position overwrite the KV there.
 - The drafter's weights and configuration are in the root of all keys.
 """
 
@@ -26,7 +27,7 @@ _WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
 @dataclass(frozen=True, slots=True)
 class Drafter:
     """A drafter with KV. ``model``: vLLM's configuration. ``lookahead``: number of later tokens
-    that the KV of a token depends on. ``max_len``: the drafter runs in a step if no request has
+    that the KV of a token depends on. ``max_len``: a step writes the drafter's KV if no request has
     more tokens at its end, drafts to verify included."""
 
     model: ModelConfig
@@ -39,12 +40,14 @@ def find_drafter(vllm_config: VllmConfig) -> Drafter | None:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_KV:
         return None
-    model = speculative.draft_model_config
+    model = limit = speculative.draft_model_config
+    if vllm_config.use_v2_model_runner and speculative.method != "draft_model":
+        limit = vllm_config.model_config  # vLLM gives a head the positions of its model
     return Drafter(
         model,
         lookahead=vllm_config.num_prefill_lookahead_tokens,
         # Each draft takes a position after the last token.
-        max_len=model.max_model_len - speculative.num_speculative_tokens,
+        max_len=limit.max_model_len - speculative.num_speculative_tokens,
     )
 
 

@@ -122,6 +122,19 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
         yield "encoder-decoder models", "start without --kv-transfer-config"
+    if vllm_config.model_config.is_diffusion:
+        yield (
+            "diffusion models, whose KV may be of tokens that they discard",
+            "start without --kv-transfer-config",
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    prunes = multimodal is not None and multimodal.is_multimodal_pruning_enabled()
+    if prunes and vllm_config.model_config.uses_mrope:
+        yield (
+            "pruned videos in models with M-RoPE yet, because vLLM learns the positions of later "
+            "tokens only by computing the video",
+            "start without --video-pruning-rate",
+        )
     if not kv_cache_config.kv_cache_groups:
         yield "models without a KV cache", "start without --kv-transfer-config"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

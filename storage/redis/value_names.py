@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.storage.geometry import Stripe
 
-_VALUE_NAME = re.compile(rb"lmc:\{([^{}]+):([0-9a-f]{64})\}:(\d+)-(\d+):(\d+)")
+_VALUE_NAME = re.compile(rb"lmc:\{([^{}]+):([0-9a-f]{64})\}:(\d{1,9})-(\d{1,9}):(\d{1,9})")
 
 
 def chunk_tag(namespace: str, key: bytes) -> bytes:

@@ -44,9 +44,9 @@ _TIMEOUTS_PER_BURST, _MIN_BYTES_PER_SECOND = 2, 1 << 20
 _MAX_TIMES = 1024
 _MIN_SECONDS = 1e-6
 
-# Errors by which a server refuses all writes for now. Others, such as READONLY from a demoted
-# master, mean that the connection is to the wrong server.
-_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ")
+# Errors by which a server refuses all writes for now; it may serve reads. READONLY comes from a
+# demoted master. A new connection is made after each, since the address may be another server's.
+_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", b"-READONLY ")
 
 
 @lru_cache(maxsize=4)
@@ -172,7 +172,6 @@ class Writer(threading.Thread):
             except UnavailableError:
                 pass  # logged at the start of the episode
             except WriteRefusedError as error:
-                # Out of memory or no write permission: no failure, reads go on.
                 pauses = error.reply.startswith(_PAUSING_ERRORS)
                 self._connections.drop(node, str(error), blame=not pauses)
                 if pauses:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm.config import ModelConfig
 
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
@@ -72,6 +73,19 @@ def test_a_picture_that_has_the_name_of_another_does_not_inherit_blocks(model: P
     for content in ("cat", "dog"):
         engine.add(PROMPT, 1, images=[Image("a", content, 0, 3)])
         assert num_stores(engine) == 1
+
+
+@pytest.mark.parametrize(("attends_both_ways", "num_stored"), [(False, 2), (True, 0)])
+def test_a_step_that_ends_inside_a_picture_leaves_nothing_to_store(
+    model: Path, monkeypatch: pytest.MonkeyPatch, attends_both_ways: bool, num_stored: int
+) -> None:
+    """Where tokens of a picture attend to later ones, those of a later step are missing."""
+    monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", attends_both_ways)
+    engine = ShadowEngine(model, Shape(max_batched_tokens=BLOCK_SIZE), 0, CALM)
+    engine.add(PROMPT, 1, images=[Image("a", "cat", 0, BLOCK_SIZE + 2)])
+    assert num_stores(engine) == num_stored
+    engine.add(prompt(6, 4 * BLOCK_SIZE + 1), 1, images=[Image("b", "dog", 2, BLOCK_SIZE)])
+    assert num_stores(engine) == num_stored + 2
 
 
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:

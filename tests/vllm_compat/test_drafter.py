@@ -55,6 +55,20 @@ def test_the_kv_of_a_head_follows_from_the_token_after_it(model: Path, head: Pat
 
 
 @pytest.mark.parametrize(
+    ("method", "is_v2", "max_len"),
+    [("eagle", False, 98), ("eagle", True, None), ("draft_model", True, 98)],
+)
+def test_up_to_which_length_a_step_writes_the_drafters_kv(
+    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch,
+    method: str, is_v2: bool, max_len: int | None,
+) -> None:  # fmt: skip
+    """Model runner V2 gives a head all positions of its model; V1 skips it."""
+    config = configured(model, head, method, max_model_len=100)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
+    assert described(config).drafted_len == (max_len or config.model_config.max_model_len - 2)
+
+
+@pytest.mark.parametrize(
     ("args", "is_same"),
     [
         ({"num_speculative_tokens": 3}, True),

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config
-from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    ModelConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.models import ModelRegistry
 from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
@@ -64,6 +70,24 @@ def test_a_scheduler_per_rank_is_refused(
     assert "the external_launcher executor with several ranks per engine" in message
     alone = vllm_config(model, data_parallel_size=2, distributed_executor_backend=backend)
     check_setup(alone, kv_cache())
+
+
+def test_a_diffusion_model_is_refused(model: Path) -> None:
+    config = vllm_config(model)
+    vars(config.model_config)["is_diffusion"] = True  # a cached property
+    assert "diffusion models" in refused(config, kv_cache())
+
+
+def test_pruned_videos_are_refused_where_positions_follow_from_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config(model)
+    config.model_config.multimodal_config = MultiModalConfig(video_pruning_rate=0.5)
+    check_setup(config, kv_cache())
+    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
+    assert "without --video-pruning-rate." in refused(config, kv_cache())
+    config.model_config.multimodal_config = MultiModalConfig()
+    check_setup(config, kv_cache())
 
 
 RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)

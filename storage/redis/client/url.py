@@ -78,7 +78,8 @@ class RedisAddress:
         libraries may repeat."""
         text = str(error) or type(error).__name__
         secrets = {self.username, self.password, *map(self.options.get, _SECRETS)}
-        for secret in filter(None, secrets):
+        # The longest first: a user name may be part of the password.
+        for secret in sorted(filter(None, secrets), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text[:_MAX_CHARS].encode("ascii", "backslashreplace").decode()
 

@@ -51,7 +51,7 @@ def test_the_names_of_values_never_change() -> None:
 @given(
     st.text(st.characters(codec="utf-8", exclude_characters="{}"), min_size=1),
     st.binary(min_size=CHUNK_KEY_BYTES, max_size=CHUNK_KEY_BYTES),
-    *[st.integers(0, 1 << 31)] * 3,
+    *[st.integers(0, 1 << 29)] * 3,
 )
 def test_a_name_is_parsed_into_its_parts(
     namespace: str, key: bytes, first: int, end: int, shard: int
@@ -62,7 +62,7 @@ def test_a_name_is_parsed_into_its_parts(
 
 def test_other_keys_name_no_value() -> None:
     tag = chunk_tag("n", KEY)
-    for other in (tag, probe_key("n"), b"somebody's key", b""):
+    for other in (tag, tag + b":0-4:" + b"1" * 5000, probe_key("n"), b"somebody's key", b""):
         assert parse_value_name(other) is None
 
 

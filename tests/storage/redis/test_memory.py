@@ -81,6 +81,19 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
 
 
+def test_a_demoted_master_pauses_writes_and_serves_reads(server: Server) -> None:
+    with open_tier(server.url, backoff_min_seconds=600.0, backoff_max_seconds=600.0) as tier:
+        assert all(put_all(tier, range(10)))
+        with server.client() as client:
+            client.replicaof("127.0.0.1", 1)  # where no server is: the data stays
+            try:
+                assert not any(put_all(tier, [i])[0] for i in range(10, 20))
+                assert tier.stats().writes_paused
+                assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
+            finally:
+                client.replicaof("NO", "ONE")
+
+
 def test_a_server_without_a_memory_limit_is_warned_of_once(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

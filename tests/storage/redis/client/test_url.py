@@ -56,6 +56,8 @@ def test_credentials_are_removed_from_error_messages() -> None:
     url = "redis+sentinel://user:p%3A%2Fss@h/main?sentinel_username=guard&sentinel_password=hunter2"
     told = parse_redis_url(url).redact(OSError("AUTH user p:/ss, then AUTH guard hunter2 failed"))
     assert told == "AUTH *** ***, then AUTH *** *** failed"
+    alike = parse_redis_url("redis://engine:engine-hunter2@h")
+    assert alike.redact(OSError("AUTH engine engine-hunter2 failed")) == "AUTH *** *** failed"
 
 
 def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
