@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
@@ -39,6 +40,7 @@ from lmcache_connector.scheduler.request_state import RequestState, SchedulerSet
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock, KVCacheManager
 
+_MAX_EVICTED = 1024
 _UNNAMED = b""
 """Lineage of a state whose key is not known yet."""
 
@@ -71,6 +73,7 @@ class BlockWitness:
         self._names_tokens = settings.weak_block_hashes
         self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
+        self._evicted: Latest[bytes, None] = Latest(_MAX_EVICTED)  # by chunk key
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
@@ -276,8 +279,26 @@ class BlockWitness:
         start = min(start, state.request.num_tokens - self._lookahead)  # may include drafts
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
+        if num_tokens < start:
+            self._evict_unvouched(state, num_tokens, start)
         state.witness.num_vouched = min(start, num_tokens)
         return state.witness.num_vouched
+
+    def _evict_unvouched(self, state: RequestState, first: int, end: int) -> None:
+        """Evict blocks of tokens ``[first, end)`` that nothing vouches for from vLLM's prefix
+        cache: while requests hit them there, nothing of what follows could be stored. Only once
+        per prefix, as they come back with requests that bypass the tiers."""
+        chunks = state.keys.keys[first // self._chunk_size :]
+        if self._manager is None or not chunks or chunks[0] in self._evicted:
+            return
+        self._evicted[chunks[0]] = None
+        sizes = self._group_sizes | self._state_sizes
+        held = {
+            block.block_id
+            for group, size in sizes.items()
+            for block in self._blocks(state, group, first // size, -(-end // size))
+        }
+        self._manager.block_pool.evict_blocks(held - self._lineages.keys() - {NULL_BLOCK})
 
     def _own_tokens(self, state: RequestState, group: int, size: int, start: int) -> int:
         """Tokens before the first block of this group that lacks the request's own lineage."""

@@ -88,6 +88,33 @@ def test_a_step_that_ends_inside_a_picture_leaves_nothing_to_store(
     assert num_stores(engine) == num_stored + 2
 
 
+def test_blocks_that_nothing_vouches_for_leave_vllms_cache_once(model: Path) -> None:
+    """While later requests hit them there, nothing of what follows can be stored; but requests
+    that bypass the tiers bring them back, and must not lose their hits for good."""
+    engine = ShadowEngine(model, Shape(num_blocks=200, tier_chunks=100), 0, CALM)
+
+    def begin(seed: int, *, bypasses: bool = False) -> int:
+        """Returns how many of the first tokens vLLM's cache had."""
+        rest = prompt(seed, 4 * BLOCK_SIZE + 1)
+        request = engine.requests[engine.add([*PROMPT[:-1], *rest], 1, bypasses=bypasses)]
+        engine.step()
+        num_computed = request.num_computed_tokens
+        engine.run_until_idle()
+        return num_computed - engine.shape.max_batched_tokens
+
+    num_hit = 4 * BLOCK_SIZE
+    assert begin(10, bypasses=True) == 0
+    assert begin(11) == num_hit
+    assert num_stores(engine) == 0
+    assert begin(12) == 0
+    num_stored = num_stores(engine)
+    assert num_stored > 0
+    assert begin(13) == num_hit
+    assert num_stores(engine) > num_stored
+    engine.adapter.witness.forget()
+    assert begin(14) == begin(15) == num_hit, "evicted once more"
+
+
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:
     """While they were computed the token after each was not known yet. They are in vLLM's cache
     when the tier has let go of them, and the conversation goes on."""
