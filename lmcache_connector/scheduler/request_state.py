@@ -195,6 +195,7 @@ class RequestState:
 
     def restart(self) -> None:
         """The request was preempted: it starts again from its first token."""
+        self.lookup.is_counted = False  # what it loads again is counted again
         self.load.restart()
         self.witness.restart()
         self.store.restart()

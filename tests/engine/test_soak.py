@@ -25,7 +25,7 @@ RANKS = "ranks"
 @pytest.mark.parametrize(
     ("family", "weather", "others"),
     [
-        (None, {"num_requests": 80}, {}),
+        (None, {"num_requests": 40}, {}),
         pytest.param(None, {"num_requests": 600}, {}, marks=pytest.mark.soak),
         # Layers with windows, and values that are damaged.
         pytest.param("gemma3 5:1", BAD_VALUES, {}, marks=pytest.mark.soak),

@@ -34,7 +34,8 @@ from lmcache_connector.scheduler.request_state import RequestState, SchedulerSet
 from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.scheduler.test_tails import long_answered, wide
 from tests.support.doubles import lives
-from tests.support.doubles.shadow_engine import Shape
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import Faults
 from tests.support.jobs import load_job, store_job
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -203,3 +204,25 @@ def taken_probes(adapter: Scheduler) -> float:
     taken = adapter.take_metrics()
     assert taken is not None
     return taken.total("probes")
+
+
+def test_what_a_preempted_request_loads_again_counts_as_looked_up_again(model: Path) -> None:
+    """No hit rate is above one."""
+    shape = Shape(num_blocks=31, tier_chunks=200, max_batched_tokens=256, prefix_caching=False)
+    engine = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    engine.adapter.policy.model.mode = "always"
+    prompts = [lives.prompt(seed, 161) for seed in (1, 2)]
+    for each in prompts:
+        engine.add(each, 1)
+        engine.run_until_idle()
+
+    def total(name: str) -> float:
+        return engine.adapter.tally.totals.total(name)
+
+    queried, saved = total("queried_tokens"), total("prefill_saved_tokens")
+    for each in prompts:
+        engine.add(each, 120)
+    engine.run_until_idle()
+    assert engine.num_preemptions > 0
+    queried, saved = total("queried_tokens") - queried, total("prefill_saved_tokens") - saved
+    assert 2 * 160 < saved <= queried
