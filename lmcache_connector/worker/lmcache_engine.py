@@ -350,6 +350,8 @@ class LMCacheEngineAdapter:
         :meth:`SharedMemory.close`."""
         if self._redis is not None:
             self._redis.close(seconds)
+        if not unmap:
+            self.cpu.keep_mapped()
         self._engine.close()
         self.cpu.close(unmap=unmap)
 
