@@ -17,9 +17,10 @@ from lmcache_connector.peers import commands
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.plans import StoreJob
-from lmcache_connector.storage import chunk_codec
+from lmcache_connector.storage import chunk_codec, compression
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, Sealer, ValueHeader
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis import burst
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_start import RankSettings
@@ -29,6 +30,7 @@ from tests.support.clock import within
 from tests.support.integrity import empty
 from tests.support.jobs import one_part, tier_config
 from tests.support.peers import CONFIG, name_of, serving, topology
+from tests.support.redis.servers import Server
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
@@ -138,6 +140,30 @@ def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
     assert _is_there(address), "and the copy has not gone on"
     may_go_on.set()
     assert within(30.0, lambda: bool(tiers.jobs.take_ended()))
+
+
+def test_a_write_that_a_shutdown_leaves_behind_reads_memory_that_is_there(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large value is compressed for longer than a shutdown waits, on a slow machine."""
+    redis = RedisTier(RedisTierConfig(valkey.url, codec="blosc2"), PARTS)
+    tiers = tiers_of_one(redis)
+    address = _address_of(tiers)
+    compressing, may_go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        compressing.set()
+        assert may_go_on.wait(30.0)
+        return compression.compress(*args)
+
+    monkeypatch.setattr(burst, "compress", slow)
+    tiers.jobs.submit(StoreJob(1, "r", (run_of(1, 4),), is_awaited=True), None)
+    assert compressing.wait(30.0)
+    assert tiers.stop(5.0)
+    tiers.close(0.1, unmap=True)
+    assert _is_there(address), "and the write has not gone on"
+    may_go_on.set()
+    assert redis.close(30.0)
 
 
 def _address_of(tiers: RankTiers) -> int:
