@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,23 +138,6 @@ class Tiers:
         self.chunk_bytes = part.geometry.chunk_bytes
         self.counts = Counts(chunk_size=config.chunk_size)
         redis_config, geometries = config.redis_tier_config(), PartGeometries((part.geometry,))
-        redis = None
-        if redis_config is not None:
-            # Late import: unused without Redis.
-            from lmcache_connector.lookup.any_lookup import AnyLookup
-            from lmcache_connector.storage.redis.lookup import RedisLookup
-            from lmcache_connector.storage.redis.tier import RedisTier
-
-            redis = RedisTier(redis_config, geometries)
-        settings = RankSettings(
-            config.model_copy(update={"host_sharing": False}),
-            probe_keys=probe_keys(config, probe_root),
-        )
-        self._rank = RankTiers(settings, [part], redis, None, clock)
-        self._lookup: BackgroundLookup | None = None
-        if redis_config is not None:
-            lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)
-            self._lookup = BackgroundLookup(lookup, limits.LOOKUP_DEADLINE_SECONDS, clock)
         self._index = ChunkIndex(1)
         self._policy = LoadPolicy(
             CostModel(clock, config.load_deadline_seconds, config.compute_or_load),
@@ -161,10 +145,31 @@ class Tiers:
             [self.chunk_bytes],
             clock,
         )
-        while self._rank.is_calibrating:
-            time.sleep(0.01)
-        self._policy.observe_measured([self._rank.measured])
         self._last_job = 0
+        settings = RankSettings(
+            config.model_copy(update={"host_sharing": False}),
+            probe_keys=probe_keys(config, probe_root),
+        )
+        redis = None
+        self._lookup: BackgroundLookup | None = None
+        with ExitStack() as if_it_fails:
+            if redis_config is not None:
+                # Late import: unused without Redis.
+                from lmcache_connector.lookup.any_lookup import AnyLookup
+                from lmcache_connector.storage.redis.lookup import RedisLookup
+                from lmcache_connector.storage.redis.tier import RedisTier
+
+                redis = RedisTier(redis_config, geometries)
+                if_it_fails.callback(redis.close, 0.0)
+            self._rank = RankTiers(settings, [part], redis, None, clock)
+            if_it_fails.callback(self.close)  # the user may interrupt the wait below
+            if redis_config is not None:
+                lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)
+                self._lookup = BackgroundLookup(lookup, limits.LOOKUP_DEADLINE_SECONDS, clock)
+            while self._rank.is_calibrating:
+                time.sleep(0.01)
+            if_it_fails.pop_all()
+        self._policy.observe_measured([self._rank.measured])
 
     def __str__(self) -> str:
         """Settings in effect, without secrets."""

@@ -11,6 +11,7 @@ Threads: lanes call ``store``, ``load`` and ``compare`` at once, the engine's st
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.job_queue import QueuedJob
     from lmcache_connector.worker.lmcache_remote import RemoteTiers
+
+logger = logging.getLogger(__name__)
 
 _STORES_BETWEEN_DRAINS = 256
 # Share of the CPU tier that one piece of a load may take: loads run on three lanes, and chunks
@@ -347,9 +350,12 @@ class LMCacheEngineAdapter:
 
     def close(self, seconds: float, *, unmap: bool = True) -> None:
         """Give queued writes to Redis ``seconds``, then drop everything. ``unmap``: see
-        :meth:`SharedMemory.close`."""
-        if self._redis is not None:
-            self._redis.close(seconds)
+        :meth:`SharedMemory.close`; in vain if a thread of Redis has not ended."""
+        if self._redis is not None and not self._redis.close(seconds):
+            logger.warning("A write to Redis did not stop within %.1f s: left behind", seconds)
+            unmap = False
+        if not unmap:
+            self.cpu.keep_mapped()
         self._engine.close()
         self.cpu.close(unmap=unmap)
 

@@ -29,7 +29,6 @@ from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 from lmcache.v1.token_database import TokenDatabase
 
@@ -284,11 +283,6 @@ class SharedMemory:
                 raise
             finally:
                 memory_management._allocate_cpu_memory = original
-
-    def keep(self, cpu: LocalCPUBackend) -> None:
-        """Keep LMCache from freeing memory that it has not allocated."""
-        if self.descriptor is not None:
-            cpu.memory_allocator._unregistered = True
 
     def _allocate(self, size: int) -> torch.Tensor:
         descriptor = os.memfd_create("lmcache-connector", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

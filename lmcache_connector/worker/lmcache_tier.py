@@ -137,8 +137,9 @@ class CpuTier:
         engine_key: Callable[[bytes], CacheEngineKey],
         clock: Callable[[], float],
     ) -> None:
-        shared.keep(backend)
         self._backend, self._shared, self._clock = backend, shared, clock
+        if shared.descriptor is not None:  # LMCache has not allocated it
+            self.keep_mapped()
         self._engine_key = engine_key
         self.geometries = geometries
         self.share = Share(settings.rank, settings.owners)
@@ -337,6 +338,10 @@ class CpuTier:
     def drop_events(self) -> None:
         self._changed.clear()
         self.leaving.clear()
+
+    def keep_mapped(self) -> None:
+        """Keep LMCache's engine from freeing the memory when it closes."""
+        self._backend.memory_allocator._unregistered = True
 
     def close(self, *, unmap: bool) -> None:
         """After LMCache's engine. ``unmap``: see :meth:`SharedMemory.close`."""

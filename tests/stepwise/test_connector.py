@@ -7,13 +7,14 @@ import os
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as group
+from lmcache.v1 import memory_management
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +27,9 @@ from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.tiers import WITHOUT_EFFECT, UnwrittenGate, read_settings
+from lmcache_connector.worker.rank_tiers import RankTiers
 from tests.support import ROOT
+from tests.support.clock import within
 from tests.support.engines.stepped_model import VOCABULARY, SteppedEngine, SteppedModel, sequence
 from tests.support.redis.servers import Server
 from tests.support.torch_threads import one_torch_thread
@@ -351,6 +354,33 @@ def test_bad_settings_are_refused() -> None:
         engine.model = lambda *_: None
         with pytest.raises(UnsupportedError, match="model_digest"):
             engine.step(sequence(tokens_of(17, 40), range(3)))
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise error("on purpose")
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_a_start_that_fails_leaves_nothing_behind(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """The process is the user's own, who tries again with a smaller CPU tier."""
+    before, engine = set(threading.enumerate()), SteppedEngine({"redis_url": valkey.url})
+    if error is ConfigError:
+        monkeypatch.setattr(memory_management, "_allocate_cpu_memory", raising(RuntimeError))
+    else:  # while Redis is measured
+        monkeypatch.setattr(RankTiers, "is_calibrating", property(raising(error)))
+    with pytest.raises(error):
+        engine.step(sequence(tokens_of(1, 40), range(3)))
+
+    def left() -> set[str]:
+        return {each.name for each in set(threading.enumerate()) - before} - {"PinMonitor-thread"}
+
+    within(5.0, lambda: not left())
+    assert left() == set()
 
 
 def test_settings_without_effect_are_refused_and_on_the_page() -> None:

@@ -17,10 +17,12 @@ from lmcache_connector.peers import commands
 from lmcache_connector.peers.host import HostFolder
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.plans import StoreJob
-from lmcache_connector.storage import chunk_codec
+from lmcache_connector.storage import chunk_codec, compression
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, Sealer, ValueHeader
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis import burst
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_start import RankSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
@@ -28,6 +30,7 @@ from tests.support.clock import within
 from tests.support.integrity import empty
 from tests.support.jobs import one_part, tier_config
 from tests.support.peers import CONFIG, name_of, serving, topology
+from tests.support.redis.servers import Server
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, run_of
 
 PARTS = PartGeometries((GEOMETRY,))
@@ -107,15 +110,21 @@ def test_nothing_is_left_of_it() -> None:
     assert Rank().engine.cpu.memory is None, "unless it is asked for"
 
 
-def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without it the copy would end the process, which is the user's own for an engine in it."""
+def tiers_of_one(redis: RedisTier | None = None, *, shares: bool = True) -> RankTiers:
     cache = torch.zeros((2, 4, 2, 64, 2048), dtype=torch.uint8)
     part = PagedPart.from_kv_caches(
         one_part(GEOMETRY, 64)[0], 0, {f"layers.{i}": cache[i] for i in range(2)}
     )
-    tiers = RankTiers(RankSettings(tier_config(0.05, host_sharing=True)), [part], None)
+    return RankTiers(RankSettings(tier_config(0.05, host_sharing=shares)), [part], redis)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """Without it the copy would end the process, which is the user's own for an engine in it."""
+    tiers = tiers_of_one(shares=shares)
+    address = _address_of(tiers)
     copying, may_go_on, copy = threading.Event(), threading.Event(), tiers.copier.copy
 
     def slow(*args: Any) -> int:
@@ -128,10 +137,44 @@ def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
     assert copying.wait(30.0)
     assert not tiers.stop(0.1)
     tiers.close(0.1, unmap=False)
-    is_there = "memfd:lmcache-connector" in Path("/proc/self/maps").read_text()
-    assert is_there, "and the copy has not gone on"
+    assert _is_there(address), "and the copy has not gone on"
     may_go_on.set()
     assert within(30.0, lambda: bool(tiers.jobs.take_ended()))
+
+
+def test_a_write_that_a_shutdown_leaves_behind_reads_memory_that_is_there(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large value is compressed for longer than a shutdown waits, on a slow machine."""
+    redis = RedisTier(RedisTierConfig(valkey.url, codec="blosc2"), PARTS)
+    tiers = tiers_of_one(redis)
+    address = _address_of(tiers)
+    compressing, may_go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        compressing.set()
+        assert may_go_on.wait(30.0)
+        return compression.compress(*args)
+
+    monkeypatch.setattr(burst, "compress", slow)
+    tiers.jobs.submit(StoreJob(1, "r", (run_of(1, 4),), is_awaited=True), None)
+    assert compressing.wait(30.0)
+    assert tiers.stop(5.0)
+    tiers.close(0.1, unmap=True)
+    assert _is_there(address), "and the write has not gone on"
+    may_go_on.set()
+    assert redis.close(30.0)
+
+
+def _address_of(tiers: RankTiers) -> int:
+    """Of the CPU tier's memory."""
+    return int(tiers.engine.cpu._backend.memory_allocator.buffer.data_ptr())
+
+
+def _is_there(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = ([int(end, 16) for end in line.split()[0].split("-")] for line in lines)
+    return any(first <= address < last for first, last in ends)
 
 
 def _is_mapped() -> bool:
