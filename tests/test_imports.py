@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 689,
-        "storage/redis": 2947,
+        "storage/redis": 2950,
         "tracing": 85,
         "weight_names": 280,
     },
