@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 590, "stepwise": 1302},
     {"integrations": 325, "scheduler": 3245, "worker": 3368},
     {"lookup": 709, "vllm_compat": 2525},
-    {"config": 828, "copy_kv_blocks": 1101, "peers": 2748},
+    {"config": 828, "copy_kv_blocks": 1101, "peers": 2757},
     {
         "audit": 340,
         "cost_model": 1200,
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 689,
-        "storage/redis": 2944,
+        "storage/redis": 2950,
         "tracing": 85,
         "weight_names": 280,
     },

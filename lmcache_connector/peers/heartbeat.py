@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 2.0
 DISCOVERY = "tcp://"
 SIGNATURE_HEADER = "X-LMCache-Signature"
+# Instances and their router reach each other directly, whatever proxy the environment names.
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,10 @@ class Heartbeat:
     def _is_serving(self) -> bool:
         try:
             _open(urllib.request.Request(f"http://{self._registration.http}/health"))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if not isinstance(getattr(error, "reason", None), ConnectionRefusedError):  # not up yet
+                what = f"http://{self._registration.http}/health; check http_address"
+                self._tell(f"{what}: {error}")
             return False
         return True
 
@@ -87,9 +92,12 @@ class Heartbeat:
             register(self._router, self._registration, self._secret, leaves=leaves)
             self._is_silent = False
         except (OSError, ValueError) as error:
-            if not self._is_silent:
-                logger.warning("A registration at the router %s failed: %s", self._router, error)
-            self._is_silent = True
+            self._tell(f"check router, and router_secret at both: {error}")
+
+    def _tell(self, why: str) -> None:
+        if not self._is_silent:
+            logger.warning("Not registered at the router %s: %.256r", self._router, why)
+        self._is_silent = True
 
 
 def register(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
@@ -124,6 +132,6 @@ def _send_to_vllms_router(router: str, registration: Registration) -> None:
 
 def _open(request: urllib.request.Request) -> None:
     try:
-        urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
+        _DIRECTLY.open(request, timeout=_ANSWER_SECONDS).close()
     except http.client.HTTPException as error:  # neither an OSError nor a ValueError
         raise OSError(f"it does not speak HTTP: {str(error)[:80]}") from error

@@ -96,9 +96,7 @@ class TransferWatch:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
             dialer = Dialer(self._config.address, *seconds, self._clock)
-            poller = _InstancePoller(
-                source, dialer, self._reader, self._config.namespace, self._clock
-            )
+            poller = _InstancePoller(source, dialer, self._reader, self._config, self._clock)
             self._pollers[source] = poller
             return poller
 
@@ -111,11 +109,11 @@ class _InstancePoller:
         source: Address,
         dialer: Dialer,
         reader: str,
-        namespace: str,
+        config: RedisTierConfig,
         clock: Callable[[], float],
     ) -> None:
         self._source = source
-        self._namespace = namespace
+        self._config = config
         self._dialer = dialer
         self._reader = reader
         self._clock = clock
@@ -128,6 +126,7 @@ class _InstancePoller:
         self._is_pinged = False
         self._is_late = False  # a request gave up asking for chunks while this thread was busy
         self._is_idle = False  # the thread waits for work
+        self._is_troubled = False  # logged
         self._engine_id = ""  # of the connected instance
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -217,8 +216,9 @@ class _InstancePoller:
     def _give_up(self, error: Exception) -> None:
         with self._changed:
             lost, self._open, self._read = self._open, [], []
-        if lost:
-            logger.warning("%d requests cannot load KV from %s: %s", len(lost), self._source, error)
+        if lost and not self._is_troubled:
+            self._is_troubled, why = True, self._config.address.redact(error)
+            logger.warning("%d requests cannot load KV from %s: %s", len(lost), self._source, why)
         for awaited in lost:
             awaited.settle(Offered(cause=Cause.LOST if self._engine_id else Cause.UNREACHABLE))
 
@@ -247,6 +247,7 @@ class _InstancePoller:
             wanted = [each for each in transfers if len(each.by_rank) == rank]
             if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
+        self._is_troubled = False
         with self._changed:  # round robin if there are more than fit into one command
             left = (each for each in self._open if not each.is_done)
             self._open = sorted(left, key=set(asked).__contains__)
@@ -275,7 +276,7 @@ class _InstancePoller:
             held = list[bytes]()
             for first in range(0, len(keys), MAX_ASKED):
                 asked = keys[first : first + MAX_ASKED]
-                said = client.execute_command("HOLDS", self._namespace, b"".join(asked))
+                said = client.execute_command("HOLDS", self._config.namespace, b"".join(asked))
                 if not isinstance(said, bytes) or len(said) != len(asked) or said.strip(b"01"):
                     raise ValueError("a malformed answer")
                 held += [key for key, bit in zip(asked, said, strict=True) if bit == ord("1")]

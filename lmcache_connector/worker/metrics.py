@@ -18,6 +18,7 @@ from lmcache_connector.plans import (
     Outcome,
     StoreJob,
 )
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class WorkerMetrics:
         self._rank = str(self.rank)
         self.tally = Tally()
         self._next_look = _AT_ONCE
+        self._circuits: dict[str, CircuitState] = {}  # as reported
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         self._next_look = _AT_ONCE
@@ -100,7 +102,9 @@ class WorkerMetrics:
             self._observe("store", "redis", num_bytes, seconds)
         tally.set("write_queue_bytes", self._rank, value=stats.queued_bytes)
         tally.set("writes_paused", self._rank, value=float(stats.writes_paused))
-        for node, state in stats.servers:
+        gone = dict.fromkeys(self._circuits, CircuitState.CLOSED)  # else their last state remains
+        self._circuits = dict(stats.servers)
+        for node, state in {**gone, **self._circuits}.items():
             tally.set("circuit_state", self._rank, node, value=state.value)
         self._count_chunks("redis", stats.counts)
         for end, count in stats.counts.writes.items():

@@ -42,7 +42,7 @@ class WriteRefusedError(Exception):
 
 
 class SpoiledChunks:
-    """Chunks of which a value failed verification: their next write writes all values.
+    """Chunks of which a value failed verification: writes write all their values, until one has.
     Bounded; the oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
@@ -53,10 +53,12 @@ class SpoiledChunks:
         with self._lock:
             self._keys[key] = None
 
-    def take(self, key: bytes) -> bool:
-        """Whether ``key`` is spoiled; removes it."""
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def remove(self, key: bytes) -> None:
         with self._lock:
-            return self._keys.pop(key, False) is None
+            self._keys.pop(key, None)
 
 
 @dataclass(eq=False)
@@ -136,7 +138,7 @@ class Burst:
         if None in lengths:
             self._on_end(write, WriteEnd.FAILED)
             return []
-        chunk, is_spoiled = _Chunk(write), self._spoiled.take(write.key)
+        chunk, is_spoiled = _Chunk(write), write.key in self._spoiled
         values = [
             _Value(chunk, stripe)
             for stripe, length in zip(stripes, lengths, strict=True)
@@ -182,6 +184,8 @@ class Burst:
             chunk.num_unanswered -= 1
             if not chunk.num_unanswered:
                 end = WriteEnd.FAILED if chunk.has_failed else WriteEnd.WRITTEN
+                if end.is_stored:
+                    self._spoiled.remove(chunk.write.key)
                 self._on_end(chunk.write, end)
 
     def _answer_to_set(self) -> bool:

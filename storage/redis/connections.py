@@ -84,17 +84,20 @@ class Servers:
         return (self.pause(node).seconds_until_retry() or 0.0) > 0.0
 
     def any_paused(self) -> bool:
-        with self._lock:
-            return any(p.state is CircuitState.OPEN for p in self._pauses.values())
+        """Whether any current node refuses writes."""
+        return any(state is CircuitState.OPEN for _, state in self._states(self._pauses))
 
     def is_open(self, node: Node) -> bool:
         return self.breaker(node).state is CircuitState.OPEN
 
     def states(self) -> tuple[tuple[str, CircuitState], ...]:
         """``(node, circuit state)`` of every current node asked so far."""
+        return self._states(self._breakers)
+
+    def _states(self, of: dict[Node, CircuitBreaker]) -> tuple[tuple[str, CircuitState], ...]:
         nodes = set(self.topology.nodes())
         with self._lock:
-            known = sorted(self._breakers.items())
+            known = sorted(of.items())
         return tuple((str(node), breaker.state) for node, breaker in known if node in nodes)
 
     def refresh(self, deadline: Deadline | None = None) -> None:

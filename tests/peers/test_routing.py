@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -119,3 +120,33 @@ def test_allowed_hosts(host: str, hosts: tuple[str, ...], may: bool) -> None:
 def test_a_heartbeat_survives_without_its_router() -> None:
     mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
     Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()
+
+
+def test_a_heartbeat_takes_no_proxy_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    with socket.create_server(("127.0.0.1", 0)) as api:
+        port = api.getsockname()[1]
+        api.settimeout(20.0)
+        mine = Registration("kv_both", f"127.0.0.1:{port}", "127.0.0.1:14589", "e")
+        beat = Heartbeat(mine, f"http://127.0.0.1:{port}", 60.0, b"")
+        for said in (b"GET /health", b"POST /register"):
+            with api.accept()[0] as sock:
+                assert sock.recv(1000).startswith(said)
+                sock.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+    beat.close()
+
+
+def test_an_api_that_answers_with_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as api:
+        port = api.getsockname()[1]
+        api.settimeout(20.0)
+        mine = Registration("kv_both", f"127.0.0.1:{port}", "127.0.0.1:14589", "e")
+        beat = Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"")
+        for _ in range(3):
+            with api.accept()[0] as sock:
+                assert sock.recv(1000).startswith(b"GET /health")
+                sock.sendall(b"HTTP/1.0 502 Bad Gateway\r\n\r\n")
+    beat.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "http_address" in told
+    assert "502" in told

@@ -303,6 +303,24 @@ def test_unreachable(watch: TransferWatch) -> None:
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
 
 
+def test_the_log_has_one_short_line_of_a_source_that_makes_trouble(
+    watch: TransferWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it says, and however often it is named; a line of the log cannot be forged."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = Address("127.0.0.1", listener.getsockname()[1])
+        for number in range(3):
+            awaited = watch.ask(source, f"t{number}", 60.0)
+            with listener.accept()[0] as sock:
+                assert sock.recv(100).endswith(b"PEER\r\n")
+                sock.sendall(b"-ERR \x1b[2J\nWARNING forged" + b"A" * (1 << 17) + b"\r\n")
+                assert answer_of(awaited).cause is Cause.UNREACHABLE
+            watch.done(awaited)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"1 requests cannot load KV from {source}: \\x1b[2J\\nWARNING forgedAA")
+    assert len(told) < 512
+
+
 def test_idle_pollers_make_room(watch: TransferWatch, chunks: HeldChunks) -> None:
     """The number of pollers is bounded; requests may name any number of instances."""
     for number in range(1, 150):

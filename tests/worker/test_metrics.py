@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +38,9 @@ class Rank:
     def __init__(self) -> None:
         self.now = 0.0
         times = [(100, 0.5)]
+        self.tier = TIER
         redis: Any = SimpleNamespace(
-            stats=lambda: TIER, take_write_times=lambda: [times.pop()] if times else []
+            stats=lambda: self.tier, take_write_times=lambda: [times.pop()] if times else []
         )
         jobs: Any = SimpleNamespace(num_open=2)
         ledger = SimpleNamespace(holdings=Holdings)
@@ -89,3 +91,13 @@ def test_the_redis_tiers_counts_come_as_increments() -> None:
     assert second is not None
     assert second.counters == {}
     assert sum(second.gauge_values("write_queue_bytes")) == 7
+
+
+def test_the_circuit_of_a_server_that_has_gone_is_closed() -> None:
+    rank = Rank()
+    assert rank.metrics.take() is not None
+    rank.now, rank.tier = 10.0, replace(TIER, servers=(("other:6379", CircuitState.TRIAL),))
+    told = rank.metrics.take()
+    assert told is not None
+    states = {key: value for key, value in told.gauges.items() if key.startswith("circuit_state")}
+    assert states == {"circuit_state\n0\nhost:6379": 0, "circuit_state\n0\nother:6379": 1}

@@ -74,14 +74,14 @@ class RedisAddress:
         return self.options.get("sentinel_username"), self.options.get("sentinel_password")
 
     def redact(self, error: object) -> str:
-        """``error`` for a log: short, and without credentials, which messages of servers and
-        libraries may repeat."""
+        """``error`` for a log: short, in one line, and without credentials, which messages of
+        servers and libraries may repeat."""
         text = str(error) or type(error).__name__
         secrets = {self.username, self.password, *map(self.options.get, _SECRETS)}
         # The longest first: a user name may be part of the password.
         for secret in sorted(filter(None, secrets), key=len, reverse=True):
             text = text.replace(secret, "***")
-        return text[:_MAX_CHARS].encode("ascii", "backslashreplace").decode()
+        return text[:_MAX_CHARS].encode("unicode_escape").decode()
 
     def __str__(self) -> str:
         """For logs, without credentials and options."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import Node
@@ -343,3 +345,13 @@ def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> 
         link.set()
         wait_until(lambda: get_all(tier, [0])[0] == [True], "reads went with the writes")
         assert get_all(tier, [0])[1] == [chunk_data(0, LARGE)]
+
+
+def test_a_node_that_has_gone_pauses_nothing() -> None:
+    topology: Any = SimpleNamespace(nodes=lambda: nodes)
+    servers = Servers(config("redis://h"), topology, time.monotonic)
+    nodes = [Node("full:1"), Node("other:2")]
+    servers.pause(nodes[0]).failed(at_once=True)
+    assert servers.any_paused()
+    del nodes[0]
+    assert not servers.any_paused()

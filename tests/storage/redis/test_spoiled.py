@@ -19,6 +19,7 @@ from lmcache_connector.storage.chunk_codec import (
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import chunk_data, chunk_key, get_all, kv_data, open_tier, put_all
 from tests.support.redis.servers import Server
 
@@ -79,6 +80,23 @@ def test_a_reader_rewrites_a_spoiled_value(valkey: Server, spoil: Spoil) -> None
         assert_nobody_is_blamed(tier)
         assert tier.stats().counts.writes[WriteEnd.WRITTEN] == 3 + 1
         assert get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
+
+
+def test_a_rewrite_that_fails_is_made_up_for(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier, valkey.client() as client:
+        assert put_all(tier, [1]) == [True]
+        a_flipped_bit(valkey, a_name(valkey, 1))
+        assert get_all(tier, [1])[0] == [False]
+        client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+        try:
+            assert put_all(tier, [1]) == [False]
+        finally:
+            client.config_set("maxmemory", 0)
+        wait_until(lambda: put_all(tier, [1]) == [True], "writes went on pausing")
+        assert get_all(tier, [1]) == ([True], [chunk_data(1)])
+        assert put_all(tier, [1]) == [True]
+        writes = tier.stats().counts.writes
+        assert (writes[WriteEnd.WRITTEN], writes[WriteEnd.ALREADY_THERE]) == (2, 1)
 
 
 def test_many_damaged_values_log_one_line(valkey: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,6 +60,11 @@ def test_credentials_are_removed_from_error_messages() -> None:
     assert alike.redact(OSError("AUTH engine engine-hunter2 failed")) == "AUTH *** *** failed"
 
 
+def test_an_error_message_is_one_short_line() -> None:
+    told = parse_redis_url("redis://h").redact(OSError("\x1b[2J\nforged\r\xe9" + "A" * 10_000))
+    assert told == r"\x1b[2J\nforged\r\xe9" + "A" * (200 - len("\x1b[2J\nforged\r\xe9"))
+
+
 def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
