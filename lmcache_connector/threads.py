@@ -1,4 +1,4 @@
-"""Threads of the product: their start, background work, and how long a step may wait for them."""
+"""Threads (the Redis tier starts its own): their start, background work, how long steps wait."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
-    """Longest time to connect to Redis or a peer, and longest time in which it moves no byte."""
+    """Longest time to connect to Redis or a peer, for a short reply, and for each 64 KiB of a
+    value."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""

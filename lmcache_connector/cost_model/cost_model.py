@@ -45,7 +45,7 @@ from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
 STALL_SHARE = 0.05
-"""Share of recompute that a load may waste if nothing arrives: the product's promise."""
+"""Share of recompute that a load from an unproven tier may waste."""
 MIN_DEADLINE_SECONDS = 0.010
 """Below this, thread wake-ups take longer than the tier."""
 UNMEASURED_LOAD_SECONDS = 0.250

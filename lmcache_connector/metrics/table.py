@@ -91,7 +91,11 @@ _ALL = (
     counter("lookups_given_up", "Look-ups whose requests went on without the answer."),
     counter("queried_tokens", "Prompt tokens looked up that vLLM's own cache lacked."),
     counter("hit_tokens", "Tokens planned to be loaded from a tier.", "tier"),
-    counter("declined_tokens", "Hit tokens computed because loading them would take longer."),
+    counter(
+        "declined_tokens",
+        "Hit tokens not loaded by decision: loading would take longer, or the tier was stalled or "
+        "unmeasured.",
+    ),
     counter(
         "decisions", "Compute-or-load decisions on hits, by reason.", "reason", known=_DECISIONS
     ),
