@@ -89,7 +89,7 @@ def _events(first: int, number: int) -> Iterator[CacheEvent]:
 
 
 def lookup_round_trips(server: Server, num_chunks: int) -> float:
-    """How many round trips a look-up takes on a slow link."""
+    """How many round trips a lookup takes on a slow link."""
     keys = _keys(num_chunks)
     _store(server.url, keys)
     link = SlowLink()

@@ -216,9 +216,7 @@ class RequestBook:
         root = self.start.known_hasher.root_digest(identity.root())
         self.tally.set("info", root, __version__, value=value)
         if value:
-            logger.info(
-                "lmcache-connector: root %s, shared with instances that have the same", root
-            )
+            logger.info("lmcache-connector: root %s: instances with this root share KV", root)
 
     def _count_apart(self) -> None:
         self.tally.set("roots_apart", value=self.epochs.num_apart())

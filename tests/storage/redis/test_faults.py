@@ -247,7 +247,7 @@ def test_a_look_up_never_counts_missing_chunks(proxy: FaultProxy, kind: Kind) ->
     proxy.arm(Fault(kind, offset=5))
     assert ask() <= 6
     assert proxy.num_struck == 1
-    wait_until(lambda: ask() == 6, "the look-up did not recover")
+    wait_until(lambda: ask() == 6, "the lookup did not recover")
     lookup.close()
 
 
