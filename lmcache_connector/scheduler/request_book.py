@@ -61,10 +61,6 @@ class RequestBook:
         self._states: dict[str, RequestState] = {}
         self.states: Mapping[str, RequestState] = self._states
 
-    def __len__(self) -> int:
-        """Number of requests in flight."""
-        return len(self._states)
-
     def get(self, request_id: str) -> RequestState | None:
         """State of a request in flight; ``None`` if the request bypasses the connector."""
         return self._states.get(request_id)

@@ -35,10 +35,6 @@ class Spans:
     def is_on(self) -> bool:
         return self._tracer is not None
 
-    def __len__(self) -> int:
-        """Number of requests with an operation begun and not ended."""
-        return len(self._begun)
-
     def begin(self, request: Request, operation: str) -> None:
         """``operation``: ``lookup``, or ``load``, ``store`` or ``audit`` with the job's id. A
         second beginning before the end is ignored."""
