@@ -61,7 +61,7 @@ $(TRAINED): $(STAMP) requirements-demo.txt
 demo: $(STAMP) $(if $(filter --tiny,$(ARGS)),,$(TRAINED)) ## Ask about a document: cold, from memory, from Redis elsewhere; ARGS=--tiny is quick
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-test: lint pytest ## Lint, then run all tests (a quarter of an hour on 2 cores)
+test: lint pytest ## Lint, then run all tests but the soak tests (a quarter of an hour on 2 cores)
 
 lint: $(STAMP) ## Check style (ruff) and types (mypy, strict)
 	@$(BIN)/ruff check
@@ -75,7 +75,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 pytest: $(STAMP) ## Run the tests only, on two workers; choose some with ARGS="-k name", one worker with ARGS="-n 0"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: $(STAMP) ## Run all benchmarks (two hours on 2 cores), or one: ARGS="name --json -"
+bench: $(STAMP) ## Run all benchmarks but field (two hours on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # Third-party benchmarks, each in an environment of its own: none is a dependency.

@@ -272,7 +272,7 @@ def _by_requests(engine: VllmInstance) -> list[Curve]:
 
 
 def _by_index_size(engine: VllmInstance) -> list[Curve]:
-    """A look-up of one prompt in a growing index."""
+    """A lookup of one prompt in a growing index."""
 
     def microseconds(keys: int) -> float:
         engine.call(fill_index, keys)

@@ -8,7 +8,7 @@ a connector that does nothing in the same process.
 ``tp2_memory_vs_tp1``: bytes of chunks in the CPU tiers after the same prompts, of an engine with
 two tensor-parallel ranks over one with one rank, for a model whose one KV head both ranks have.
 
-``lookups``: one look-up at so many peers over loopback, all of them in another process:
+``lookups``: one lookup at so many peers over loopback, all of them in another process:
 ``lookup_us`` until every chunk is found, ``asker_cpu_us`` of the asking thread, ``answer_cpu_us``
 of one peer for its answer, and ``answers_core_share_at_1000``, a peer's time for answers if 1,000
 peers each look up once per second.
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    task = progress.add_task("look-ups", total=4)
+    task = progress.add_task("lookups", total=4)
     lookups = [_look_up(number) for number in _PEERS]
     progress.update(task, advance=1, description="memory of tensor-parallel ranks")
     memory = [_stored_bytes(args, ranks) for ranks in (1, 2)]
@@ -177,7 +177,7 @@ def _stored_bytes(args: argparse.Namespace, num_ranks: int) -> int:
         return sum(size for size, _ in engine.call(stored_on_ranks))
 
 
-# -- look-ups ------------------------------------------------------------------------------------
+# -- lookups ------------------------------------------------------------------------------------
 
 
 def _look_up(number: int) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _ask(lookup: PeerLookup, pipe: Connection, number: int) -> dict[str, Any]:
         cpu.append(time.thread_time() - cpu_started)
         taken.append(time.perf_counter() - started)
         if None in places:
-            raise RuntimeError("a look-up has no answer")
+            raise RuntimeError("a lookup has no answer")
     answer = (_cpu_seconds(pipe) - served) / _LOOKUPS / number
     return {
         "chunks": len(keys),

@@ -9,7 +9,7 @@ Engines of the same configuration differ by more than the cost in question: each
 speed, decided at its start. So each engine with a connector is also compared with itself: its
 connector is taken out of the running engine (the scheduler's, and the worker's that every layer
 calls) and put back. Beside the storing engine, an idle engine on this host shares with it, as by
-default: it answers each look-up, with no hits. ``..._vs_none`` is with the connector over without
+default: it answers each lookup, with no hits. ``..._vs_none`` is with the connector over without
 it, in the same process; ``..._vs_other_process`` is over vLLM alone; ``..._vs_empty`` is over a
 connector that does nothing, in the same process: vLLM's own calls for any connector do not count in
 it. All engines are started ``--launches`` times. Each ratio is the median over all rounds; the

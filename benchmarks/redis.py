@@ -227,7 +227,7 @@ def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, 
 
 
 def _exists_ms(bench: Bench, rounds: int) -> float:
-    """A look-up of a prompt of 128 chunks, all hits, in milliseconds."""
+    """A lookup of a prompt of 128 chunks, all hits, in milliseconds."""
     config = RedisTierConfig(url=bench.url)
     random = np.random.default_rng(2)
     keys = [random.bytes(32) for _ in range(128)]

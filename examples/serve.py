@@ -34,10 +34,10 @@ def main() -> None:
     with running(command, url) as server:
         prompt = " ".join(f"w{number % 997 + 2}" for number in range(args.words))
         for name in ("first", "again"):
-            hits_before = hit_tokens(url)
+            loaded_before = loaded_tokens(url)
             seconds, num_tokens = complete(url, args.model, prompt)
-            num_hits = hit_tokens(url) - hits_before
-            print(f"{name}: {num_hits} of {num_tokens} prompt tokens loaded, {seconds:.3f} s")
+            num_loaded = loaded_tokens(url) - loaded_before
+            print(f"{name}: {num_loaded} of {num_tokens} prompt tokens loaded, {seconds:.3f} s")
         if args.keep:
             print(f"Serving on {url} until it is interrupted", flush=True)
             server.wait()
@@ -95,11 +95,10 @@ def complete(url: str, model: str, prompt: str) -> tuple[float, int]:
     return time.perf_counter() - started, answer["usage"]["prompt_tokens"]
 
 
-def hit_tokens(url: str) -> int:
-    """Prompt tokens that the connector has loaded so far, by vLLM's own metrics."""
-    found = re.findall(
-        r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", get(f"{url}/metrics"), re.MULTILINE
-    )
+def loaded_tokens(url: str) -> int:
+    """Prompt tokens that the connector has loaded so far."""
+    text = get(f"{url}/metrics")
+    found = re.findall(r"^vllm:lmcache_prefill_saved_tokens_total\{.*\} (\S+)$", text, re.M)
     return int(sum(map(float, found)))
 
 

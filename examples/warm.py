@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Dropped: they set the answer's length or extras; here it is one token.
 _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
+# Dropped from a prompt's settings: they set the length or extras of an answer.
 _OF_THE_ANSWER = ("max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs", "echo")
 
 
@@ -62,9 +62,9 @@ def prompts(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def loaded_tokens(url: str) -> int:
-    """By vLLM's own metrics, which count other clients' requests too."""
+    """Prompt tokens that the connector has loaded so far, also for other clients."""
     text = get(f"{url}/metrics")
-    found = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+    found = re.findall(r"^vllm:lmcache_prefill_saved_tokens_total\{.*\} (\S+)$", text, re.M)
     return int(sum(map(float, found)))
 
 

@@ -1,5 +1,5 @@
-"""Counts the calls that may change a worker's weights; the scheduler side reads it without a
-message.
+"""Counts the calls that may change a worker's weights; the scheduler side reads the count
+without a message.
 
 A plan is made before the worker's next report, and must not miss such a call: if the count differs
 from the one in the last report, the plan must not rely on that report. Calls that change weights go

@@ -1,4 +1,4 @@
-"""Threads of the product: their start, background work, and how long a step may wait for them."""
+"""Threads (the Redis tier starts its own): their start, background work, how long steps wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
-"""While nothing runs, an idle step takes as long anyway."""
+"""About the length of an idle step."""
 
 
 def start_thread(
@@ -62,8 +62,8 @@ def computing_alone() -> Iterator[None]:
 
 
 class Task(Generic[ValueT]):
-    """The result of background work. ``value`` is ``None`` until the work is done, if it was
-    cancelled, and if it failed: then ``error`` is set."""
+    """The result of background work. ``value`` is ``None`` until the work is done, and if it
+    was cancelled or failed; a failure sets ``error``."""
 
     def __init__(self) -> None:
         self.value: ValueT | None = None
@@ -144,8 +144,8 @@ PENDING: Final = Pending.PENDING
 
 
 class StepWait:
-    """How long one engine step may wait for other threads, for all requests together: ``seconds``,
-    or more while ``is_idle``, when no request runs."""
+    """The time that one engine step may wait for other threads, for all requests together:
+    ``seconds``, or 5 ms if that is more and no request runs (``is_idle``)."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_idle = True

@@ -178,21 +178,19 @@ class WeightNames:
     # -- details -------------------------------------------------------------------------------
 
     def _name(self, ranks: list[WeightsInMemory], configuration: object) -> None:
-        digest = _hex([each.digest for each in ranks])
-        why = ""
+        digest, why = _hex([each.digest for each in ranks]), ""
+        are_visible = all(each.is_visible for each in ranks)
         if not self._names and all(each.first_digest is not None for each in ranks):
             first = self._digest_before = _hex([each.first_digest for each in ranks])
             self._names[first], why = self._first_name(first, ranks, configuration)
         if digest not in self._names:
             self._names[digest] = self._name_of_bytes(digest)
-            are_visible = all(each.is_visible for each in ranks)
-            why = f"the weights in memory {'have changed' if are_visible else 'cannot be seen'}"
+            why = f"the weights in memory {'have changed' if are_visible else 'cannot be read'}"
+        if why:
+            others = "instances that have the same weights" if are_visible else "no other instance"
+            logger.warning("lmcache-connector: %s: KV is shared with %s", why, others)
         if self._is_external:
             self._relabel(digest)
-        if why:
-            logger.warning(
-                "lmcache-connector: %s: KV is shared with instances that have the same weights", why
-            )
         self.name = self._names[digest]
         logger.info("lmcache-connector: weights %s", self.name)
 

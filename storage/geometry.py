@@ -82,10 +82,6 @@ class ChunkGeometry:
     def chunk_bytes(self) -> int:
         return self.shard_bytes * len(self.shards)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.chunk_bytes // self.num_tokens
-
     def stripe(self, layer_start: int, layer_end: int, shard: int) -> Stripe:
         """A run of layers of one shard. Raises ``ValueError`` if they are not in this geometry."""
         first, end = layer_start - self.layer_start, layer_end - self.layer_start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,13 +154,16 @@ def test_forms_of_memory_are_kept_apart() -> None:
     assert Engine(kept=kept).answer("two", first="two").startswith("memory:")
 
 
-def test_unreadable_weights_get_a_new_name_after_each_reset() -> None:
+def test_unreadable_weights_get_a_new_name_after_each_reset(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine(is_visible=False)
     assert engine.answer("unseen 1", first="unseen 1") == "sha256:files"
     assert not engine.kept
     names = {engine.reset(f"unseen {n}") for n in range(2, 4)}
     assert len(names) == 2
     assert "sha256:files" not in names
+    assert "cannot be read: KV is shared with no other instance" in caplog.text
 
 
 def test_a_new_label_names_weights_changed_since_the_last_external_reset() -> None:

@@ -219,7 +219,7 @@ def _step_until(probe: EngineProbe, done: Callable[[dict[str, int]], bool]) -> N
 
 
 def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> float:
-    """Median time of a whole look-up: hash a prompt, find it in the index, plan its load.
+    """Median time of a whole lookup: hash a prompt, find it in the index, plan its load.
 
     That is all work of the scheduler thread for the connector until the plan is built. The index
     has all chunks of the prompt meanwhile.
@@ -239,7 +239,7 @@ def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> fl
 
 
 def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float:
-    """One look-up. Its load is reported as ended afterwards, without a worker."""
+    """One lookup. Its load is reported as ended afterwards, without a worker."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from lmcache_connector.plans import JobResult, Outcome, RankReport

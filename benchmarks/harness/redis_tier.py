@@ -67,5 +67,5 @@ def look_up_all(lookup: RedisLookup, keys: Sequence[bytes]) -> None:
 
 
 def lookup_seconds(lookup: RedisLookup, keys: Sequence[bytes], repeats: int) -> float:
-    """Median time of a look-up of ``keys``, all hits."""
+    """Median time of a lookup of ``keys``, all hits."""
     return median_seconds(lambda: look_up_all(lookup, keys), repeats)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.serve import get, hit_tokens
+from examples.serve import get, loaded_tokens
 from examples.tiny_model import build_tiny_model
 
 _START_SECONDS = 300
@@ -48,14 +48,14 @@ def main() -> None:
         console.print("Starting a prefill and a decode instance ...")
         wait_for_both(proxy, folder)
         console.print(f"Both are registered with the proxy at http://127.0.0.1:{proxy}")
-        before = hit_tokens(f"http://127.0.0.1:{decode}")
+        before = loaded_tokens(f"http://127.0.0.1:{decode}")
         started = time.perf_counter()
         answer = chat(proxy, args.words)
         seconds = time.perf_counter() - started
-        handed_over = hit_tokens(f"http://127.0.0.1:{decode}") - before
+        num_loaded = loaded_tokens(f"http://127.0.0.1:{decode}") - before
         console.print(f"Answer after {seconds:.2f} s: {answer[:200]!r}")
-        console.print(f"The prefill instance served {handed_over} tokens of KV")
-        if not handed_over:
+        console.print(f"The prefill instance served {num_loaded} tokens of KV")
+        if not num_loaded:
             raise SystemExit("no KV was transferred")
         if args.keep:
             console.print("Serving on; stop with Ctrl-C")

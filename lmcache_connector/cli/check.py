@@ -89,7 +89,7 @@ def run(report: Report, text_or_path: str) -> int:
     code = BAD_INPUT if BAD_INPUT in codes else max(codes)
     lines: list[str | Text] = [finding.as_text() for finding in findings]
     if code == BAD_INPUT:
-        lines.append("An engine would refuse to start with it, or start without this connector.")
+        lines.append("An engine would refuse this configuration, or start without the connector.")
     documents = [finding.as_json() for finding in findings]
     report.emit({"ok": code == 0, "exit_code": code, "findings": documents}, *lines)
     return code

@@ -256,7 +256,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         if engine[name]:
             yield f"{title}: {_counts(engine[name])}"
     if engine["declined_tokens"]:
-        yield f"{engine['declined_tokens']:,.0f} hit tokens computed: faster than loading them"
+        yield f"{engine['declined_tokens']:,.0f} hit tokens computed: judged not worth loading"
     if engine["audits"].get("mismatch"):
         error = engine["audit_error_largest"]
         yield f"STORED KV WAS WRONG: relative error {error:.2g}; see the engine's log"

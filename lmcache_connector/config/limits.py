@@ -23,8 +23,8 @@ MAX_QUEUED_BYTES = 1 << 30
 LEAVE_OUT = "no longer a setting, leave it out"
 GONE = {
     "share_after_reset": f"{LEAVE_OUT}: keys contain a digest of the weights in memory",
-    "lookup_wait_seconds": f"{LEAVE_OUT}: a scheduling step waits 1 ms for look-ups",
-    "lookup_deadline_seconds": f"{LEAVE_OUT}: a look-up has 0.1 s, and less where the prompt is "
+    "lookup_wait_seconds": f"{LEAVE_OUT}: a scheduling step waits 1 ms for lookups",
+    "lookup_deadline_seconds": f"{LEAVE_OUT}: a lookup has 0.1 s, and less where the prompt is "
     "quick to compute",
     "redis_connections": f"{LEAVE_OUT}: each rank reads over 2 connections to each server",
     "redis_write_queue_mib": f"{LEAVE_OUT}: a quarter of the CPU tier may wait to be written, "

@@ -89,7 +89,7 @@ class ConnectorConfig(StrictSettings):
     ``python -m tests.support.settings_page``."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """The unit of look-up, storage and eviction: a multiple of vLLM's block sizes, by default 128
+    """The unit of lookup, storage and eviction: a multiple of vLLM's block sizes, by default 128
     or the next multiple. Instances sharing KV need one size. Redis takes values up to 64 MiB."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
@@ -98,7 +98,7 @@ class ConnectorConfig(StrictSettings):
     """Fraction of the CPU tier guaranteed to each tenant (``cache_salt``; unsalted requests are one
     tenant). 1 turns the guarantee off: plain LRU."""
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
-    """Fraction of the CPU tier that requests may pin, each tenant up to ``tenant_share`` of it."""
+    """Fraction of the CPU tier that requests may pin, each tenant ``tenant_share`` of that."""
     redis_url: RedisUrl | None = None
     """Address of the Redis or Valkey to share through. None: no Redis tier."""
     namespace: Namespace = "default"
@@ -123,7 +123,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
-    """Longest time to connect to Redis or a peer, and longest time in which it moves no byte."""
+    """Longest time to connect to Redis or a peer, for a short reply, and per 64 KiB of a value."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""

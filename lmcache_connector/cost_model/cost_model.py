@@ -16,9 +16,9 @@ nothing until ``S`` leaves the request within 1.05 of ``C``, however slow the ti
 
 - An unknown tier gets ``S``: chunks that arrive by then are used and measure the tier.
 - A tier known to be slow, or stalled, is not loaded from.
-- A tier known to win gets ``3*p``; at most ``C - R + S`` less the steps that any load costs, after
-  which even the whole load would come too late; and at least ``S``. ``C - R`` counts once per
-  waiting request. If such a tier suddenly stalls, each open load loses up to its deadline; once the
+- A tier known to win gets ``3*p``, but at most ``C - R + S`` less the steps that any load costs
+  (later, even a whole load comes too late), and at least ``S``. ``C - R`` counts once per waiting
+  request. If such a tier suddenly stalls, each open load loses up to its deadline; once the
   first one is reported, no load uses the tier.
 
 Until a prefill has been measured, ``C`` is unknown: the model loads as much as should take 250 ms,
@@ -45,18 +45,18 @@ from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
 STALL_SHARE = 0.05
-"""Share of recompute that a load may waste if nothing arrives: the product's promise."""
+"""Share of recompute that a load from an unproven tier may waste."""
 MIN_DEADLINE_SECONDS = 0.010
 """Below this, thread wake-ups take longer than the tier."""
 UNMEASURED_LOAD_SECONDS = 0.250
-"""While the time to compute is unknown: the longest predicted load, and a third of the shortest
-deadline."""
+"""The longest predicted load while the time to compute is unknown; the deadline is then at least
+three times as long."""
 MIN_GAIN_SHARE = 0.05
 """Predictions are no more exact than this; compute is the safe choice."""
 _MIN_PREFILL_SHARE = 0.25
 """Share of a decode step: a prefill that adds less is lost in the step's noise. Without this, ten
-hits of which a GPU computes the last 50 tokens within a decode step of 10 ms lower the predicted
-compute of 8,192 tokens to 0.04 of the true one."""
+hits whose last 50 tokens a GPU computes within a decode step of 10 ms lower the prediction for
+8,192 tokens to 0.04 of the truth."""
 _MAX_BORDERS, _MAX_ENDS = 8, 16
 """Bounds the time of a decision: only the first borders between tiers and the last ends count."""
 _CAUTION = 1.3
@@ -131,7 +131,7 @@ class CostModel:
         """Decide one request, once: the decision may put a tier on trial."""
         compute_seconds = self.compute_seconds(offer.context_tokens, offer.prompt_tokens) or 0.0
         if self.mode == "always" or not self._prefill.known:
-            *_, prefix = (Prefix(), *self._to_compare(offer))
+            *_, prefix = (Prefix(), *self._to_compare(offer))  # the longest, or none
             reason = Reason.ALWAYS if self.mode == "always" else Reason.UNMEASURED
         else:
             prefix = self._best_with_trial(offer, compute_seconds)
@@ -184,9 +184,9 @@ class CostModel:
         return trial
 
     def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
-        """The most chunks that waste at most 5 % of recompute at the last load's bytes per second;
-        about twice that load's bytes at most, because the tier may be far slower now. A single
-        chunk would look slow for ever where a load takes little but latency."""
+        """The most chunks that waste at most 5 % of recompute at the last load's speed, and about
+        twice its bytes: the tier may be far slower now. A single chunk would always look slow where
+        latency dominates."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
         last_bytes, last_seconds = self.tiers[tier].last_load

@@ -80,14 +80,14 @@ class StepTime:
 
 
 _NUM_LAST = 5
-"""Stores whose median counts: a forward pass that compiled something says nothing of others."""
+"""The number of latest stores whose median counts, so that one slow forward pass does not."""
 
 
 class StoreBacklog:
     """The open stores, and how long a store takes, waiting included.
 
-    Without it, hits of 8,192 tokens behind four stores of as many at 1 GB/s took 1.98 times as long
-    as recompute, and 1.00 with it (``benchmarks.gpu_storms --stores-ahead 4``).
+    Behind four stores of 8,192 tokens at 1 GB/s, hits of as many took 1.98 times as long as
+    recompute without it, and 1.00 with it (``benchmarks.gpu_storms --stores-ahead 4``).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -134,7 +134,7 @@ class RedisSecondaryTier(SecondaryTierManager):
         assert config is not None  # `redis_url` is required
         geometries = PartGeometries((_geometry(self.block_size_bytes),))
         self._lookup = RedisLookup(config, [geometries])
-        self._lookup.maintain()  # connect ahead of the first look-up
+        self._lookup.maintain()  # connect ahead of the first lookup
         self._tier = RedisTier(config, geometries)
         self._loads = Background("lmc-block-load", _NUM_LOADERS)
         self._lookups = _Lookups(tier_type, self._exist)
@@ -243,8 +243,8 @@ class RedisSecondaryTier(SecondaryTierManager):
         try:
             until = time.monotonic() + limits.LOOKUP_DEADLINE_SECONDS
             return self._lookup.exist(self._keys(names), until)
-        except Exception:  # keep serving look-ups
-            logger.exception("A look-up failed; its blocks count as misses")
+        except Exception:  # keep serving lookups
+            logger.exception("A lookup failed; its blocks count as misses")
             return [False] * len(names)
 
     def _keys(self, names: Iterable[bytes]) -> list[bytes]:

@@ -94,10 +94,6 @@ class KvEventLog:
         # Events not yet taken, and chunks removed by a reset.
         self.untaken: deque[KvEvent | dict[bytes, _Chunk]] = deque()
 
-    def __len__(self) -> int:
-        """Number of described chunks."""
-        return len(self._chunks)
-
     def describe(
         self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
     ) -> None:

@@ -128,7 +128,7 @@ class BackgroundLookup:
             share = len(found) / max(1, len(pending.keys))
             self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed
-            logger.exception("A look-up failed; its chunks count as misses")
+            logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
         self.last_seconds = dict(self._lookup.last_seconds)
         self._times.extend(self.last_seconds.items())

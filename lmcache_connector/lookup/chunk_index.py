@@ -45,10 +45,6 @@ class ChunkIndex:
         """How many ranks take turns to store the part's KV that they all hold."""
         return self._num_owners[part] if self._num_owners else 1
 
-    def __len__(self) -> int:
-        """Number of chunks that at least one rank holds."""
-        return len(self._holders)
-
     def __contains__(self, key: bytes) -> bool:
         return self.has_each((key,))[0]
 
@@ -147,10 +143,6 @@ class ChunkIndex:
     def _stays(self, bit: int, key: bytes) -> None:
         if self._leaving and (ranks := self._leaving.pop(key, 0) & ~bit):
             self._leaving[key] = ranks
-
-    @property
-    def num_planned(self) -> int:
-        return len(self._planned)
 
 
 class PrefixUses:

@@ -215,7 +215,7 @@ class HitFinder:
                     remaining,
                 ):
                     return PENDING  # the answer may bring more than the known chunks
-            # The look-up goes on: its duration tells whether to wait for the next one.
+            # The lookup goes on: its duration tells whether to wait for the next one.
             self.tally.count("lookups_given_up")
             answer = asked.places
         elif pending.absent is not None:

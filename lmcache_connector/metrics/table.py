@@ -85,13 +85,13 @@ _ALL = (
         "reason",
         known=_BYPASSES,
     ),
-    counter("lookups", "Look-ups of a request's chunks in a tier.", "tier"),
+    counter("lookups", "Lookups of a request's chunks in a tier.", "tier"),
     counter("scheduler_failures", "Exceptions in the connector's scheduler side; they cost hits."),
     counter("lookup_hits", "Requests with at least one chunk of their hit in a tier.", "tier"),
-    counter("lookups_given_up", "Look-ups whose requests went on without the answer."),
+    counter("lookups_given_up", "Lookups whose requests went on without the answer."),
     counter("queried_tokens", "Prompt tokens looked up that vLLM's own cache lacked."),
     counter("hit_tokens", "Tokens planned to be loaded from a tier.", "tier"),
-    counter("declined_tokens", "Hit tokens computed because loading them would take longer."),
+    counter("declined_tokens", "Hit tokens computed because a decision was against loading them."),
     counter(
         "decisions", "Compute-or-load decisions on hits, by reason.", "reason", known=_DECISIONS
     ),
@@ -164,7 +164,7 @@ _ALL = (
         "version",
     ),
     gauge("roots_apart", "Roots that this instance no longer shares after a failed audit."),
-    histogram("lookup_seconds", "Time of a look-up in a tier.", "tier", buckets=SECONDS_BUCKETS),
+    histogram("lookup_seconds", "Time of a lookup in a tier.", "tier", buckets=SECONDS_BUCKETS),
     histogram(
         "load_seconds", "Time of a load job in a tier, per rank.", "tier", buckets=SECONDS_BUCKETS
     ),

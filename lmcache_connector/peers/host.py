@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9]{1,6})-([0-9]{1,6})\.sock")
 _MAX_ENTRIES = 4096
 _MAX_ENGINES = 64
-"""Engines of one host that a look-up asks. Further ones share through Redis."""
+"""Engines of one host that a lookup asks. Further ones share through Redis."""
 # File system timestamps are coarse: two changes within a tick may have equal times.
 _TICK_NS = 100_000_000
 

@@ -1,6 +1,6 @@
 """Asks all peers at once which chunks they hold.
 
-A look-up ends as soon as every chunk has been found. Late peers are ignored, and circuit breakers
+A lookup ends as soon as every chunk has been found. Late peers are ignored, and circuit breakers
 keep dead peers from being asked.
 """
 

@@ -222,7 +222,7 @@ class PeerTier:
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
         """Nodes of the leading chunks, up to the first chunk that no peer has."""
         nodes = [node for key in keys if (node := self._topology.node_of(key)) is not None]
-        if len(nodes) == len(keys):  # one peer, no look-up: a missing chunk is a miss of the read
+        if len(nodes) == len(keys):  # one peer, no lookup: a missing chunk is a miss of the read
             return () if any(map(self._servers.is_open, set(nodes))) else nodes
         if not limit.wait(lambda seconds: self._asking.acquire(timeout=seconds)):
             return ()

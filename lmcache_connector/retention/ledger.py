@@ -156,9 +156,6 @@ class Ledger:
         self._evicted: Counter[EvictionReason] = Counter()
         self._refused_pins = 0
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     def note(self, use: PrefixUse) -> None:
         """Note a use by the engine's step, which thus never waits while the ledger walks a prompt.
         The next `settle` applies it; a prompt noted repeatedly until then is walked once.

@@ -98,10 +98,6 @@ class BlockWitness:
         """Blocks that vLLM can hand out."""
         return self._manager.block_pool.get_num_free_blocks() if self._manager is not None else 0
 
-    def __len__(self) -> int:
-        """Number of blocks vouched for."""
-        return len(self._lineages)
-
     def forget(self) -> None:
         """Vouch for no block filled so far."""
         self._lineages.clear()

@@ -71,10 +71,6 @@ class HeldBlocks:
         self._overdue: set[int] = set()  # job ids
         self._is_crowded = False  # a request waited to begin in the last step
 
-    @property
-    def num_pins(self) -> int:
-        return len(self._pins)
-
     def next_step(self, *, is_crowded: bool) -> None:
         """A step is being planned. ``is_crowded``: some request waits, or begins in it."""
         self._is_crowded = is_crowded

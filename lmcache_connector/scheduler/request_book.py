@@ -61,10 +61,6 @@ class RequestBook:
         self._states: dict[str, RequestState] = {}
         self.states: Mapping[str, RequestState] = self._states
 
-    def __len__(self) -> int:
-        """Number of requests in flight."""
-        return len(self._states)
-
     def get(self, request_id: str) -> RequestState | None:
         """State of a request in flight; ``None`` if the request bypasses the connector."""
         return self._states.get(request_id)
@@ -220,9 +216,7 @@ class RequestBook:
         root = self.start.known_hasher.root_digest(identity.root())
         self.tally.set("info", root, __version__, value=value)
         if value:
-            logger.info(
-                "lmcache-connector: root %s, shared with instances that have the same", root
-            )
+            logger.info("lmcache-connector: root %s: instances with this root share KV", root)
 
     def _count_apart(self) -> None:
         self.tally.set("roots_apart", value=self.epochs.num_apart())

@@ -65,9 +65,6 @@ class RequestTransfers:
         self._sources: dict[str, Address] = {}  # to ask once the keys are known
         self.updates: list[TransferUpdate] = []
 
-    def __len__(self) -> int:
-        return len(self._sent) + len(self._awaited) + len(self._sources)
-
     def arrived(self, request: Request) -> None:
         """Start the request's KV transfer. A malformed one is counted, and the prompt computed."""
         name = request.request_id

@@ -35,40 +35,36 @@ class Spans:
     def is_on(self) -> bool:
         return self._tracer is not None
 
-    def __len__(self) -> int:
-        """Number of requests with an operation begun and not ended."""
-        return len(self._begun)
-
-    def begin(self, request: Request, what: str) -> None:
-        """Operation ``what`` begins: ``lookup``, or ``load``, ``store`` or ``audit`` with the job's
-        id. A second beginning before the end is ignored."""
+    def begin(self, request: Request, operation: str) -> None:
+        """``operation``: ``lookup``, or ``load``, ``store`` or ``audit`` with the job's id. A
+        second beginning before the end is ignored."""
         if self.is_on and request.trace_headers:
-            self._begun.setdefault(request.request_id, {}).setdefault(what, self._clock_ns())
+            self._begun.setdefault(request.request_id, {}).setdefault(operation, self._clock_ns())
 
-    def end(self, request: Request, what: str, attributes: Attributes) -> None:
+    def end(self, request: Request, operation: str, attributes: Attributes) -> None:
         """The operation has ended. Ignored without a beginning."""
-        if self._tracer is None or (started := self._take(request, what)) is None:
+        if self._tracer is None or (started := self._take(request, operation)) is None:
             return
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         span = self._tracer.start_span(
-            _PREFIX + what.partition(" ")[0],
+            _PREFIX + operation.partition(" ")[0],
             context=TraceContextTextMapPropagator().extract(request.trace_headers),
             attributes={_PREFIX + name: value for name, value in attributes.items()},
             start_time=started,
         )
         span.end(self._clock_ns())
 
-    def drop(self, request: Request, what: str) -> None:
+    def drop(self, request: Request, operation: str) -> None:
         """Forget an operation that will not end."""
-        self._take(request, what)
+        self._take(request, operation)
 
     def drop_all(self) -> None:
         self._begun.clear()
 
-    def _take(self, request: Request, what: str) -> int | None:
+    def _take(self, request: Request, operation: str) -> int | None:
         begun = self._begun.get(request.request_id, {})
-        started = begun.pop(what, None)
+        started = begun.pop(operation, None)
         if started is not None and not begun:
             del self._begun[request.request_id]
         return started

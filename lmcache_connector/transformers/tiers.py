@@ -245,7 +245,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         try:
             return self._tiers.load(plan, part, range(plan.first, plan.stop))
         except StuckCopyError:
-            logger.exception("KV is computed instead")
+            logger.exception("A load got stuck: its KV is computed instead")
             return 0  # the copy may still write, but only into memory that nothing else uses
 
     def _keep(self, cache: TieredCache) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _TWO_CONNECTORS = (
     "MultiConnector runs two LMCacheTieredConnectors, and vLLM reports reused blocks to "
-    "only one of them, so the other would store KV of other requests. Leave one out: one "
+    "only one of them, so the other would store KV of other requests. Configure one: it "
     "serves memory and Redis, separates tenants by cache_salt, and shares by namespace"
 )
 _ALONE = "_lmcache_connector_alone"
@@ -22,7 +22,7 @@ _ALONE = "_lmcache_connector_alone"
 
 @dataclass(frozen=True, slots=True)
 class ShortLoad:
-    """KV of the request's first ``num_tokens`` has arrived, a multiple of the block size."""
+    """KV of the request's first ``num_tokens``, whole blocks, has arrived; the rest has not."""
 
     request: Request
     num_tokens: int
@@ -50,7 +50,7 @@ def before_each_reset(manager: KVCacheManager, call: Callable[[], None]) -> None
     """Call ``call`` before each reset of ``manager``.
 
     vLLM refuses a reset while blocks are in use, and calls its connector only afterwards: blocks
-    that a connector holds must be released before. Raises ``UnsupportedError`` for a second
+    that a connector pins must be unpinned before. Raises ``UnsupportedError`` for a second
     connector.
     """
     if _ALONE in vars(manager):

@@ -271,7 +271,7 @@ class SharedMemory:
             try:
                 return self._allocate(size)
             except OSError as error:
-                logger.warning("Other engines here read the CPU tier over a socket: %s", error)
+                logger.warning("Other engines read the CPU tier by a socket, unmapped: %s", error)
                 return original(size, *args, **more)
 
         with _starting:

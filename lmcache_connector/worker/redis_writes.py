@@ -1,12 +1,12 @@
 """Writes chunks of the CPU tier to Redis: chunks that a store job adds or names, and offers of
 chunks that Redis may lack.
 
-A write can fail or never be tried: another writer claimed the chunk and died, the server was away
-or full, the queue was full. A written value can vanish: the server restarted, a purge, expiry.
-While memory holds a chunk, no request would write it again. So chunks that requests use (`want`)
-are offered now and then, and chunks whose write failed (`ended`) again. An offer is a normal write:
-if the value exists, it costs one query, and renews the lifetime if so configured. While writes
-fail, a chunk is offered less and less often, and never given up.
+A write can fail or never be tried: the server was away or full, the queue was full. A written
+value can vanish: the server restarted, a purge, expiry. While memory holds a chunk, no request
+would write it again. So chunks that requests use (`want`) are offered now and then, and chunks
+whose write failed (`ended`) again. An offer is a normal write: if the value exists, it costs one
+query, and renews the lifetime if so configured. While writes fail, a chunk is offered less and less
+often, and never given up.
 
 Offers have a bounded rate and come after new writes. The store lane makes them between jobs.
 """

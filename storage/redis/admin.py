@@ -206,23 +206,22 @@ class RedisAdmin:
         value: bytes | None = client.get(raw)
         return value
 
-    def unlink(self, node: str, names: Sequence[bytes]) -> int:
-        """Remove values of one node; returns how many existed. One command per value, since a
-        cluster node accepts only keys of one slot per command."""
-        with self._translated():
-            pipe = self._client(Node(node)).pipeline(transaction=False)
-            for name in names:
-                pipe.unlink(name)
-            return sum(pipe.execute())
-
     def unlink_anywhere(self, names: Sequence[bytes]) -> int:
-        """Remove values on any node; returns how many existed."""
+        """Remove values on any node; returns how many existed. One command per value, since a
+        cluster node accepts only keys of one slot per command."""
         by_node: dict[Node, list[bytes]] = {}
         for name in names:
             node = self._topology.node_of(name)
             if node is not None:
                 by_node.setdefault(node, []).append(name)
-        return sum(self.unlink(node, group) for node, group in by_node.items())
+        num_removed = 0
+        with self._translated():
+            for node, group in by_node.items():
+                pipe = self._client(node).pipeline(transaction=False)
+                for name in group:
+                    pipe.unlink(name)
+                num_removed += sum(pipe.execute())
+        return num_removed
 
     def _describe(
         self, node: Node, names: Sequence[tuple[bytes, ValueName]]

@@ -30,7 +30,7 @@ from lmcache_connector.threads import Task
 
 logger = logging.getLogger(__name__)
 
-# Threads of one tier or look-up that connect or read the slot map.
+# Threads of one tier or lookup that connect or read the slot map.
 _MAX_DIALS = 16
 _MAX_BREAKERS = 2048
 # A server that transfers less within a time-out counts as silent.

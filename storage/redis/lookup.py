@@ -1,6 +1,6 @@
 """Finds out which chunks of a prompt are in Redis, without reading them.
 
-A look-up sends one multi-key ``EXISTS`` per chunk, all pipelined: one round trip per server. A
+A lookup sends one multi-key ``EXISTS`` per chunk, all pipelined: one round trip per server. A
 server that fails or is late affects only its own chunks. Late answers are read later, to keep the
 connection; a late server is not asked until then.
 """
@@ -23,7 +23,7 @@ from lmcache_connector.storage.redis.connections import Connections, Servers, Un
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
-# Fraction of a look-up's time that may be spent connecting.
+# Fraction of a lookup's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
 _COUNT_BYTES = 20
 # A server that owes an answer for longer is late.
@@ -34,7 +34,7 @@ _SILENT_SECONDS = 1.0
 
 class RedisLookup:
     """``geometries``: one per rank. A key exists only if all its values, of all ranks, exist.
-    ``clock`` returns seconds. ``connect_share``: fraction of a look-up's time that may be spent
+    ``clock`` returns seconds. ``connect_share``: fraction of a lookup's time that may be spent
     connecting. Owned by one thread but for what is thread-safe."""
 
     def __init__(
@@ -60,7 +60,7 @@ class RedisLookup:
         return True
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
-        """Replace the geometries of all ranks. Before the first look-up; thread-safe."""
+        """Replace the geometries of all ranks. Before the first lookup; thread-safe."""
         parts = zip(*(rank.parts for rank in geometries), strict=True)
         payload_bytes = self._config.max_payload_bytes
         self._suffixes = tuple(_suffixes(ranks, payload_bytes) for ranks in parts)
@@ -170,7 +170,7 @@ class RedisLookup:
         failed."""
         wire, owed = node_lookup.wire, self._owed.get(node_lookup.wire, [])
         try:
-            # The look-up's deadline, if over by now, would cost the connection.
+            # The lookup's deadline, if over by now, would cost the connection.
             wire.receive_some(Deadline(self._clock() + _SILENT_SECONDS, self._clock))
             while node_lookup.indices and (line := wire.next_line()) is not None:
                 self._take(owed[0], line)  # answers come in order
@@ -205,7 +205,7 @@ def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[b
 
 @dataclass(eq=False)
 class NodeLookup:
-    """A look-up at ``node``. ``indices``: chunks without a reply yet, in order of the replies.
+    """A lookup at ``node``. ``indices``: chunks without a reply yet, in order of the replies.
     ``counts``: number of values found, by chunk. ``asked_at``, ``answered_at``: on the clock."""
 
     asker: RedisLookup

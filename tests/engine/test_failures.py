@@ -52,7 +52,7 @@ def raise_in_next(worker: Any, call: str) -> None:
 
     def fail(*args: Any, **more: Any) -> Any:
         if call == "execute_model" and not args[0].total_num_scheduled_tokens:
-            return usual(*args, **more)  # the request waits for its look-up
+            return usual(*args, **more)  # the request waits for its lookup
         setattr(runner, call, usual)
         raise PlantedError
 

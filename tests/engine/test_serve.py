@@ -100,7 +100,7 @@ def test_the_metrics_are_exact(api: ApiServer, valkey: Server) -> None:
         api.settle(partial(has_loaded_or_stored, api, again))
         if (after := stats(api))["load"]["redis"]["jobs"]:
             break
-        num_stored += FULL_CHUNKS  # on a starved machine, a look-up is given up
+        num_stored += FULL_CHUNKS  # on a starved machine, a lookup is given up
 
     assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": 0}
     assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": HIT_TOKENS}

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.chunk_codec import ValueFault
 from tests.support import ROOT
 from tests.support.dashboard import queries, used_metrics
@@ -105,6 +106,14 @@ def test_each_fault_of_a_value_fires_an_alert() -> None:
     known = {labels[0] for labels in METRICS["redis_chunks"].known}
     faults = {fault.value for fault in ValueFault}
     assert {result for result in known if re.fullmatch(results, result)} == faults
+
+
+def test_lookups_given_up_are_compared_with_those_that_ask_redis_or_peers() -> None:
+    """Without a Redis no lookup asks it: against that rate, each one given up would be an alert."""
+    (rule,) = (each for each in alerts() if each["alert"] == "KVCacheLookupsGivenUp")
+    (excluded,) = re.findall(r'lookups_total\{tier!="(\w+)"\}', rule["expr"])
+    asked = {labels[0] for labels in METRICS["lookups"].known} - {excluded}
+    assert asked == {tier.value for tier in Tier if tier is not Tier.CPU}
 
 
 def test_the_documented_alerts_are_those_of_the_file() -> None:

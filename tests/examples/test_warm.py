@@ -22,7 +22,7 @@ class Api(BaseHTTPRequestHandler):
     asked: list[tuple[str, dict[str, Any]]]
 
     def do_GET(self) -> None:
-        metric = f'vllm:external_prefix_cache_hits_total{{engine="0"}} {4.0 * len(self.asked)}\n'
+        metric = f'vllm:lmcache_prefill_saved_tokens_total{{engine="0"}} {4.0 * len(self.asked)}\n'
         models = json.dumps({"data": [{"id": "first"}, {"id": "second"}]})
         self.answer(200, metric if self.path == "/metrics" else models)
 

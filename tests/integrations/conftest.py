@@ -1,4 +1,4 @@
-"""These tests are about stored and loaded bytes, not about the time of a look-up."""
+"""These tests are about stored and loaded bytes, not about the time of a lookup."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Instance:
         self.settle()
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bytes | None]:
-        """A new request's blocks, after the last look-up that vLLM would repeat."""
+        """A new request's blocks, after the last lookup that vLLM would repeat."""
         request = self._new_request()
         found = self._look_up(keys, request)
 
@@ -105,7 +105,7 @@ class Instance:
             found[:] = self._look_up(keys, request)
             return False
 
-        wait_until(is_settled, "the look-up does not end")
+        wait_until(is_settled, "the lookup does not end")
         blocks = [
             self._read(key, request) if result is LookupResult.HIT else None
             for key, result in zip(keys, found, strict=True)

@@ -53,7 +53,7 @@ def test_each_tier_reports_stored_and_removed_chunks() -> None:
     ]
     assert log.take() == []
     log.forget_jobs()
-    assert len(log) == 0
+    assert len(log._chunks) == 0
 
 
 def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> None:
@@ -67,9 +67,9 @@ def test_a_chunk_of_several_jobs_is_stored_once_whichever_job_ends_first() -> No
     log.apply(report(0, admitted="a"))
     assert len(log.take()) == 2
     log.settle([b"a"], 1)
-    assert len(log) == 1
+    assert len(log._chunks) == 1
     log.apply(report(0, evicted="a"))
-    assert len(log) == 0
+    assert len(log._chunks) == 0
 
 
 def removed_from_redis(log: KvEventLog) -> list[str]:
@@ -97,7 +97,7 @@ def test_chunks_of_redis_beyond_a_bound_are_removed_least_recent_first(
     log.apply(report(0, written="e"))
     assert removed_from_redis(log) == ["c"]
     log.forget_jobs()
-    assert len(log) == 3
+    assert len(log._chunks) == 3
 
 
 @pytest.mark.parametrize("refresh_ttl", [False, True])
@@ -117,7 +117,7 @@ def test_chunks_are_removed_after_their_ttl(refresh_ttl: bool) -> None:
     log.apply(report(0))
     assert removed_from_redis(log) == (["a"] if refresh_ttl else [])
     log.forget_jobs()
-    assert len(log) == 0
+    assert len(log._chunks) == 0
 
 
 acts = st.lists(

@@ -1,4 +1,4 @@
-"""No look-up delays a step longer than asked, or outlasts its deadline."""
+"""No lookup delays a step longer than asked, or outlasts its deadline."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_the_index_agrees_with_plain_sets(events: list[tuple[str, int, bytes]]) 
             everywhere = all((rank, one) in holders for rank in range(3))
             assert (one in index) == (everywhere or one in planned)
             assert index.planned_job(one) == (0 if everywhere else planned.get(one, 0))
-        assert len(index) == len({key for _, key in holders})
-        assert index.num_planned == len(planned)
+        assert len(index._holders) == len({key for _, key in holders})
+        assert len(index._planned) == len(planned)
 
 
 def shared_by_two() -> ChunkIndex:
@@ -74,7 +74,7 @@ def test_a_chunk_that_a_rank_cannot_read_is_no_hit() -> None:
     index.apply(0, [CacheEvent(A, True)])
     index.apply(1, [CacheEvent(A, False)])
     assert A not in index
-    assert len(index) == 0
+    assert len(index._holders) == 0
     index.apply(0, [CacheEvent(A, True)])  # its owner has it, and reports it at the next store
     assert A in index
 

@@ -103,7 +103,7 @@ class Scene:
         return RequestLookup(SimpleNamespace(num_tokens=num_tokens), keys)
 
     def request(self, seed: int) -> RequestLookup:
-        """A new request, whose look-up has been sent."""
+        """A new request, whose lookup has been sent."""
         asked = self.new_request(seed)
         self.wait.next_step()
         self.finder.ask(asked, 0)
@@ -117,7 +117,7 @@ class Scene:
 
 
 def pending(asked: RequestLookup) -> PendingLookup:
-    """The request's look-up under way."""
+    """The request's lookup under way."""
     assert asked.pending is not None
     return asked.pending
 
@@ -194,7 +194,7 @@ def test_beside_a_source_a_request_waits_for_what_that_lacks(
 
 
 def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
-    """A request whose look-up expired behind another one. ``seconds``: Redis' times per look-up."""
+    """A request whose lookup expired behind another one. ``seconds``: Redis' times per lookup."""
     scene.tier.gate.clear()
     scene.tier.seconds = list(seconds)
     first, second = scene.request(1), scene.request(2)
@@ -272,7 +272,7 @@ def test_a_long_step_is_lost_only_for_a_likely_hit() -> None:
 
 
 class Unanswered:
-    """A look-up without an answer that records how long it was waited for."""
+    """A lookup without an answer that records how long it was waited for."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []

@@ -53,7 +53,7 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
 
 @contextmanager
 def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
-    """A look-up that a thread maintains, as on the scheduler side."""
+    """A lookup that a thread maintains, as on the scheduler side."""
     peers = PeerLookup(CONFIG, [PARTS], topology(path, own))
     with closing(AnyLookup({Tier.PEER: peers}, time.monotonic)) as lookup:
         yield lookup

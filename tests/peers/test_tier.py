@@ -201,7 +201,7 @@ def test_a_dns_name_is_resolved() -> None:
         assert topology.is_current()
 
 
-# -- look-ups ------------------------------------------------------------------------------------
+# -- lookups ------------------------------------------------------------------------------------
 
 
 def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> list[bool]:

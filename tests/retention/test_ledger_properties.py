@@ -135,7 +135,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         holdings = self.ledger.holdings()
-        assert len(self.ledger) == len(self.held)
+        assert len(self.ledger._chunks) == len(self.held)
         assert sum(n for _, n in holdings.tenant_bytes) == len(self.held) * SIZE
         pinned = {k: c for k, c in self.ledger._chunks.items() if c.pinned_until is not None}
         assert holdings.pinned_bytes == len(pinned) * SIZE

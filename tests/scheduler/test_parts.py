@@ -318,5 +318,5 @@ def test_a_reset_that_preempts_is_not_refused_for_a_pin(model: Path) -> None:
     engine.add(prompt(1, 6 * CHUNK), 3)
     for _ in range(3):
         engine.step()
-    assert engine.adapter.held.num_pins
+    assert engine.adapter.held._pins
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)

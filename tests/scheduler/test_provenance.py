@@ -61,10 +61,10 @@ def test_blocks_that_a_bypassing_request_took_over_do_not_count_any_more(model: 
     engine = ShadowEngine(model, Shape(num_blocks=8), 0, CALM)
     engine.add(PROMPT, 1)
     assert num_stores(engine) == 1
-    assert len(engine.adapter.witness) == 4
+    assert len(engine.adapter.witness._lineages) == 4
     engine.add(prompt(6, 7 * BLOCK_SIZE - 1), 1, bypasses=True)
     engine.run_until_idle()
-    assert len(engine.adapter.witness) == 0
+    assert not engine.adapter.witness._lineages
 
 
 def test_a_picture_that_has_the_name_of_another_does_not_inherit_blocks(model: Path) -> None:
@@ -98,7 +98,7 @@ def test_blocks_that_nothing_vouches_for_leave_vllms_cache_once(model: Path) -> 
         rest = prompt(seed, 4 * BLOCK_SIZE + 1)
         request = engine.requests[engine.add([*PROMPT[:-1], *rest], 1, bypasses=bypasses)]
         engine.step()
-        num_computed = request.num_computed_tokens
+        num_computed: int = request.num_computed_tokens
         engine.run_until_idle()
         return num_computed - engine.shape.max_batched_tokens
 

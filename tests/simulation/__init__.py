@@ -21,7 +21,7 @@ A failure prints its seed and the command that repeats it. Any change of the cod
 seed means; on the same code it always means the same.
 
 Why tasks under simulated primitives, and no product code written as steps: lanes, readers, writers
-and the look-up block where that reads best, and the interleavings worth testing are those of their
+and the lookup block where that reads best, and the interleavings worth testing are those of their
 locks. The simulation needs no interface of the product beyond the standard library's, so it keeps
 working when the product changes.
 """

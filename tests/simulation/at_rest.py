@@ -95,10 +95,11 @@ class AtRest:
         keys = sorted(by_some | self._blocks_of.keys())
         answers = zip(keys, self._index.has_each(keys), strict=True)
         found = {key for key, is_found in answers if is_found}
-        if found != by_all or len(self._index) != len(by_some):
+        if found != by_all or len(self._index._holders) != len(by_some):
             raise SimulationFailure(
                 f"INDEX lost {len(by_all - found)} chunks that all ranks hold, and has"
-                f" {len(found - by_all)} that they do not; {len(self._index)} of {len(by_some)}"
+                f" {len(found - by_all)} that they do not;"
+                f" {len(self._index._holders)} of {len(by_some)}"
             )
 
     def _check_owners(self, rank: Rank, keys: set[bytes]) -> None:

@@ -12,14 +12,16 @@ if TYPE_CHECKING:  # vLLM cannot start once lmcache has been imported
 
 def check_scheduler_side(side: Scheduler) -> None:
     """Raises ``AssertionError`` if anything is left."""
-    assert len(side.book) == 0, f"{len(side.book)} requests have not been dropped"
+    assert not side.book.states, f"{len(side.book.states)} requests have not been dropped"
     assert len(side.jobs) == 0, f"{len(side.jobs)} jobs have not ended"
     assert not side.policy.num_open, "the cost model counts jobs that have ended"
-    assert side.index.num_planned == 0, "chunks are still planned"
-    assert not side.held.num_pins, "blocks are still pinned"
+    assert not side.index._planned, "chunks are still planned"
+    assert not side.held._pins, "blocks are still pinned"
     assert not side._ask_until, "vLLM is still to ask for a request again"
     assert not side._to_compute, "requests are still excluded from loads"
-    assert len(side.transfers) == 0, "KV transfers have not ended"
+    transfers = side.transfers
+    open_ones = [*transfers._sent, *transfers._awaited, *transfers._sources]
+    assert not open_ones, "KV transfers have not ended"
 
 
 def empty(engine: LMCacheEngineAdapter) -> None:

@@ -106,10 +106,12 @@ def _type_words(annotation: Any) -> str:
 
 def _bounds(field: FieldInfo) -> str:
     """Of a number, or of how many there may be."""
-    low, high = "", ""
+    low, high, kind = "", "", _type_words(field.annotation)
     for bound in _constraints(field):
         if isinstance(bound, Gt):
             low = f"above {bound.gt}"
+            if kind == "integer" and isinstance(bound.gt, int):
+                low = f"from {bound.gt + 1}"
         elif isinstance(bound, Ge):
             low = f"from {bound.ge}"
         elif isinstance(bound, Le):

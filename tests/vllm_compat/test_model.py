@@ -53,7 +53,7 @@ def test_a_tiny_llama_is_described(model: Path) -> None:
     geometry = layout.geometries[0]
     assert geometry.layer_widths == (2 * 32 * 2,) * 2
     assert geometry.num_tokens == 64
-    assert geometry.bytes_per_token == 2 * 2 * 2 * 32 * 2  # layers, heads, K and V, bfloat16
+    assert geometry.chunk_bytes == 64 * 2 * 2 * 2 * 32 * 2  # layers, heads, K and V, bfloat16
 
 
 def test_two_ranks_share_the_heads_and_the_identity(model: Path) -> None:

@@ -49,5 +49,5 @@ def test_two_tiered_connectors_in_one_engine_are_refused(
         "kv_role": "kv_both",
     }
     monkeypatch.setattr(shadow_config, "FOREIGN", ours)
-    with pytest.raises(UnsupportedError, match="Leave one out: one serves"):
+    with pytest.raises(UnsupportedError, match="Configure one: it serves"):
         build_scheduler(model, Shape(beside=beside))

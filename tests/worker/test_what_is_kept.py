@@ -121,7 +121,7 @@ class Rank:
     def check(self) -> None:
         """The ledger and the tier agree."""
         held = self.engine.cpu.ledger.holdings()
-        assert len(self.engine.cpu.ledger) == self.engine.cpu.num_chunks
+        assert len(self.engine.cpu.ledger._chunks) == self.engine.cpu.num_chunks
         assert sum(n for _, n in held.tenant_bytes) == self.engine.cpu.used_bytes
 
 

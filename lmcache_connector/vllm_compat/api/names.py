@@ -66,10 +66,10 @@ def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
     return sleeps and has_workers and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
-def hit_sources(from_memory: int, from_redis: int) -> dict[Any, int]:
+def hit_sources(from_memory: int, fetched: int) -> dict[Any, int]:
     """Tokens by vLLM's ``CacheHitSource``: ``HOST`` for the CPU tier; there is none for a store
     that instances share."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32
 
-    sources = {CacheHitSource.HOST: from_memory, CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis}
+    sources = {CacheHitSource.HOST: from_memory, CacheHitSource.EXTERNAL_UNSPECIFIED: fetched}
     return {source: count for source, count in sources.items() if count}

@@ -249,7 +249,7 @@ def test_a_look_up_never_counts_missing_chunks(proxy: FaultProxy, kind: Kind) ->
     proxy.arm(Fault(kind, offset=5))
     assert ask() <= 6
     assert proxy.num_struck == 1
-    wait_until(lambda: ask() == 6, "the look-up did not recover")
+    wait_until(lambda: ask() == 6, "the lookup did not recover")
     lookup.close()
 
 
@@ -348,9 +348,9 @@ def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> 
 
 
 def test_a_node_that_has_gone_pauses_nothing() -> None:
+    nodes = [Node("full:1"), Node("other:2")]
     topology: Any = SimpleNamespace(nodes=lambda: nodes)
     servers = Servers(config("redis://h"), topology, time.monotonic)
-    nodes = [Node("full:1"), Node("other:2")]
     servers.pause(nodes[0]).failed(at_once=True)
     assert servers.any_paused()
     del nodes[0]

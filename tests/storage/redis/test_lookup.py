@@ -32,7 +32,7 @@ def open_lookup(
 def lookup_behind(
     proxy: SlowProxy | HeldReplies, server: Server, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[RedisLookup]:
-    """A look-up that has found the first chunk through ``proxy``."""
+    """A lookup that has found the first chunk through ``proxy``."""
     with open_tier(server.url) as tier:
         put_all(tier, range(1))
     with proxy, open_lookup(proxy.url, clock=clock) as lookup:
@@ -103,7 +103,7 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
 
 
 def connections(server: Server) -> set[str]:
-    """Those that look-ups have asked over."""
+    """Those that lookups have asked over."""
     with server.client() as client:
         return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
 
@@ -115,7 +115,7 @@ def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
         link.set(stalled=True)
         assert ask(lookup, range(1), seconds=0.1) == 0
         link.set()
-        wait_until(lambda: ask(lookup, range(1)) == 1, "the look-up did not recover")
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the lookup did not recover")
         assert before
         assert connections(valkey) == before
 

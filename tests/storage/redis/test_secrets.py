@@ -18,7 +18,7 @@ SECRETS = ("hunter2", "us3rname", "another-s3cret")
 
 
 def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
-    """Everything visible of a tier and a look-up that were used at ``url``."""
+    """Everything visible of a tier and a lookup that were used at ``url``."""
     settings: dict[str, Any] = {"hash_key": b"another-s3cret-of-ours"}
     shown = []
     with caplog.at_level(logging.DEBUG), open_tier(url, **settings) as tier:

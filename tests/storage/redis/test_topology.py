@@ -143,7 +143,7 @@ class TestCluster:
         lookup.close()
 
     def test_a_look_up_follows_a_redirected_slot(self, cluster: Cluster) -> None:
-        """Only the redirection makes the look-up read the slot map again."""
+        """Only the redirection makes the lookup read the slot map again."""
         lookup = RedisLookup(config(cluster.url), [PARTS])
         slot = slot_of(7)
         away = next(master for master in cluster.masters if master is not cluster.owner(slot))
@@ -156,7 +156,7 @@ class TestCluster:
         wait_until(finds, "not found at first")
         cluster.migrate(slot, away)
         try:
-            wait_until(finds, "the look-up goes on asking the old master")
+            wait_until(finds, "the lookup goes on asking the old master")
         finally:
             cluster.migrate(slot, cluster.owner(slot), away)
             lookup.close()

@@ -1,5 +1,5 @@
 """Stand for parts of a shadow engine's scheduler side: for what says what requests are made of, and
-for look-ups in Redis, which are answered in as many steps as chance says."""
+for lookups in Redis, which are answered in as many steps as chance says."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ShadowIdentifier:
 
 
 class SteppedLookup(BackgroundLookup):
-    """Redis look-ups that are answered after a random number of questions."""
+    """Redis lookups that are answered after a random number of questions."""
 
     def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
         # Not the real one's: it starts a thread.

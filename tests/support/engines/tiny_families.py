@@ -22,7 +22,7 @@ _SHAPE = ModelShape(vocab_size=2048, max_position=16384)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``title`` and ``kv``: who is of this family, and what its KV is made of, as the README says.
+    """``title`` and ``kv``: the family's members and the makeup of its KV, as docs/support.md says.
     ``model``, ``config`` and ``sizes``: Transformers' classes and the arguments of the latter.
     ``engine_args``: what vLLM needs to be told beside the model. ``needs``: a package that vLLM
     imports for the family alone.

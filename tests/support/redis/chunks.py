@@ -100,7 +100,7 @@ def put_all(
 
 
 def count_found(url: str, count: int) -> int:
-    """How many of the first ``count`` chunks a look-up finds, up to the first that is missing."""
+    """How many of the first ``count`` chunks a lookup finds, up to the first that is missing."""
     with closing(RedisLookup(config(url), [PARTS])) as lookup:
         return lookup.exists_prefix([chunk_key(i) for i in range(count)], time.monotonic() + 5.0)
 
