@@ -211,6 +211,6 @@ class Auditor:
                 "Audit: the KV stored for a %s request of %s is not what this instance computes: "
                 "%s; the limit of the median is %.2g, from %d noise samples. This instance shares "
                 "no KV of this model and adapter any more. Earlier hits may have been wrong: see "
-                " 'An audit found a mismatch' in the troubleshooting guide.",
+                "'An audit found a mismatch' in the troubleshooting guide.",
                 kind, self.model, error, self.noise.limit(), num_samples,
             )  # fmt: skip
