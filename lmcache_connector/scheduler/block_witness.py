@@ -275,7 +275,8 @@ class BlockWitness:
         start = min(start, state.request.num_tokens - self._lookahead)  # may include drafts
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
-        if num_tokens < start:
+        # A hit of vLLM's that ends inside a block has a copy of it, and evicting costs more there.
+        if num_tokens < start and not any(start % size for size in sizes.values()):
             self._evict_unvouched(state, num_tokens, start)
         state.witness.num_vouched = min(start, num_tokens)
         return state.witness.num_vouched
@@ -292,7 +293,7 @@ class BlockWitness:
         held = {
             block.block_id
             for group, size in sizes.items()
-            for block in self._blocks(state, group, first // size, -(-end // size))
+            for block in self._blocks(state, group, first // size, end // size)
         }
         self._manager.block_pool.evict_blocks(held - self._lineages.keys() - {NULL_BLOCK})
 
