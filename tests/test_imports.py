@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 800},
     {"connector": 590, "stepwise": 1302},
     {"integrations": 325, "scheduler": 3257, "worker": 3369},
-    {"lookup": 701, "vllm_compat": 2541},
+    {"lookup": 701, "vllm_compat": 2543},
     {"config": 828, "copy_kv_blocks": 1101, "peers": 2757},
     {
         "audit": 340,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import JambaConfig, LlamaConfig
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.jamba import JambaForCausalLM
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
@@ -221,6 +221,19 @@ def test_states_of_another_order_have_other_keys(
         ]
     assert found["SD"][0] != found["DS"][0]
     assert found["SD"][1] == found["DS"][1]
+
+
+@pytest.mark.parametrize("attends_both_ways", [False, True])
+def test_keys_of_pictures_that_runners_see_differently_differ(
+    model: Path, monkeypatch: pytest.MonkeyPatch, attends_both_ways: bool
+) -> None:
+    config = vllm_config(model)
+    monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", attends_both_ways)
+    found = []
+    for is_v2 in (False, True):
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
+        found.append(describe(config, kv_cache()).configuration)
+    assert (found[0] != found[1]) is attends_both_ways
 
 
 def test_a_rank_s_piece_of_a_state_is_its_own(model: Path) -> None:
