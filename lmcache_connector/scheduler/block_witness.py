@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
@@ -73,7 +72,8 @@ class BlockWitness:
         self._names_tokens = settings.weak_block_hashes
         self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
-        self._evicted: Latest[bytes, None] = Latest(_MAX_EVICTED)  # by chunk key
+        self._stores = settings.stores
+        self._evicted: set[bytes] = set()  # keys of the first chunks
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
@@ -101,6 +101,7 @@ class BlockWitness:
     def forget(self) -> None:
         """Vouch for no block filled so far."""
         self._lineages.clear()
+        self._evicted.clear()
 
     def forget_all(self) -> None:
         """Also drop all pins."""
@@ -186,6 +187,8 @@ class BlockWitness:
         before, is_first = witness.num_tokens or 0, witness.num_tokens is None
         if witness.num_tokens is None:
             witness.num_tokens = self._begin(state, start)
+            if num_tokens and witness.num_tokens < start:
+                self._evict_unvouched(state, witness.num_tokens, start)
         witness.has_gap |= start > witness.num_tokens
         if not witness.has_gap:
             witness.num_tokens = start + num_tokens
@@ -275,21 +278,21 @@ class BlockWitness:
         start = min(start, state.request.num_tokens - self._lookahead)  # may include drafts
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
-        # A hit of vLLM's that ends inside a block has a copy of it, and evicting costs more there.
-        if num_tokens < start and not any(start % size for size in sizes.values()):
-            self._evict_unvouched(state, num_tokens, start)
         state.witness.num_vouched = min(start, num_tokens)
         return state.witness.num_vouched
 
     def _evict_unvouched(self, state: RequestState, first: int, end: int) -> None:
         """Evict blocks of tokens ``[first, end)`` that nothing vouches for from vLLM's prefix
-        cache: while requests hit them there, nothing of what follows could be stored. Only once
-        per prefix, as they come back with requests that bypass the tiers."""
-        chunks = state.keys.keys[first // self._chunk_size :]
-        if self._manager is None or not chunks or chunks[0] in self._evicted:
-            return
-        self._evicted[chunks[0]] = None
+        cache: while requests hit them there, nothing of what follows could be stored. Once per
+        prefix, and for few: requests that bypass the tiers, and other connectors, bring them back.
+        A hit of vLLM's that ends inside a block has a copy of it, and is left alone."""
         sizes = self._group_sizes | self._state_sizes
+        chunks = state.keys.keys[first // self._chunk_size :]
+        if self._manager is None or not chunks or any(end % size for size in sizes.values()):
+            return
+        if not self._stores or chunks[0] in self._evicted or len(self._evicted) == _MAX_EVICTED:
+            return
+        self._evicted.add(chunks[0])
         held = {
             block.block_id
             for group, size in sizes.items()

@@ -126,9 +126,11 @@ class LMCacheConnector:
         paged.check(rows, is_after=True)
         if any(map(paged.completes_chunks, rows)) and not paged.is_same_model():
             return
-        for row in rows:
-            paged.keep(row)
-        paged.tiers.finish_stores()
+        try:
+            for row in rows:
+                paged.keep(row)
+        finally:
+            paged.tiers.finish_stores()
 
     def close(self) -> None:
         """Write what is queued for Redis, within 5 s; release memory and threads. Idempotent."""

@@ -30,6 +30,7 @@ from lmcache_connector.plans import (
     Claim,
     JobResult,
     LoadJob,
+    Outcome,
     PartRun,
     PrefillWork,
     PrefixUse,
@@ -231,7 +232,13 @@ class Tiers:
         self._policy.load_planned(job, plan.tiers)
         rank = self._rank
         rank.jobs.submit(job, rank.copier.fence(), parts=(part,))
-        result = self._wait_for(job)
+        try:
+            result = self._wait_for(job)
+        except BaseException:  # whoever interrupts may go on, with other KV in these blocks
+            rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
+            cancelled = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
+            self._policy.load_ended(job.job_id, [cancelled])
+            raise
         self._policy.load_ended(job.job_id, [result])
         self._count(
             hit_chunks=result.num_chunks,
@@ -284,7 +291,11 @@ class Tiers:
 
     def finish_stores(self) -> None:
         """Wait until all stores are copied; after ``load_deadline_seconds`` the rest is dropped."""
-        self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
+        try:
+            self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
+        except BaseException:  # whoever interrupts may go on, with other KV in these blocks
+            self._rank.jobs.cancel()
+            raise
         self._learn()
 
     def close(self) -> None:

@@ -72,9 +72,10 @@ class _Value:
 
 @dataclass(eq=False)
 class _Chunk:
-    """``has_failed``: a value could not be written."""
+    """``is_spoiled``: all its values are written. ``has_failed``: a value could not be."""
 
     write: PendingWrite
+    is_spoiled: bool
     num_unanswered: int = 0
     has_failed: bool = False
 
@@ -138,11 +139,11 @@ class Burst:
         if None in lengths:
             self._on_end(write, WriteEnd.FAILED)
             return []
-        chunk, is_spoiled = _Chunk(write), write.key in self._spoiled
+        chunk = _Chunk(write, is_spoiled=write.key in self._spoiled)
         values = [
             _Value(chunk, stripe)
             for stripe, length in zip(stripes, lengths, strict=True)
-            if is_spoiled or length is None or not may_be_value(length, stripe.num_bytes)
+            if chunk.is_spoiled or length is None or not may_be_value(length, stripe.num_bytes)
         ]
         if not values:
             self._on_end(write, WriteEnd.ALREADY_THERE)
@@ -184,7 +185,7 @@ class Burst:
             chunk.num_unanswered -= 1
             if not chunk.num_unanswered:
                 end = WriteEnd.FAILED if chunk.has_failed else WriteEnd.WRITTEN
-                if end.is_stored:
+                if chunk.is_spoiled and end.is_stored:
                     self._spoiled.remove(chunk.write.key)
                 self._on_end(chunk.write, end)
 

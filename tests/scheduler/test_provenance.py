@@ -93,10 +93,10 @@ def test_blocks_that_nothing_vouches_for_leave_vllms_cache_once(model: Path) -> 
     that bypass the tiers bring them back, and must not lose their hits for good."""
     engine = ShadowEngine(model, Shape(num_blocks=200, tier_chunks=100), 0, CALM)
 
-    def begin(seed: int, *, bypasses: bool = False) -> int:
+    def begin(seed: int, *, prefix: int = 5, bypasses: bool = False) -> int:
         """Returns how many of the first tokens vLLM's cache had."""
-        rest = prompt(seed, 4 * BLOCK_SIZE + 1)
-        request = engine.requests[engine.add([*PROMPT[:-1], *rest], 1, bypasses=bypasses)]
+        tokens = [*prompt(prefix, num_hit), *prompt(seed, 4 * BLOCK_SIZE + 1)]
+        request = engine.requests[engine.add(tokens, 1, bypasses=bypasses)]
         engine.step()
         num_computed: int = request.num_computed_tokens
         engine.run_until_idle()
@@ -111,8 +111,10 @@ def test_blocks_that_nothing_vouches_for_leave_vllms_cache_once(model: Path) -> 
     assert num_stored > 0
     assert begin(13) == num_hit
     assert num_stores(engine) > num_stored
-    engine.adapter.witness.forget()
-    assert begin(14) == begin(15) == num_hit, "evicted once more"
+    assert begin(14, prefix=6, bypasses=True) == 0
+    assert begin(15, prefix=6) == num_hit
+    assert begin(16, prefix=6, bypasses=True) == 0
+    assert begin(17, prefix=6) == begin(18, prefix=6) == num_hit, "evicted once more"
 
 
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:

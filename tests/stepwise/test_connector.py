@@ -23,10 +23,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.tiers import WITHOUT_EFFECT, UnwrittenGate, read_settings
+from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.rank_tiers import RankTiers
 from tests.support import ROOT
 from tests.support.clock import within
@@ -381,6 +383,51 @@ def test_a_start_that_fails_leaves_nothing_behind(
 
     within(5.0, lambda: not left())
     assert left() == set()
+
+
+@pytest.mark.parametrize("waits", ["wait_for_result", "finish_stores"])
+def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
+    monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """Who interrupts it may go on, with other KV in the same blocks."""
+    is_load, tokens, blocks = waits == "wait_for_result", tokens_of(60, 100), range(20, 27)
+    copying, go = threading.Event(), threading.Event()
+    copy_now, cancel = CpuCopier.copy, JobQueue.cancel
+    queues: list[JobQueue] = []
+
+    def held(*args: Any) -> Any:
+        copying.set()
+        assert go.wait(30.0)
+        return copy_now(*args)
+
+    def interrupt(queue: JobQueue, _: float) -> None:
+        queues.append(queue)
+        if not is_load:
+            queue.wait_for_result(0.0)  # begins stores
+        assert copying.wait(30.0)
+        raise KeyboardInterrupt
+
+    def cancel_and_let_go(queue: JobQueue, *args: Any) -> None:
+        cancel(queue, *args)
+        go.set()
+
+    with SteppedEngine({}) as engine:
+        engine.step(sequence(tokens if is_load else tokens_of(61, 40), range(7)))
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuCopier, "copy", held)
+            patch.setattr(JobQueue, waits, interrupt)
+            patch.setattr(JobQueue, "cancel", cancel_and_let_go)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(sequence(tokens, blocks))
+        with torch.inference_mode():  # no tensor counts its versions
+            for cache in engine.kv_caches:
+                cache[:, list(blocks)] = 7.0
+        go.set()
+        assert queues[0].cancel_all(30.0)
+        assert torch.all(engine.kv_of(blocks, 96) == 7.0)
+        if not is_load:
+            _, left = engine.step(sequence(tokens, range(30, 37)))
+            assert left.query_lens == (100,), "KV of others is stored"
 
 
 def test_settings_without_effect_are_refused_and_on_the_page() -> None:

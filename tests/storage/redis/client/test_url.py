@@ -58,6 +58,8 @@ def test_credentials_are_removed_from_error_messages() -> None:
     assert told == "AUTH *** ***, then AUTH *** *** failed"
     alike = parse_redis_url("redis://engine:engine-hunter2@h")
     assert alike.redact(OSError("AUTH engine engine-hunter2 failed")) == "AUTH *** *** failed"
+    cut_off = "unknown command 'AUTH', with args beginning with: 'engine' 'engine-hunt"
+    assert alike.redact(OSError(cut_off)) == "unknown command 'AUTH'"
 
 
 def test_an_error_message_is_one_short_line() -> None:
