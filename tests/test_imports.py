@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 686,
-        "storage/redis": 2949,
+        "storage/redis": 2950,
         "tracing": 80,
         "weight_names": 277,
     },

@@ -39,7 +39,7 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     assert outcome.code == 2
     assert "did you mean 'cpu_gib'?" in outcome.out
     assert "'chunk_size'" in outcome.out
-    assert "would refuse to start" in outcome.out
+    assert "would refuse this configuration" in outcome.out
     assert "hunter2" not in outcome.out + outcome.err
 
 
