@@ -96,7 +96,7 @@ class Heartbeat:
 
     def _tell(self, why: str) -> None:
         if not self._is_silent:
-            logger.warning("Not registered at the router %s: %.256r", self._router, why)
+            logger.warning("The router %s is not told of this instance: %.256r", self._router, why)
         self._is_silent = True
 
 

@@ -283,9 +283,10 @@ class BlockWitness:
 
     def _evict_unvouched(self, state: RequestState, first: int, end: int) -> None:
         """Evict blocks of tokens ``[first, end)`` that nothing vouches for from vLLM's prefix
-        cache: while requests hit them there, nothing of what follows could be stored. Once per
-        prefix, and for few: requests that bypass the tiers, and other connectors, bring them back.
-        A hit of vLLM's that ends inside a block has a copy of it, and is left alone."""
+        cache: while requests hit them there, nothing of what follows could be stored. Requests
+        that bypass the tiers, and other connectors, bring such blocks back: so each prefix is
+        evicted once, and 1,024 at most. vLLM has copied a block inside which its hit ends: such a
+        hit is left alone."""
         sizes = self._group_sizes | self._state_sizes
         chunks = state.keys.keys[first // self._chunk_size :]
         if self._manager is None or not chunks or any(end % size for size in sizes.values()):

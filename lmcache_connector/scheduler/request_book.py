@@ -110,7 +110,7 @@ class RequestBook:
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
-        # vLLM avoids to end a step inside an image of such a model, but may begin one there.
+        # vLLM splits an image of such a model only if a step begins in it, as after a hit.
         is_split = any(span.start < end < span.end for span in spans)
         if is_split and self.settings.is_mm_prefix_lm:
             return False, False

@@ -231,8 +231,8 @@ class Tiers:
         )
         self._policy.load_planned(job, plan.tiers)
         rank = self._rank
-        rank.jobs.submit(job, rank.copier.fence(), parts=(part,))
         try:
+            rank.jobs.submit(job, rank.copier.fence(), parts=(part,))
             result = self._wait_for(job)
         except BaseException:  # whoever interrupts may go on, with other KV in these blocks
             rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)

@@ -352,7 +352,7 @@ class LMCacheEngineAdapter:
         """Give queued writes to Redis ``seconds``, then drop everything. ``unmap``: see
         :meth:`SharedMemory.close`; in vain if a thread of Redis has not ended."""
         if self._redis is not None and not self._redis.close(seconds):
-            logger.warning("A write to Redis did not stop within %.1f s: left behind", seconds)
+            logger.warning("A thread of the Redis tier has not ended: memory is kept for it")
             unmap = False
         if not unmap:
             self.cpu.keep_mapped()
