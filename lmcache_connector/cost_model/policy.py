@@ -334,6 +334,12 @@ class LoadPolicy:
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
 
+    def forget_loads(self) -> None:
+        """No load runs any more, and results may be lost."""
+        self._running.clear()
+        self._fetching.clear()
+        self._queued_bytes = dict.fromkeys(Tier, 0)
+
     def observe_reports(self, reports: Sequence[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
         slowest: dict[PrefillWork, float] = {}

@@ -35,6 +35,7 @@ from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
+from lmcache_connector.vllm_compat.api.names import evict_copies
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheBlock, KVCacheManager
@@ -294,12 +295,10 @@ class BlockWitness:
         if not self._stores or chunks[0] in self._evicted or len(self._evicted) == _MAX_EVICTED:
             return
         self._evicted.add(chunks[0])
-        held = {
-            block.block_id
-            for group, size in sizes.items()
-            for block in self._blocks(state, group, first // size, end // size)
-        }
-        self._manager.block_pool.evict_blocks(held - self._lineages.keys() - {NULL_BLOCK})
+        for group, size in sizes.items():
+            for block in self._blocks(state, group, first // size, end // size):
+                if block.block_id not in self._lineages:
+                    evict_copies(self._manager.block_pool, block, kept=self._lineages)
 
     def _own_tokens(self, state: RequestState, group: int, size: int, start: int) -> int:
         """Tokens before the first block of this group that lacks the request's own lineage."""

@@ -30,7 +30,6 @@ from lmcache_connector.plans import (
     Claim,
     JobResult,
     LoadJob,
-    Outcome,
     PartRun,
     PrefillWork,
     PrefixUse,
@@ -50,6 +49,7 @@ from lmcache_connector.worker.redis_probe import probe_keys
 logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
+_STUCK = "a copy of KV did not end; its memory must not be used"
 WITHOUT_EFFECT = by_field(
     {
         "a setting that works only with vLLM: share through Redis": (
@@ -147,6 +147,7 @@ class Tiers:
             clock,
         )
         self._last_job = 0
+        self._waits = False  # or was interrupted while it did
         settings = RankSettings(
             config.model_copy(update={"host_sharing": False}),
             probe_keys=probe_keys(config, probe_root),
@@ -190,6 +191,7 @@ class Tiers:
         """Chunks to load of a sequence of ``num_tokens`` with ``context_tokens`` in place, or
         ``None``. ``keys``: of all its chunks that may be loaded."""
         first = context_tokens // self._config.chunk_size
+        self._end_interrupted()
         self._learn()
         self._count(lookups=1)
         wanted = tuple(keys[first:])
@@ -229,17 +231,16 @@ class Tiers:
             after_job=max(stores),
             claim=plan.claim,
         )
-        self._policy.load_planned(job, plan.tiers)
-        rank = self._rank
+        self._waits = True
         try:
-            rank.jobs.submit(job, rank.copier.fence(), parts=(part,))
+            self._policy.load_planned(job, plan.tiers)
+            self._rank.jobs.submit(job, self._rank.copier.fence(), parts=(part,))
             result = self._wait_for(job)
-        except BaseException:  # whoever interrupts may go on, with other KV in these blocks
-            rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
-            cancelled = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
-            self._policy.load_ended(job.job_id, [cancelled])
+            self._policy.load_ended(job.job_id, [result])
+        except BaseException:
+            self._end_interrupted()
             raise
-        self._policy.load_ended(job.job_id, [result])
+        self._waits = False
         self._count(
             hit_chunks=result.num_chunks,
             redis_chunks=plan.tiers[: result.num_chunks].count(Tier.REDIS),
@@ -249,6 +250,7 @@ class Tiers:
 
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """A forward pass of ``num_tokens`` behind ``context_tokens`` is about to begin."""
+        self._end_interrupted()
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
         self._rank.timer.start(PrefillWork(num_tokens, context_tokens) if is_worth_it else None)
 
@@ -291,11 +293,13 @@ class Tiers:
 
     def finish_stores(self) -> None:
         """Wait until all stores are copied; after ``load_deadline_seconds`` the rest is dropped."""
+        self._waits = True
         try:
             self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
-        except BaseException:  # whoever interrupts may go on, with other KV in these blocks
-            self._rank.jobs.cancel()
+        except BaseException:
+            self._end_interrupted()
             raise
+        self._waits = False
         self._learn()
 
     def close(self) -> None:
@@ -310,6 +314,18 @@ class Tiers:
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    def _end_interrupted(self) -> None:
+        """End the jobs of a wait that was interrupted: the caller may go on in their blocks. Called
+        before the next pass, too, because this may be interrupted again."""
+        if not self._waits:
+            return
+        are_ended = self._rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
+        self._index.forget_planned()
+        self._policy.forget_loads()
+        self._waits = False
+        if not are_ended:
+            raise StuckCopyError(_STUCK)
+
     def _wait_for(self, job: LoadJob) -> JobResult:
         until = self._clock() + job.deadline_seconds + limits.SHUTDOWN_SECONDS
         while True:
@@ -319,7 +335,7 @@ class Tiers:
             left = until - self._clock()
             if left <= 0:
                 self._rank.jobs.cancel([job.job_id])
-                raise StuckCopyError("a load of KV did not end; its memory must not be used")
+                raise StuckCopyError(_STUCK)
             self._rank.jobs.wait_for_result(left)
 
     def _settle(self) -> list[tuple[Job, JobResult]]:

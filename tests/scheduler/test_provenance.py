@@ -117,6 +117,18 @@ def test_blocks_that_nothing_vouches_for_leave_vllms_cache_once(model: Path) -> 
     assert begin(17, prefix=6) == begin(18, prefix=6) == num_hit, "evicted once more"
 
 
+def test_all_copies_of_a_block_that_nothing_vouches_for_leave_vllms_cache(model: Path) -> None:
+    """vLLM keeps one for each request that computed it, or loaded it at the same time."""
+    engine = ShadowEngine(model, Shape(num_blocks=200, tier_chunks=100), 0, CALM)
+    for seed in range(3):
+        request_id = engine.add([*PROMPT[:BLOCK_SIZE], *prompt(seed, 4)], 1, bypasses=True)
+        engine.requests[request_id].skip_reading_prefix_cache = True
+    engine.run_until_idle()
+    for seed in (10, 11):
+        engine.add([*PROMPT[:BLOCK_SIZE], *prompt(seed, 4 * BLOCK_SIZE)], 1)
+        assert num_stores(engine) == (seed == 11)
+
+
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:
     """While they were computed the token after each was not known yet. They are in vLLM's cache
     when the tier has let go of them, and the conversation goes on."""

@@ -385,15 +385,22 @@ def test_a_start_that_fails_leaves_nothing_behind(
     assert left() == set()
 
 
+@pytest.mark.parametrize("is_repeated", [False, True])
 @pytest.mark.parametrize("waits", ["wait_for_result", "finish_stores"])
 def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
-    monkeypatch: pytest.MonkeyPatch, waits: str
+    monkeypatch: pytest.MonkeyPatch, waits: str, is_repeated: bool
 ) -> None:
-    """Who interrupts it may go on, with other KV in the same blocks."""
+    """Who interrupts it may go on, with other KV in the same blocks. ``is_repeated``: a
+    second interrupt comes before the copies have ended: the caller's next step ends them."""
     is_load, tokens, blocks = waits == "wait_for_result", tokens_of(60, 100), range(20, 27)
     copying, go = threading.Event(), threading.Event()
     copy_now, cancel = CpuCopier.copy, JobQueue.cancel
     queues: list[JobQueue] = []
+
+    class Interrupt(BaseException):
+        """pytest's own would end it."""
+
+    interrupts = [Interrupt()] if is_repeated else []
 
     def held(*args: Any) -> Any:
         copying.set()
@@ -405,26 +412,33 @@ def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
         if not is_load:
             queue.wait_for_result(0.0)  # begins stores
         assert copying.wait(30.0)
-        raise KeyboardInterrupt
+        raise Interrupt
 
     def cancel_and_let_go(queue: JobQueue, *args: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
         cancel(queue, *args)
         go.set()
 
-    with SteppedEngine({}) as engine:
+    with torch.inference_mode(), SteppedEngine({}) as engine:  # no tensor counts its writes
         engine.step(sequence(tokens if is_load else tokens_of(61, 40), range(7)))
+        monkeypatch.setattr(JobQueue, "cancel", cancel_and_let_go)
         with monkeypatch.context() as patch:
             patch.setattr(CpuCopier, "copy", held)
             patch.setattr(JobQueue, waits, interrupt)
-            patch.setattr(JobQueue, "cancel", cancel_and_let_go)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Interrupt):
                 engine.step(sequence(tokens, blocks))
-        with torch.inference_mode():  # no tensor counts its versions
-            for cache in engine.kv_caches:
-                cache[:, list(blocks)] = 7.0
+        assert not interrupts
+        other = sequence(tokens_of(62, 100), blocks)
+        if is_repeated:
+            engine.step(other)
+        else:
+            engine.model(other, engine.kv_caches)
         go.set()
-        assert queues[0].cancel_all(30.0)
-        assert torch.all(engine.kv_of(blocks, 96) == 7.0)
+        within(30.0, lambda: queues[0].num_open == 0)
+        found = engine.kv_of(blocks, 100)
+        engine.model(other, engine.kv_caches)
+        assert torch.equal(found, engine.kv_of(blocks, 100))
         if not is_load:
             _, left = engine.step(sequence(tokens, range(30, 37)))
             assert left.query_lens == (100,), "KV of others is stored"

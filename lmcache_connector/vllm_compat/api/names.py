@@ -6,6 +6,7 @@ sentence.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.vllm_compat.api.versions import check_versions
@@ -33,6 +34,8 @@ with STANDING.blamed():
     from vllm.v1.core.kv_cache_utils import (
         BlockHash,
         generate_block_hash_extra_keys,
+        get_block_hash,
+        get_group_id,
         maybe_convert_block_hash,
         to_event_extra_keys,
     )
@@ -43,12 +46,25 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+def evict_copies(pool: BlockPool, block: KVCacheBlock, kept: Container[int]) -> None:
+    """Evict the block and all others of its hash from vLLM's prefix cache, up to one of ``kept``:
+    vLLM caches a block for each of the requests that computed or loaded it at the same time."""
+    if (key := block.block_hash) is None:
+        return
+    for _ in range(pool.num_gpu_blocks):
+        found = pool.get_cached_block(get_block_hash(key), [get_group_id(key)])
+        if found is None or found[0].block_id in kept:
+            return
+        pool.evict_blocks({found[0].block_id})
 
 
 def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
