@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 800},
     {"connector": 590, "stepwise": 1331},
-    {"integrations": 325, "scheduler": 3261, "worker": 3369},
+    {"integrations": 325, "scheduler": 3273, "worker": 3370},
     {"lookup": 701, "vllm_compat": 2543},
-    {"config": 828, "copy_kv_blocks": 1101, "peers": 2757},
+    {"config": 828, "copy_kv_blocks": 1101, "peers": 2769},
     {
         "audit": 340,
         "cost_model": 1200,

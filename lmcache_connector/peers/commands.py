@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import quote, unquote
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.chunk_codec import (
@@ -117,7 +118,7 @@ class Greeting:
     engine_id: str
 
     def pack(self) -> bytes:
-        return f"lmcache-connector {self.num_ranks} {self.engine_id}".encode()
+        return f"lmcache-connector {self.num_ranks} {quote(self.engine_id, '')}".encode()
 
     @classmethod
     def parse(cls, line: object) -> Greeting:
@@ -127,7 +128,7 @@ class Greeting:
             raise ValueError("it is not a peer server")
         if len(words[1]) > 6 or int(words[1]) == 0 or not _ENGINE_ID.fullmatch(words[2]):
             raise ValueError("it is not a peer server")
-        return cls(int(words[1]), words[2])
+        return cls(int(words[1]), unquote(words[2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 2.0
+_START_SECONDS = 300.0
+"""The API server listens by then."""
 DISCOVERY = "tcp://"
 SIGNATURE_HEADER = "X-LMCache-Signature"
 # Instances and their router reach each other directly, whatever proxy the environment names.
@@ -61,6 +63,7 @@ class Heartbeat:
         self._secret = secret
         self._stopping = threading.Event()
         self._is_silent = False
+        self._listens_by = time.monotonic() + _START_SECONDS
         self._thread = start_thread("lmc-p2p-heartbeat", self._work)
 
     def close(self) -> None:
@@ -81,7 +84,8 @@ class Heartbeat:
         try:
             _open(urllib.request.Request(f"http://{self._registration.http}/health"))
         except (OSError, ValueError) as error:
-            if not isinstance(getattr(error, "reason", None), ConnectionRefusedError):  # not up yet
+            is_refused = isinstance(getattr(error, "reason", None), ConnectionRefusedError)
+            if not is_refused or time.monotonic() > self._listens_by:
                 what = f"http://{self._registration.http}/health; check http_address"
                 self._tell(f"{what}: {error}")
             return False

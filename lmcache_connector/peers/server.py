@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -45,13 +46,19 @@ _LEAST_BYTES = 64 << 10
 _CREDENTIALS = struct.Struct("@iII")  # process, user, group
 
 
+def _quarter_of_descriptors() -> int:
+    """1,024 at most: an engine opens four connections to each rank of its peers, or more."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(most // 4, 1024) if most > 0 else 1024  # -1 is unlimited
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``unsent_bytes`` of replies per client, ``leased_bytes`` of chunks for all clients together.
     A client is dropped after ``stall_seconds`` with half a command, with leases and no further
     command, or with hardly any bytes read."""
 
-    num_clients: int = 256
+    num_clients: int = field(default_factory=_quarter_of_descriptors)
     unsent_bytes: int = 16 << 20
     leased_bytes: int = 256 << 20
     stall_seconds: float = 5.0

@@ -74,7 +74,7 @@ class BlockWitness:
         self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
         self._stores = settings.stores
-        self._evicted: set[bytes] = set()  # keys of the first chunks
+        self._evicted: set[tuple[bytes, int]] = set()  # key of the chunk, and first token
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
@@ -201,6 +201,13 @@ class BlockWitness:
             self._vouch_for_tail(state, tail)
         return has_more or is_first
 
+    def ended(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """vLLM takes the request's blocks back. If it hit blocks that were evicted, those that it
+        filled behind them are evicted, too: later requests would find them before stored ones."""
+        if self._manager is not None and state.witness.has_evicted:
+            unvouched = set(chain(*block_ids)) - self._lineages.keys() - {NULL_BLOCK}
+            self._manager.block_pool.evict_blocks(unvouched)
+
     def finished(self, state: RequestState, num_computed_tokens: int) -> int:
         """How many of the computed tokens are witnessed, leaving out steps not yet run."""
         num_tokens = min(num_computed_tokens, state.witness.num_tokens or 0)
@@ -286,15 +293,17 @@ class BlockWitness:
         """Evict blocks of tokens ``[first, end)`` that nothing vouches for from vLLM's prefix
         cache: while requests hit them there, nothing of what follows could be stored. Requests
         that bypass the tiers, and other connectors, bring such blocks back: so each prefix is
-        evicted once, and 1,024 at most. vLLM has copied a block inside which its hit ends: such a
+        evicted once, 1,024 at most. vLLM has copied a block inside which its hit ends: such a
         hit is left alone."""
         sizes = self._group_sizes | self._state_sizes
         chunks = state.keys.keys[first // self._chunk_size :]
         if self._manager is None or not chunks or any(end % size for size in sizes.values()):
             return
-        if not self._stores or chunks[0] in self._evicted or len(self._evicted) == _MAX_EVICTED:
+        prefix = chunks[0], first
+        if not self._stores or prefix in self._evicted or len(self._evicted) == _MAX_EVICTED:
             return
-        self._evicted.add(chunks[0])
+        self._evicted.add(prefix)
+        state.witness.has_evicted = True
         for group, size in sizes.items():
             for block in self._blocks(state, group, first // size, end // size):
                 if block.block_id not in self._lineages:

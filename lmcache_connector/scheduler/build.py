@@ -72,9 +72,7 @@ def build_scheduler(
     transfers = _transfers(config, model, vllm_config, tally)
     lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
     events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews, is_wanted=kv_events)
-    lookup = None
-    if (asked := _lookup(config, model, vllm_config)) is not None:
-        lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, clock)
+    asked, lookup = _lookup(config, model, vllm_config), None
     make_hasher = partial(make_root_hasher, config, model.lookahead)
     learn = partial(learn_start, model, policy, asked, noise, index, events)
     identifier = RequestIdentifier(
@@ -93,6 +91,9 @@ def build_scheduler(
         transfers.part_of,
     )
     sampler = AuditSampler(config.audit_share, random.Random().random)
+    spans = make_spans(vllm_config)
+    if asked is not None:  # last, because its thread would outlive a failed start
+        lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, clock)
     return Scheduler(
         settings,
         book,
@@ -103,7 +104,7 @@ def build_scheduler(
         tally,
         Auditor(settings, index, sampler, noise, tally, model=model.name),
         transfers,
-        make_spans(vllm_config),
+        spans,
     )
 
 

@@ -103,7 +103,8 @@ class WitnessState:
     ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
-    compute continued from tokens that are not witnessed. ``unnamed``: recurrent states as vLLM has
+    compute continued from tokens that are not witnessed. ``has_evicted``: the
+    blocks of these tokens have left vLLM's prefix cache. ``unnamed``: recurrent states as vLLM has
     offered them, whose keys depend on a token that is not known yet.
     """
 
@@ -111,6 +112,7 @@ class WitnessState:
     num_vouched: int = 0
     due_at: int = 0
     has_gap: bool = False
+    has_evicted: bool = False
     unnamed: list[StateOffer] = field(default_factory=list)
 
     def restart(self) -> None:

@@ -432,6 +432,7 @@ class Scheduler:
         self.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._store_the_rest(state, block_ids)
+            self.witness.ended(state, block_ids)
         if self.is_idle:  # whoever steps the engine may reset the cache next
             self.held.unpin_all()
         stores = self.jobs.stores_of(state) if state is not None else {}

@@ -107,9 +107,9 @@ class WorkerAdapter:
         self._idle = False
         self._is_between_steps = False  # no plan can come
         self._is_start_told = False
-        self._ranks = RankFinder(tiers.engine, parts, peers if make_peer_server else None, clock)
+        serve = make_peer_server
         try:
-            serve = make_peer_server
+            self._ranks = RankFinder(tiers.engine, parts, peers if serve else None, clock)
             self._server = serve(self._cpu, self._transfers) if serve is not None else None
         except BaseException:  # e.g. its port is taken
             tiers.close(0.0, unmap=tiers.stop(limits.SHUTDOWN_SECONDS))

@@ -111,10 +111,11 @@ class RankTiers:
         return are_ended
 
     def close(self, seconds: float, *, unmap: bool) -> None:
-        """After :meth:`stop`: give queued writes to Redis ``seconds``, then free all memory, the
-        CPU tier's only with ``unmap``."""
+        """After :meth:`stop`: give queued writes to Redis ``seconds``, then free all memory that
+        nothing left behind may use: ``unmap`` is :meth:`stop`'s answer."""
         self.engine.close(seconds, unmap=unmap)
-        self.copier.close()
+        if unmap:
+            self.copier.close()
 
     def _run(self, queued: QueuedJob) -> JobResult:
         """Runs on a lane's thread."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from typing import Any
+from urllib.request import Request
 
 import pytest
 
 from lmcache_connector.net.address import Address
+from lmcache_connector.peers import heartbeat
 from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.peers.routing import Receive, Router, Send, may_dial
+from tests.support.clock import within
 from tests.support.redis.servers import free_port
 
 OWN = Address("127.0.0.1", 7000)
@@ -134,6 +138,30 @@ def test_a_heartbeat_takes_no_proxy_from_the_environment(monkeypatch: pytest.Mon
                 assert sock.recv(1000).startswith(said)
                 sock.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
     beat.close()
+
+
+@pytest.mark.parametrize(("start_seconds", "num_told"), [(60.0, 0), (-1.0, 1)])
+def test_an_api_that_never_listens_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    start_seconds: float,
+    num_told: int,
+) -> None:
+    monkeypatch.setattr(heartbeat, "_START_SECONDS", start_seconds)
+    asked = Counter[str]()
+    now = heartbeat._open
+
+    def count(request: Request) -> None:
+        asked[request.selector] += 1
+        now(request)
+
+    monkeypatch.setattr(heartbeat, "_open", count)
+    mine = Registration("kv_both", f"127.0.0.1:{free_port()}", "127.0.0.1:14589", "e")
+    beat = Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"")
+    within(20.0, lambda: asked["/health"] >= 3)
+    num_records = len(caplog.records)  # leaving tells more
+    beat.close()
+    assert num_records == num_told
 
 
 def test_an_api_that_answers_with_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import tempfile
 import threading
@@ -203,6 +204,19 @@ def test_a_flood_of_commands_keeps_nobody_waiting_for_all_answers(
         flooding.sendall(exists(0) * 500)
         assert other.recv(100) == b":1\r\n"
         assert asked.index(chunk_key(1)) <= 2 * 64
+
+
+@pytest.mark.parametrize("engine_id", ["engine-0_dp1", "my engine", "moteur à vapeur", "50%2b"])
+def test_peers_know_every_engine_id(engine_id: str) -> None:
+    assert Greeting.parse(Greeting(2, engine_id).pack()) == Greeting(2, engine_id)
+
+
+@pytest.mark.parametrize(("may_open", "num_clients"), [(1024, 256), (1 << 20, 1024), (-1, 1024)])
+def test_clients_leave_files_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, may_open: int, num_clients: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (may_open, may_open))
+    assert Limits().num_clients == num_clients
 
 
 def test_silent_strangers_displace_no_client(chunks: HeldChunks) -> None:

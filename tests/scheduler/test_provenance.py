@@ -129,6 +129,42 @@ def test_all_copies_of_a_block_that_nothing_vouches_for_leave_vllms_cache(model:
         assert num_stores(engine) == (seed == 11)
 
 
+def test_turns_of_a_conversation_are_stored_after_its_blocks_lost_their_lineages(
+    model: Path,
+) -> None:
+    """Turns that end inside a chunk: each goes on in blocks of the turns before it."""
+    engine = ShadowEngine(model, Shape(chunk_size=4 * BLOCK_SIZE, num_blocks=200), 0, CALM)
+    turns = [prompt(5, num_tokens) for num_tokens in range(20, 201, 20)]
+    for tokens in turns[:3]:
+        engine.add(tokens, 1)
+        engine.run_until_idle()
+    engine.adapter.witness.forget()
+    for tokens in turns[3:]:
+        engine.add(tokens, 1)
+        engine.run_until_idle()
+    assert engine.ranks[0].num_stored_chunks == 200 // engine.shape.chunk_size
+
+
+def test_blocks_of_a_running_request_whose_prefix_was_evicted_hinder_no_store(
+    model: Path,
+) -> None:
+    engine = ShadowEngine(model, Shape(chunk_size=4 * BLOCK_SIZE, num_blocks=200), 0, CALM)
+    engine.add(prompt(5, 40), 1)
+    engine.run_until_idle()
+    engine.adapter.witness.forget()
+    first = engine.add(prompt(5, 120), 100)
+    for num_tokens in (120, 200):
+        request_id = engine.add(prompt(5, num_tokens), 1)
+        while request_id in engine.live:
+            engine.step()
+    assert first in engine.live
+    engine.abort(first)
+    engine.run_until_idle()
+    engine.add(prompt(5, 260), 1)
+    engine.run_until_idle()
+    assert engine.ranks[0].num_stored_chunks == 260 // engine.shape.chunk_size
+
+
 def test_blocks_of_an_answer_are_stored_again_for_a_head(model: Path) -> None:
     """While they were computed the token after each was not known yet. They are in vLLM's cache
     when the tier has let go of them, and the conversation goes on."""
