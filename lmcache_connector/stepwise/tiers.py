@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class Tiers:
             clock,
         )
         self._last_job = 0
-        self._waits = False  # or was interrupted while it did
+        self._is_interrupted = False
         settings = RankSettings(
             config.model_copy(update={"host_sharing": False}),
             probe_keys=probe_keys(config, probe_root),
@@ -231,16 +231,11 @@ class Tiers:
             after_job=max(stores),
             claim=plan.claim,
         )
-        self._waits = True
-        try:
+        with self._may_be_interrupted():
             self._policy.load_planned(job, plan.tiers)
             self._rank.jobs.submit(job, self._rank.copier.fence(), parts=(part,))
             result = self._wait_for(job)
             self._policy.load_ended(job.job_id, [result])
-        except BaseException:
-            self._end_interrupted()
-            raise
-        self._waits = False
         self._count(
             hit_chunks=result.num_chunks,
             redis_chunks=plan.tiers[: result.num_chunks].count(Tier.REDIS),
@@ -287,19 +282,15 @@ class Tiers:
             redis_keys=None if self._config.redis_admission == "all" else frozenset(),
             claim=Claim(tenant_of(cache_salt)),
         )
-        self._index.plan(keys, job.job_id)
-        gate = UnwrittenGate(part.groups[0].owners)
-        self._rank.jobs.submit(job, self._rank.copier.fence(), gate=gate, parts=(part,))
+        with self._may_be_interrupted():
+            self._index.plan(keys, job.job_id)
+            gate = UnwrittenGate(part.groups[0].owners)
+            self._rank.jobs.submit(job, self._rank.copier.fence(), gate=gate, parts=(part,))
 
     def finish_stores(self) -> None:
         """Wait until all stores are copied; after ``load_deadline_seconds`` the rest is dropped."""
-        self._waits = True
-        try:
+        with self._may_be_interrupted():
             self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
-        except BaseException:
-            self._end_interrupted()
-            raise
-        self._waits = False
         self._learn()
 
     def close(self) -> None:
@@ -314,15 +305,26 @@ class Tiers:
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _may_be_interrupted(self) -> Iterator[None]:
+        """End all jobs if the block raises: the caller may go on in their blocks."""
+        self._end_interrupted()
+        self._is_interrupted = True  # unless the block ends
+        try:
+            yield
+        except BaseException:
+            self._end_interrupted()
+            raise
+        self._is_interrupted = False
+
     def _end_interrupted(self) -> None:
-        """End the jobs of a wait that was interrupted: the caller may go on in their blocks. Called
-        before the next pass, too, because this may be interrupted again."""
-        if not self._waits:
+        """Called before the next pass, too, because this may be interrupted again."""
+        if not self._is_interrupted:
             return
         are_ended = self._rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
         self._index.forget_planned()
         self._policy.forget_loads()
-        self._waits = False
+        self._is_interrupted = False
         if not are_ended:
             raise StuckCopyError(_STUCK)
 

@@ -230,7 +230,6 @@ class JobQueue:
         see :class:`QueuedJob`."""
         queued = QueuedJob(job, fence, self._clock(), gate or StepGate(), parts, may_begin)
         with self._lock:
-            self._open[job.job_id] = queued
             self.is_busy = True
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay
@@ -240,6 +239,7 @@ class JobQueue:
                 waiting = self._fetching_loads if job.may_fetch else self._cpu_loads
                 is_awaited, wake = job.after_job in self._open, self._load_may_run
             insort(waiting, queued, key=BY_TURN)
+            self._open[job.job_id] = queued  # last: an interrupt may come anywhere above
             if is_awaited:  # not this store alone, because stores run in order
                 self._begin_stores()
             wake.notify_all()
@@ -345,6 +345,8 @@ class JobQueue:
             while True:
                 self._end_overdue()
                 queued, look = waiting.next(self._clock())
+                if queued is not None and queued.job.job_id not in self._open:
+                    continue  # whoever submitted it was interrupted
                 if queued is not None:
                     if waiting is self._fetching_loads:
                         self._fetching.update(queued.job.keys)
@@ -401,7 +403,7 @@ class JobQueue:
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
     def _end(self, queued: QueuedJob, result: JobResult) -> None:
-        del self._open[queued.job.job_id]
+        self._open.pop(queued.job.job_id, None)
         self._ended.append((queued.job, result))
         self._job_ended.notify_all()
         # A lane that must stop waits until its last job is gone.

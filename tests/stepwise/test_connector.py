@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.stepwise import tiers
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.tiers import WITHOUT_EFFECT, UnwrittenGate, read_settings
@@ -442,6 +443,25 @@ def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
         if not is_load:
             _, left = engine.step(sequence(tokens, range(30, 37)))
             assert left.query_lens == (100,), "KV of others is stored"
+
+
+def test_chunks_whose_store_was_interrupted_are_stored_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupt(BaseException):
+        """pytest's own would end it."""
+
+    def interrupt(_: object) -> None:
+        raise Interrupt
+
+    with SteppedEngine({}) as engine:
+        prompt = sequence(tokens_of(60, 100), range(7))
+        with monkeypatch.context() as patch:
+            patch.setattr(tiers, "UnwrittenGate", interrupt)
+            with pytest.raises(Interrupt):
+                engine.step(prompt)
+        left = [engine.step(prompt)[1].query_lens for _ in range(2)]
+        assert left == [(100,), (4,)]
 
 
 def test_settings_without_effect_are_refused_and_on_the_page() -> None:

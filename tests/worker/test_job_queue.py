@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType, FunctionType
+from typing import Any
 
 import pytest
 
@@ -101,6 +106,54 @@ def wait_all(jobs: JobQueue) -> dict[int, JobResult]:
 
 def taken(jobs: JobQueue) -> dict[int, JobResult]:
     return {job.job_id: result for job, result in jobs.take_ended()}
+
+
+def interrupt(call: Callable[[], None], function: FunctionType, num_lines: int) -> bool:
+    """Whether ``call`` was interrupted after it ran this many lines of the function."""
+    seen = set[int]()  # the line of a `with` comes again at its end, where no signal is handled
+
+    class Interrupt(BaseException):
+        pass
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "line" and frame.f_lineno not in seen:
+            if len(seen) == num_lines:
+                raise Interrupt
+            seen.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("make", [store, load])
+def test_an_interrupted_submission_leaves_a_whole_job_or_none(
+    jobs: JobQueue, runner: Runner, make: Callable[[int], Job]
+) -> None:
+    assert isinstance(JobQueue.submit, FunctionType)
+    for job_id in itertools.count(1):
+        gate, num_before = runner.gate(job_id), len(runner.order)
+        submit = partial(jobs.submit, make(job_id), None)
+        is_interrupted = interrupt(submit, JobQueue.submit, job_id - 1)
+        is_open = jobs.num_open == 1
+        gate.set()
+        assert jobs.cancel_all(LONG)
+        for other in (store(10_000 + job_id), load(20_000 + job_id)):
+            jobs.submit(other, None)
+        wait_all(jobs)
+        assert len(runner.order) <= num_before + 2 + is_open
+        if not is_interrupted:
+            break
+    assert job_id > 5
 
 
 @pytest.mark.parametrize(
