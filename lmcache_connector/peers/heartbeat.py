@@ -29,8 +29,17 @@ _START_SECONDS = 300.0
 """The API server listens by then."""
 DISCOVERY = "tcp://"
 SIGNATURE_HEADER = "X-LMCache-Signature"
-# Instances and their router reach each other directly, whatever proxy the environment names.
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Instances and their router reach each other directly, whatever proxy the environment names. A
+# redirection is an error: its body would be read, of any size, and a POST would become a GET.
+_DIRECTLY = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.UnknownHandler,
+):
+    _DIRECTLY.add_handler(_handler())
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,16 @@ def test_an_api_that_never_listens_is_told_once(
     assert num_records == num_told
 
 
-def test_an_api_that_answers_with_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("answer", "told_of"),
+    [
+        (b"502 Bad Gateway\r\n", "502"),
+        (b"302 Found\r\nLocation: ftp://127.0.0.1/\r\nContent-Length: 999999999\r\n", "302"),
+    ],
+)
+def test_an_api_that_answers_with_an_error_is_told_once(
+    caplog: pytest.LogCaptureFixture, answer: bytes, told_of: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as api:
         port = api.getsockname()[1]
         api.settimeout(20.0)
@@ -173,8 +182,8 @@ def test_an_api_that_answers_with_an_error_is_told_once(caplog: pytest.LogCaptur
         for _ in range(3):
             with api.accept()[0] as sock:
                 assert sock.recv(1000).startswith(b"GET /health")
-                sock.sendall(b"HTTP/1.0 502 Bad Gateway\r\n\r\n")
+                sock.sendall(b"HTTP/1.0 %b\r\n" % answer)
     beat.close()
     (told,) = [record.getMessage() for record in caplog.records]
     assert "http_address" in told
-    assert "502" in told
+    assert told_of in told
