@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 590, "stepwise": 1333},
     {"integrations": 325, "scheduler": 3273, "worker": 3372},
     {"lookup": 701, "vllm_compat": 2543},
-    {"config": 828, "copy_kv_blocks": 1101, "peers": 2769},
+    {"config": 828, "copy_kv_blocks": 1103, "peers": 2778},
     {
         "audit": 340,
         "cost_model": 1200,

@@ -201,6 +201,11 @@ def test_memory_written_twice_is_refused(copier: Copier, device: str) -> None:
         copier.copy([BlockCopy(cache.layout, twice, [0, 1], [0, 2])], "d2h")
 
 
+def test_a_further_copier_compiles_nothing(cpu: CpuCopier) -> None:
+    """What numba compiles stays in memory until the process ends."""
+    assert CpuCopier()._kernel is cpu._kernel
+
+
 def test_memory_read_and_written_is_refused(cpu: CpuCopier) -> None:
     """On CUDA no memory is on both sides of a copy."""
     cache = paged("LBHNC")

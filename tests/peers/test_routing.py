@@ -170,6 +170,7 @@ def test_an_api_that_never_listens_is_told_once(
         (b"502 Bad Gateway\r\n", "502"),
         (b"302 Found\r\nLocation: ftp://127.0.0.1/\r\nContent-Length: 999999999\r\n", "302"),
     ],
+    ids=["error", "redirection"],
 )
 def test_an_api_that_answers_with_an_error_is_told_once(
     caplog: pytest.LogCaptureFixture, answer: bytes, told_of: str
