@@ -25,7 +25,7 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1885, "handover": 57, "transformers": 800},
     {"connector": 590, "stepwise": 1333},
-    {"integrations": 325, "scheduler": 3273, "worker": 3372},
+    {"integrations": 325, "scheduler": 3273, "worker": 3373},
     {"lookup": 701, "vllm_compat": 2543},
     {"config": 828, "copy_kv_blocks": 1103, "peers": 2778},
     {

@@ -135,6 +135,16 @@ def interrupt(call: Callable[[], None], function: FunctionType, num_lines: int) 
     return False
 
 
+def test_no_interrupt_finds_a_wait_without_its_lock(jobs: JobQueue, runner: Runner) -> None:
+    """Python would raise ``RuntimeError`` for it, or release a lock that a lane holds."""
+    gate = runner.gate(1)
+    jobs.submit(load(1), None)
+    takes_again = vars(threading.Condition)["_acquire_restore"]
+    assert not interrupt(partial(jobs.wait_for_result, 0.1), takes_again, 0)
+    gate.set()
+    wait_all(jobs)
+
+
 @pytest.mark.parametrize("make", [store, load])
 def test_an_interrupted_submission_leaves_a_whole_job_or_none(
     jobs: JobQueue, runner: Runner, make: Callable[[int], Job]
