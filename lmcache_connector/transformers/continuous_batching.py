@@ -115,9 +115,10 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
                 self._manager.stop(block=True, timeout=timeout, hard_stop=True)
             for hook in self._hooks:
                 hook.remove()
-            self._hooks = ()
-            del self._cache.search_prefix_match, self._cache.mark_complete_blocks
+            for name in ("search_prefix_match", "mark_complete_blocks"):
+                vars(self._cache).pop(name, None)
             self._paged.tiers.close()
+            self._hooks = ()  # last: an interrupted close is called again
 
     def __exit__(self, *_: object) -> None:
         self.close()

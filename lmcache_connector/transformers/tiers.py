@@ -118,8 +118,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
             hook.remove()
         if self._is_alive:
             with self._lock:
-                self._hooks = ()
                 self._tiers.close()
+                self._hooks = ()  # last: an interrupted close is called again
 
     def __exit__(self, *_: object) -> None:
         self.close()

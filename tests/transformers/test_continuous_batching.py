@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.stepwise.tiers import Tiers
+from lmcache_connector.transformers import KVTiers
 from lmcache_connector.transformers.continuous_batching import TieredBatching
+from tests.support.clock import within
 from tests.support.device import DEVICE
 from tests.support.engines.settings import random_prompt
 from tests.support.redis.servers import Server
@@ -203,3 +207,30 @@ def test_unsupported_managers_are_refused(model: Path) -> None:
     manager.continuous_batching_config.use_cuda_graph = (True, False)
     with pytest.raises(UnsupportedError, match="use_cuda_graph"):
         TieredBatching(manager, SMALL)
+
+
+@pytest.mark.parametrize("kind", [KVTiers, TieredBatching])
+def test_an_interrupted_close_is_called_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: type[KVTiers | TieredBatching]
+) -> None:
+    class Interrupt(BaseException):
+        """pytest's own would end it."""
+
+    def interrupt(_: object) -> None:
+        raise Interrupt
+
+    def lanes() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("lmc-")}
+
+    manager, before = new_manager(model), lanes()
+    tiers = (
+        TieredBatching(manager, SMALL) if kind is TieredBatching else KVTiers(manager.model, SMALL)
+    )
+    assert lanes() > before
+    with monkeypatch.context() as patch:
+        patch.setattr(Tiers, "close", interrupt)
+        with pytest.raises(Interrupt):
+            tiers.close()
+    tiers.close()
+    within(5.0, lambda: lanes() <= before)
+    assert lanes() <= before
