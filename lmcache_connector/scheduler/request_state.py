@@ -105,7 +105,7 @@ class WitnessState:
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
     compute continued from tokens that are not witnessed. ``has_evicted``: the
     blocks of these tokens have left vLLM's prefix cache. ``unnamed``: recurrent states as vLLM has
-    offered them, whose keys depend on a token that is not known yet.
+    offered them, whose keys depend on an unknown token.
     """
 
     num_tokens: int | None = None

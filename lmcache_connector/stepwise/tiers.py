@@ -147,7 +147,7 @@ class Tiers:
             clock,
         )
         self._last_job = 0
-        self._is_interrupted = False
+        self._is_unfinished = False
         settings = RankSettings(
             config.model_copy(update={"host_sharing": False}),
             probe_keys=probe_keys(config, probe_root),
@@ -309,22 +309,23 @@ class Tiers:
     def _may_be_interrupted(self) -> Iterator[None]:
         """End all jobs if the block raises: the caller may go on in their blocks."""
         self._end_interrupted()
-        self._is_interrupted = True  # unless the block ends
+        self._is_unfinished = True
         try:
             yield
         except BaseException:
             self._end_interrupted()
             raise
-        self._is_interrupted = False
+        self._is_unfinished = False
 
     def _end_interrupted(self) -> None:
-        """Called before the next pass, too, because this may be interrupted again."""
-        if not self._is_interrupted:
+        """End the jobs that an interrupted block has left. The next pass does so, too, since an
+        interrupt may come here as well."""
+        if not self._is_unfinished:
             return
         are_ended = self._rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
         self._index.forget_planned()
         self._policy.forget_loads()
-        self._is_interrupted = False
+        self._is_unfinished = False
         if not are_ended:
             raise StuckCopyError(_STUCK)
 
@@ -336,7 +337,6 @@ class Tiers:
                     return result
             left = until - self._clock()
             if left <= 0:
-                self._rank.jobs.cancel([job.job_id])
                 raise StuckCopyError(_STUCK)
             self._rank.jobs.wait_for_result(left)
 

@@ -198,7 +198,7 @@ class JobQueue:
         self._store_delay = store_delay_seconds
         self._clock = clock
         self.is_busy = False
-        # A wait that is interrupted has taken it again in any case, which a Lock does not promise.
+        # Not a Lock: a signal could end a condition's wait before the thread holds that again.
         self._lock = threading.RLock()
         self._store_came = threading.Condition(self._lock)  # for the store lane
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
