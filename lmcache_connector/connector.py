@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 _TWO_ENGINES = (
     "this process has an engine with a KV connector already, and vLLM would use that one for both: "
-    "end the other engine first (llm.llm_engine.engine_core.shutdown()), or leave out "
+    "end the other engine first (llm.llm_engine.engine_core.shutdown(), or, if its start failed, "
+    "vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown()), or leave out "
     "VLLM_ENABLE_V1_MULTIPROCESSING=0, so that each engine has a process of its own"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,10 +145,25 @@ def test_one_rank_under_an_external_launcher(start: StartInstance) -> None:
 
 
 def an_engine_before(model: str) -> None:
-    """An engine that serves, and ends."""
+    """An engine whose start fails behind the connector's; then one that serves, and ends."""
+    import zmq
+    from vllm.config.kv_events import KVEventsConfig
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    probe = EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
+    start = partial(EngineProbe, model, kv_cache_memory_bytes=64 << 20, max_model_len=2048)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        events = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://*:{taken.getsockname()[1]}",
+        )
+        with pytest.raises(zmq.ZMQError, match="Address already in use"):
+            start(kv_transfer(), kv_events_config=events)
+    with pytest.raises(UnsupportedError, match=r"ensure_kv_transfer_shutdown\(\)"):
+        start(kv_transfer())
+    ensure_kv_transfer_shutdown()
+    probe = start(kv_transfer())
     probe.serve(random_prompt(0, 300))
     probe.shutdown()
     cleanup_dist_env_and_memory()

@@ -96,7 +96,7 @@ def make_instance(
 
 
 @pytest.fixture
-def written(port: int) -> list[torch.Tensor]:
+def written(valkey: Server, port: int) -> list[torch.Tensor]:
     """All chunks of KEYS are in Redis, and in no CPU tier; the blocks they were stored from."""
     writer = make_instance(port)
     block_ids = range(2 * len(KEYS))
@@ -104,7 +104,9 @@ def written(port: int) -> list[torch.Tensor]:
     writer.run(StepPlan(stores=(job,)))
     assert writer.wait_for(1).outcome is Outcome.DONE
     kept = writer.blocks(block_ids)
-    writer.worker.shutdown()  # writes what is queued
+    with valkey.client() as client:
+        wait_until(lambda: client.dbsize() == HEADS * len(KEYS), "chunks are not written")
+    writer.worker.shutdown()
     return kept
 
 
