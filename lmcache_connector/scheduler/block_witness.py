@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import ne
@@ -74,7 +75,7 @@ class BlockWitness:
         self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
         self._stores = settings.stores
-        self._evicted: set[tuple[bytes, int]] = set()  # key of the chunk, and first token
+        self._unvouched_hits = Counter[tuple[bytes, int]]()  # by key of a chunk, and first token
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
@@ -102,7 +103,7 @@ class BlockWitness:
     def forget(self) -> None:
         """Vouch for no block filled so far."""
         self._lineages.clear()
-        self._evicted.clear()
+        self._unvouched_hits.clear()
 
     def forget_all(self) -> None:
         """Also drop all pins."""
@@ -292,17 +293,19 @@ class BlockWitness:
     def _evict_unvouched(self, state: RequestState, first: int, end: int) -> None:
         """Evict blocks of tokens ``[first, end)`` that nothing vouches for from vLLM's prefix
         cache: while requests hit them there, nothing of what follows could be stored. Requests
-        that bypass the tiers, and other connectors, bring such blocks back: so each prefix is
-        evicted once, 1,024 at most. vLLM has copied a block inside which its hit ends: such a
-        hit is left alone."""
+        that bypass the tiers, and other connectors, bring such blocks back: so a prefix is evicted
+        at its first such hit, the second, the fourth, the eighth and so on; 1,024 prefixes at most.
+        vLLM has copied a block inside which its hit ends: such a hit is left alone."""
         sizes = self._group_sizes | self._state_sizes
         chunks = state.keys.keys[first // self._chunk_size :]
         if self._manager is None or not chunks or any(end % size for size in sizes.values()):
             return
-        prefix = chunks[0], first
-        if not self._stores or prefix in self._evicted or len(self._evicted) == _MAX_EVICTED:
+        prefix, hits = (chunks[0], first), self._unvouched_hits
+        if not self._stores or (prefix not in hits and len(hits) == _MAX_EVICTED):
             return
-        self._evicted.add(prefix)
+        hits[prefix] += 1
+        if hits[prefix].bit_count() > 1:
+            return
         state.witness.has_evicted = True
         for group, size in sizes.items():
             for block in self._blocks(state, group, first // size, end // size):

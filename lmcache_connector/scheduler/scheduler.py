@@ -141,7 +141,7 @@ class Scheduler:
         """Tokens to load beyond ``num_computed_tokens``, and whether the load runs between steps.
         ``None`` tokens: vLLM asks again in the next step."""
         self._was_asked = True
-        if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
+        if request.request_id in self._to_compute:
             self._stores.end_a_step_at_the_last_border(request)
             return 0, False
         num_tokens = self._find(request, num_computed_tokens)
@@ -183,7 +183,8 @@ class Scheduler:
             return None
         if state is None or not is_current:
             return 0
-        if not (self.settings.loads and state.load.is_allowed):
+        may_load = self.settings.loads and state.load.is_allowed
+        if not may_load or request.skip_reading_prefix_cache:
             self._stores.end_a_step_at_the_last_border(request)
             return 0
         self._cancel_overwritten()

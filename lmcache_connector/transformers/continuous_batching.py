@@ -17,6 +17,7 @@ thread.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
         self._whole: dict[str, int] = {}
+        self._closing = threading.RLock()
         """Tokens in whole blocks of each request that uses the tiers; the others bypass them."""
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
@@ -109,7 +111,9 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
     def close(self) -> None:
         """Stop a running manager, whose requests then fail. Write what is queued for Redis, within
         5 s, and release the manager, memory and threads. Idempotent."""
-        if self._hooks:
+        with self._closing:
+            if not self._hooks:
+                return
             if self._manager.is_running():
                 timeout = limits.SHUTDOWN_SECONDS
                 self._manager.stop(block=True, timeout=timeout, hard_stop=True)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
 from lmcache_connector.storage.redis.client.dial import (
     CONNECTION_ERRORS,
+    REDIRECTIONS,
     AuthenticationError,
     Client,
     NoPermissionError,
@@ -64,6 +65,7 @@ _HINTS = (
     ("resolution", _UNKNOWN_HOST),
     ("nodename", _UNKNOWN_HOST),
     ("http/", "an HTTP server answers here: correct host and port"),
+    ("read only replica", "this server is a replica: name its master"),
     ("unix socket", "on the engine's host, name its socket: unix:///PATH/TO/NAME.sock"),
     (
         "closed",
@@ -169,7 +171,8 @@ class RedisAdmin:
     def payloads(
         self, namespace: str | None
     ) -> Iterator[tuple[bytes, ValueName, bytes | Unreadable | None]]:
-        """``(raw name, name, whole value)`` of all values; None for one that expired meanwhile."""
+        """``(raw name, name, whole value)`` of all values; None for one that has expired meanwhile,
+        or moves to another node."""
         for node in self.nodes():
             for names in _batches(self._names(node, namespace), _READ_BATCH):
                 with self._translated():
@@ -178,7 +181,10 @@ class RedisAdmin:
                         pipe.strlen(raw)
                     lengths = pipe.execute(raise_on_error=False)
                     for (raw, name), length in zip(names, lengths, strict=True):
-                        yield raw, name, self._payload(node, raw, length)
+                        try:
+                            yield raw, name, self._payload(node, raw, length)
+                        except REDIRECTIONS:
+                            yield raw, name, None
 
     def _names(
         self, node: Node, namespace: str | None, key_prefix: str = ""

@@ -91,10 +91,15 @@ class SentinelTopology(Topology):
                 return self._dialer.connect(host, port, max_bytes)
             except CONNECTION_ERRORS as problem:
                 error = problem
-                # The next connection asks another sentinel first.
-                others = tuple(other for other in self._hosts if other != sentinel)
-                self._hosts = (*others, sentinel)
+                self._ask_last(sentinel)
         raise error
+
+    def mark_stale(self) -> None:
+        """The sentinel asked first may have missed a failover: the next connection asks another."""
+        self._ask_last(self._hosts[0])
+
+    def _ask_last(self, sentinel: Endpoint) -> None:
+        self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)
 
     def _ask(self, sentinel: Endpoint) -> Endpoint:
         with self._dialer.connect_sentinel(*sentinel) as client:

@@ -232,15 +232,16 @@ class Reader(threading.Thread):
             while stream.receive_batch():
                 self._connections.succeeded(node)
         except BadReplyError as error:
-            blame = False
+            blame, cause = False, error.fault
             if is_redirection(error.reply):
                 self._servers.topology.redirected(node)
             elif error.reply.startswith(_FORBIDDEN):
                 self._servers.forbids_reads(node, str(error))
+                cause = NotAsked.UNAVAILABLE
             else:
                 blame = error.fault in _SERVER_FAULTS
             self._connections.drop(node, str(error), blame=blame)
-            stream.give_up(error.fault)
+            stream.give_up(cause)
         except WireError as error:
             is_silent = error.fault is WireFault.STALLED
             blame = error.is_peers_fault

@@ -22,7 +22,7 @@ from lmcache_connector.storage.redis.client.resp import (
     classify_mismatch,
     first_line,
 )
-from lmcache_connector.storage.redis.counters import Miss
+from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
@@ -164,7 +164,7 @@ class ValueStream:
             self._in_flight.popleft()
         return True
 
-    def give_up(self, fault: ReplyFault | WireFault) -> None:
+    def give_up(self, fault: ReplyFault | WireFault | NotAsked) -> None:
         """Keep complete values, fail the rest."""
         is_behind = False
         for batch in self._in_flight:

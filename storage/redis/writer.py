@@ -208,12 +208,12 @@ class Writer(threading.Thread):
             seconds = servers.clock() - started
             writers.times.append((burst.num_bytes, seconds))
             self._bytes_per_second = burst.num_bytes / max(seconds, _MIN_SECONDS)
+            pause.succeeded()  # a server that refuses writes still says which values it has
         else:
             self._bytes_per_second = max(self._bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
         if burst.was_redirected:
             servers.topology.redirected(node)
         self._connections.succeeded(node)
-        pause.succeeded()
 
     def _pause(self, node: Node, why: str, *, at_once: bool) -> None:
         if self._servers.pause(node).failed(at_once=at_once):

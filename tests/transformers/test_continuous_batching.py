@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,18 @@ def test_an_interrupted_close_is_called_again(
     tiers.close()
     within(5.0, lambda: lanes() <= before)
     assert lanes() <= before
+
+
+def test_two_threads_close_at_once(model: Path) -> None:
+    manager = new_manager(model)
+    tiers, both = TieredBatching(manager, SMALL), threading.Barrier(2)
+    manager.start()
+    manager.add_request(prompt(1, 400), max_new_tokens=60)
+
+    def close() -> None:
+        both.wait(10.0)
+        tiers.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for end in [threads.submit(close) for _ in range(2)]:
+            end.result(30.0)

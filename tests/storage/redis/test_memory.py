@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
+from tests.support.clock import wait_until
 from tests.support.redis.chunks import GEOMETRY, chunk_data, get_all, open_tier, put_all
 from tests.support.redis.servers import Server, running_server
 
@@ -79,6 +80,24 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
         assert tier.stats().counts.writes[WriteEnd.QUEUE_FULL] == dropped + 1
         assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
+
+
+def test_chunks_that_are_there_end_no_pause_of_writes(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_tier(server.url, backoff_max_seconds=0.1) as tier:
+        assert all(put_all(tier, range(4)))
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+        for index in range(4):
+            assert put_all(tier, [10 + index]) == [False]
+            wait_until(lambda there=[index]: put_all(tier, there) == [True], "never asked for")
+            assert tier.stats().writes_paused
+        with server.client() as client:
+            client.config_set("maxmemory", 0)
+        wait_until(lambda: put_all(tier, [10]) == [True], "writes do not resume")
+        assert not tier.stats().writes_paused
+    assert sum("writing is paused" in record.message for record in caplog.records) == 1
 
 
 def test_a_demoted_master_pauses_writes_and_serves_reads(server: Server) -> None:

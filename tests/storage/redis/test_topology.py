@@ -6,12 +6,14 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from threading import Thread
 
 import pytest
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.admin import RedisAdmin
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -30,6 +32,7 @@ from tests.support.redis.chunks import (
     put_all,
 )
 from tests.support.redis.server_groups import (
+    MASTER,
     Certificates,
     Cluster,
     Watched,
@@ -86,6 +89,27 @@ class TestCluster:
             finally:
                 cluster.migrate(slot, cluster.owner(slot), target)
             wait_until(lambda: holds(tier, range(10)), "nor back again")
+
+    def test_a_value_that_moves_to_another_node_is_gone_for_a_tool(self, cluster: Cluster) -> None:
+        with open_tier(cluster.url) as tier:
+            assert all(put_all(tier, range(10)))
+        slot = slot_of(0)
+        home = cluster.owner(slot)
+        away = next(m for m in cluster.masters if m is not home)
+        with home.client() as old, away.client() as new:
+            ids = [client.cluster("MYID").decode() for client in (old, new)]
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+            key, *_ = old.execute_command("CLUSTER GETKEYSINSLOT", slot, 1)
+            old.execute_command("MIGRATE", "127.0.0.1", away.port, key, 0, 5000)
+        try:
+            with RedisAdmin(config(cluster.url)) as admin:
+                values = [value for *_, value in admin.payloads("default")]
+            assert values.count(None) == 1
+            assert len(values) == sum(map(num_values, cluster.masters))
+        finally:
+            cluster.migrate(slot, away)
+            cluster.migrate(slot, home, away)
 
     @pytest.fixture
     def left_behind(self, binary: str, cluster: Cluster) -> Iterator[Server]:
@@ -243,6 +267,11 @@ class TestCluster:
                     target.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
+def num_values(server: Server) -> int:
+    with server.client() as client:
+        return len(client.keys("lmc:*-*"))
+
+
 def num_looks(server: Server) -> int:
     """How often the server was asked for its slot map."""
     with server.client() as client:
@@ -277,6 +306,24 @@ class TestSentinel:
             wait_until(lambda: put_all(tier, [20]) == [True], "no writes to the new master")
             with watched.replica.client() as client:
                 assert client.exists(*client.keys(f"*{chunk_key(20).hex()}*-*"))
+
+    def test_a_sentinel_that_has_missed_a_failover_is_not_believed_for_ever(
+        self, binary: str
+    ) -> None:
+        """It names the former master, which is a replica now."""
+        with ExitStack() as stack:
+            master = stack.enter_context(running_server(binary))
+            follows = {"replicaof": f"127.0.0.1 {master.port}"}
+            replica = stack.enter_context(running_server(binary, follows))
+            ports = []
+            for named in (replica, master):
+                watch = {"sentinel monitor": f"{MASTER} 127.0.0.1 {named.port} 9"}
+                sentinel = running_server(binary, watch, arguments=("--sentinel",))
+                ports.append(stack.enter_context(sentinel).port)
+            url = f"redis+sentinel://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/{MASTER}"
+            with open_tier(url, backoff_max_seconds=0.2) as tier:
+                assert put_all(tier, [0]) == [False]
+                wait_until(lambda: put_all(tier, [0]) == [True], "writes do not resume")
 
 
 @pytest.mark.redis_server
@@ -345,7 +392,9 @@ class TestAcl:
             with caplog.at_level(logging.INFO), open_tier(url) as tier:
                 for first in range(0, 20, 4):
                     assert put_all(tier, range(first, first + 4)) == [True] * 4
-                    assert get_all(tier, [first])[0] == [False]
+                    buffer = memoryview(bytearray(PARTS.largest.chunk_bytes))
+                    read = tier.read([chunk_key(first)], [buffer], time.monotonic() + 5.0)
+                    assert (read.hits, read.cut_off) == ([False], True), "a tier without hits"
                     assert tier.stats().servers[0][1] is CircuitState.CLOSED
             client.acl_deluser("writer")
         told = [record.getMessage() for record in caplog.records]
