@@ -75,7 +75,7 @@ class BlockWitness:
         self._manager: KVCacheManager | None = None
         self._lineages: dict[int, bytes] = {}
         self._stores = settings.stores
-        self._unvouched_hits = Counter[tuple[bytes, int]]()  # by key of a chunk, and first token
+        self._unvouched_hits = Counter[bytes]()  # by key of the first chunk with such a block
         self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
@@ -300,11 +300,11 @@ class BlockWitness:
         chunks = state.keys.keys[first // self._chunk_size :]
         if self._manager is None or not chunks or any(end % size for size in sizes.values()):
             return
-        prefix, hits = (chunks[0], first), self._unvouched_hits
-        if not self._stores or (prefix not in hits and len(hits) == _MAX_EVICTED):
+        chunk, hits = chunks[0], self._unvouched_hits
+        if not self._stores or (chunk not in hits and len(hits) == _MAX_EVICTED):
             return
-        hits[prefix] += 1
-        if hits[prefix].bit_count() > 1:
+        hits[chunk] += 1
+        if hits[chunk].bit_count() > 1:
             return
         state.witness.has_evicted = True
         for group, size in sizes.items():

@@ -232,7 +232,8 @@ class Reader(threading.Thread):
             while stream.receive_batch():
                 self._connections.succeeded(node)
         except BadReplyError as error:
-            blame, cause = False, error.fault
+            blame = False
+            cause: ReplyFault | WireFault | NotAsked = error.fault
             if is_redirection(error.reply):
                 self._servers.topology.redirected(node)
             elif error.reply.startswith(_FORBIDDEN):

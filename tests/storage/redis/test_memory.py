@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
+from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.clock import wait_until
 from tests.support.redis.chunks import GEOMETRY, chunk_data, get_all, open_tier, put_all
 from tests.support.redis.servers import Server, running_server
@@ -82,6 +84,10 @@ def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
 
 
+def is_there(tier: RedisTier, index: int) -> bool:
+    return put_all(tier, [index]) == [True]
+
+
 def test_chunks_that_are_there_end_no_pause_of_writes(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,11 +97,11 @@ def test_chunks_that_are_there_end_no_pause_of_writes(
             client.config_set("maxmemory", 1)
         for index in range(4):
             assert put_all(tier, [10 + index]) == [False]
-            wait_until(lambda there=[index]: put_all(tier, there) == [True], "never asked for")
+            wait_until(partial(is_there, tier, index), "never asked for")
             assert tier.stats().writes_paused
         with server.client() as client:
             client.config_set("maxmemory", 0)
-        wait_until(lambda: put_all(tier, [10]) == [True], "writes do not resume")
+        wait_until(partial(is_there, tier, 10), "writes do not resume")
         assert not tier.stats().writes_paused
     assert sum("writing is paused" in record.message for record in caplog.records) == 1
 
