@@ -53,7 +53,7 @@ class Address:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, self.port), family=family).close()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             return str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         return ""
 

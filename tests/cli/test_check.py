@@ -170,7 +170,7 @@ def test_the_host_folder_is_checked(cli: Cli, tmp_path: Path) -> None:
     path = Path("/proc/x")
     outcome = check()
     assert (outcome.code, found(outcome)["host"]["verdict"]) == (1, "error")
-    assert "/proc/x cannot be used: No such file" in found(outcome)["host"]["detail"]
+    assert "the folder /proc/x cannot be used" in found(outcome)["host"]["detail"]
     off = cli("check", p2p("kv_producer", host_sharing=False), "--json")
     assert "host" not in found(off)
 

@@ -216,7 +216,10 @@ def test_a_taken_port_is_refused_before_a_model_is_loaded(option: str, place: st
 @pytest.mark.usefixtures("_no_vllm")
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("--port 65536", "0-65535"), ("--host 192.0.2.1", "Cannot assign requested address")],
+    [
+        *(("--port 65536", "0-65535"), ("--host a..b", "a..b: ")),
+        ("--host 192.0.2.1", "Cannot assign requested address"),
+    ],
 )
 def test_a_place_where_nobody_can_listen_is_refused(option: str, words: str) -> None:
     answer = CliRunner().invoke(app, ["serve", "some/model", *option.split(), "--json"])
