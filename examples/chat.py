@@ -85,9 +85,7 @@ def main() -> None:
 
 
 def converse(args: argparse.Namespace) -> None:
-    url = args.url.rstrip("/")
-    if "://" not in url:
-        url = f"http://{url}"
+    url = ("" if "://" in args.url else "http://") + args.url.rstrip("/")
     model = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
     words = random.Random(args.seed)
     documents = [some_words(words, args.words) for _ in range(args.documents or args.users)]
@@ -186,7 +184,10 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="empty vLLM's own prefix cache before each turn, as other traffic would",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "@" in args.url:
+        parser.error("leave user and password out of the address")
+    return args
 
 
 if __name__ == "__main__":

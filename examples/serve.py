@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lmcache_connector.net.address import Address
+
 _START_SECONDS = 600.0
 _REQUEST_SECONDS = 600.0
 _STOP_SECONDS = 60.0
@@ -28,6 +30,9 @@ _STOP_SECONDS = 60.0
 
 def main() -> None:
     args, vllm_args = parse_args()
+    # Before the server starts, as whoever listens there would answer for it.
+    if reason := Address("127.0.0.1", args.port).why_not_listen():
+        sys.exit(f"cannot listen on port {args.port}: {reason}; give another --port")
     command = serve_command(args, vllm_args)
     print("$", subprocess.list2cmdline(command), flush=True)
     url = f"http://127.0.0.1:{args.port}"

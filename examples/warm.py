@@ -18,16 +18,31 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
 # Dropped from a prompt's settings: they set the length or extras of an answer.
 _OF_THE_ANSWER = ("max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs", "echo")
+_FAILURES = (OSError, HTTPException, ValueError, LookupError, TypeError)
 
 
 def main() -> None:
     args = parse_args()
+    lines = list(prompts(args.file))
+    if not lines:
+        sys.exit(f"{args.file} has no prompts")
+    try:
+        sys.exit(1 if warm(args, lines) else 0)
+    except _FAILURES as error:
+        is_told = isinstance(error, OSError | HTTPException)
+        reason = error if is_told else "this is no answer of vLLM's API"
+        sys.exit(f"{args.url}: {reason}\nIs the server up, and are its address and key right?")
+
+
+def warm(args: argparse.Namespace, lines: list[dict[str, Any]]) -> int:
+    """How many prompts failed."""
     model = json.loads(get(f"{args.url}/v1/models", args.api_key))["data"][0]["id"]
     loaded_before, num_tokens, failed = loaded_tokens(args.url), 0, 0
 
@@ -41,11 +56,11 @@ def main() -> None:
             return int(json.loads(answer)["usage"]["prompt_tokens"])
         except urllib.error.HTTPError as error:
             return f"{error.code} {error.read(500).decode(errors='replace')}"
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except _FAILURES as error:
             return repr(error)
 
     with ThreadPoolExecutor(args.concurrency) as pool:
-        for number, outcome in enumerate(pool.map(ask, prompts(args.file)), start=1):
+        for number, outcome in enumerate(pool.map(ask, lines), start=1):
             if isinstance(outcome, int):
                 num_tokens += outcome
             else:
@@ -53,12 +68,24 @@ def main() -> None:
                 print(f"prompt {number}: {outcome}", file=sys.stderr)
     loaded = loaded_tokens(args.url) - loaded_before
     print(f"{num_tokens} prompt tokens, of which the connector loaded {loaded}; {failed} failed")
-    sys.exit(1 if failed else 0)
+    return failed
 
 
 def prompts(file: Path) -> Iterator[dict[str, Any]]:
-    for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
-        yield json.loads(line) if file.suffix == ".jsonl" else {"prompt": line}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        sys.exit(f"cannot read {file}: {reason}")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                prompt = json.loads(line) if file.suffix == ".jsonl" else {"prompt": line}
+            except ValueError:
+                prompt = None
+            if not isinstance(prompt, dict):
+                sys.exit(f"{file}: line {number} is not a JSON object")
+            yield prompt
 
 
 def loaded_tokens(url: str) -> int:
@@ -87,7 +114,13 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per prompt (600)")
     parser.add_argument("--api-key", default="", help="key of the engine's API (none)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.concurrency < 1:
+        parser.error("--concurrency must be at least 1")
+    if "@" in args.url:
+        parser.error("leave user and password out of the address")
+    args.url = ("" if "://" in args.url else "http://") + args.url.rstrip("/")
+    return args
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "errors": 55,
         "keys": 595,
         "kv_parts": 415,
-        "net": 500,
+        "net": 507,
         "threads": 172,
     },
 )

@@ -263,12 +263,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--by-id", action="store_true", help="name the instances in the request id")
     parser.add_argument("--insecure", action="store_true", help="accept registrations from anybody")
     args = parser.parse_args(arguments)
-    secret = resolve_secret(args.secret, os.environ).encode()
-    if not (secret or args.insecure or Address(args.host, args.port).is_loopback):
+    try:
+        secret = resolve_secret(args.secret, os.environ).encode()
+    except ValueError as error:
+        parser.error(f"--secret: {error}")
+    place = Address(args.host, args.port)
+    if not (secret or args.insecure or place.is_loopback):
         parser.error(
             "whoever reaches this port could register and read prompts: give the instances' "
             "--secret, or --insecure on a network that only you use"
         )
+    if reason := place.why_not_listen():
+        parser.error(f"cannot listen on {place}: {reason}")
     registry = Registry(args.heartbeat_seconds, args.missed, secret)
     logging.basicConfig(level=logging.INFO)
     web.run_app(Proxy(registry, by_id=args.by_id).app(), host=args.host, port=args.port, print=None)

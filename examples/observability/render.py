@@ -11,11 +11,13 @@ import argparse
 import json
 import math
 import re
+import sys
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,11 @@ def main() -> None:
     now = time.time()
     window = Window(now - 60 * args.minutes, now, args.rate_seconds)
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    draw(panels, [ask_panel(args.prometheus, panel, window) for panel in panels], window)
+    try:
+        series = [ask_panel(args.prometheus, panel, window) for panel in panels]
+    except (OSError, HTTPException, ValueError, LookupError) as error:
+        sys.exit(f"{args.prometheus}: {error}\nIs this the address of a running Prometheus?")
+    draw(panels, series, window)
     plt.savefig(args.image, dpi=110)
     print(f"{args.image}: {len(panels)} panels")
 
@@ -168,7 +174,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--rate-seconds", type=int, default=30, help="seconds over which rates are taken (30)"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "@" in args.prometheus:
+        parser.error("leave user and password out of the address")
+    return args
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def run(report: Report, text_or_path: str) -> int:
     from lmcache_connector.cli import check_peers, check_redis
 
     document = read_transfer_config(text_or_path)
-    findings = [_transfer(document)]
+    findings = [check_transfer(document)]
     try:
         config = connector_config(document)
         for finding in _settings(config, document.get("kv_role")):
@@ -98,7 +98,7 @@ def run(report: Report, text_or_path: str) -> int:
 # -- what vLLM itself reads ------------------------------------------------------------------------
 
 
-def _transfer(document: Mapping[str, Any]) -> Finding:
+def check_transfer(document: Mapping[str, Any]) -> Finding:
     """Check connector, role and keys as vLLM does."""
     problems, hints = [], []
     if document.get("kv_connector") not in (TIERED, P2P):

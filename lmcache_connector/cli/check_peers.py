@@ -63,11 +63,8 @@ def _check_reach(own: Address) -> Finding:
 
 def _check_port(listens: Address) -> Finding:
     """Whether this process can listen there."""
-    try:
-        family = socket.AF_INET6 if ":" in listens.host else socket.AF_INET
-        socket.create_server((listens.host, listens.port), family=family).close()
-    except OSError as error:
-        detail = f"cannot listen on {listens}: {error.strerror or error}"
+    if reason := listens.why_not_listen():
+        detail = f"cannot listen on {listens}: {reason}"
         hint = "stop what listens there, or choose another port, or an address of this host"
         return Finding("ports", "error", detail, hint)
     return Finding("ports", "ok", f"{listens}; each further rank listens one port higher")
@@ -75,17 +72,20 @@ def _check_port(listens: Address) -> Finding:
 
 def _check_folder(config: ConnectorConfig) -> Finding:
     path = Path(config.host_folder) if config.host_folder else default_folder(os.geteuid())
-    if not path.exists():
-        return Finding("host", "ok", f"engines of this host will find each other in {path}")
     try:
+        is_new = not path.exists()
         names = HostFolder(path).sockets()
         own = digest(config.namespace)
         engines = {each.engine for each in names if each.namespace == own}
     except OSError as error:
-        hint = "remove it, set host_folder to another one, or set host_sharing to false"
+        hint = "remove it, set host_folder to one in a folder that exists, or host_sharing to false"
         verdict: Literal["error", "warning"] = "error" if config.host_folder else "warning"
         return Finding("host", verdict, str(error), hint)
-    return Finding("host", "ok", f"{len(engines)} engines of this namespace are in {path}")
+    if is_new:
+        with contextlib.suppress(OSError):  # an engine has come
+            path.rmdir()  # this process may have another user
+        return Finding("host", "ok", f"engines of this host will find each other in {path}")
+    return Finding("host", "ok", f"engines of this namespace in {path}: {len(engines)}")
 
 
 def _check_peer(config: ConnectorConfig, peer: Address, own: Address | None) -> Finding:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lmcache_connector.cli.check import check_transfer
 from lmcache_connector.cli.report import CliError, Report, size
 from lmcache_connector.cli.target import (
-    P2P,
     TIERED,
     USUAL_BLOCK,
     connector_config,
@@ -28,6 +27,7 @@ from lmcache_connector.cli.target import (
 from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
 from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.net.address import Address
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
 _SECRETS = ("redis_url", "hash_key", "router_secret")
@@ -51,9 +51,9 @@ _BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 _BLOCK_SIZE = ("--block-size",)
-# With one of these vLLM does not listen at `--port` of all addresses.
-_ELSEWHERE = ("--host", "--uds", "--headless", "--config")
-_PORT = 8000
+# With one of these vLLM does not listen at `--host` and `--port`.
+_ELSEWHERE = ("--uds", "--headless", "--config")
+_PORT = "8000"
 # A user who gives one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
@@ -132,7 +132,8 @@ def plan(options: Options) -> Server:
         command += [_KV_BYTES, str(kv_bytes)]
         notes.append(
             f"{_KV_BYTES} is added: {size(kv_bytes)}, a quarter of the memory that the CPU tier "
-            "leaves; on CPUs vLLM would take nearly all memory, or fail to start"
+            "leaves, or an eighth of all that is available if that is more; on CPUs vLLM would "
+            "take nearly all memory, or fail to start"
         )
     if is_for_cpu and not _names(options.vllm_options, _COMPILATION):
         command.append(_EAGER)
@@ -153,16 +154,14 @@ def _become(server: Server) -> None:
 def _check_port(vllm_options: Sequence[str]) -> None:
     """Check now: vLLM would first load the model, then share the port or raise."""
     line = " ".join(vllm_options).replace("=", " ").split()
-    port = ([value for name, value in pairwise(line) if name == "--port"] or [str(_PORT)])[-1]
+    given = {"--host": "", "--port": _PORT, **dict(pairwise(line))}
+    host, port = given["--host"], given["--port"]
     if _names(vllm_options, _ELSEWHERE) or not port.isdecimal():
         return
-    try:
-        socket.create_server(("", int(port))).close()
-    except OSError as error:
-        reason = f"cannot listen on port {port}: {os.strerror(error.errno or 0)}"
-        raise CliError(reason, "stop what listens there, or give another --port") from None
-    except OverflowError:
-        raise CliError(f"{port} is not a port", "give --port a number up to 65535") from None
+    if reason := Address(host, int(port)).why_not_listen():
+        place = f"{port} of {host}" if host else port
+        hint = "stop what listens there, or give another --port or --host"
+        raise CliError(f"cannot listen on port {place}: {reason}", hint)
 
 
 def _check_options(options: Options) -> None:
@@ -194,11 +193,9 @@ def _transfer(options: Options) -> dict[str, Any]:
                 "put those settings into the JSON of --kv-config",
             )
         document = read_transfer_config(options.kv_config)
-        if document.get("kv_connector") not in (TIERED, P2P):
-            raise CliError(
-                f"kv_connector must be {TIERED} or {P2P}",
-                "run `lmcache-connector check` on it",
-            )
+        finding = check_transfer(document)
+        if finding.exit_code:
+            raise CliError(finding.detail, finding.hint)
         return document
     settings: dict[str, Any] = {"cpu_gib": 8.0 if options.cpu_gib is None else options.cpu_gib}
     if options.redis_url is not None:

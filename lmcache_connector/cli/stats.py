@@ -284,13 +284,14 @@ _COLUMNS = (
 )
 
 
-def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> None:
-    """A terminal shows the latest of ``count`` readings (0: until Ctrl-C), a pipe each one."""
+def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> int:
+    """A terminal shows the latest of ``count`` readings (0: until Ctrl-C), a pipe each one.
+    Returns the exit code of the last."""
     readings = {url: _fetch_or_error(url) for url in urls}
     problems = [str(found) for found in readings.values() if isinstance(found, CliError)]
     if len(problems) == len(readings):
         raise CliError("; ".join(problems), code=UNREACHABLE)
-    is_live, num_readings = report.out.is_terminal and not report.as_json, 0
+    is_live, num_readings, code = report.out.is_terminal and not report.as_json, 0, 0
     with Live(console=Console(), auto_refresh=False) if is_live else nullcontext() as live:
         while not count or num_readings < count:
             started = time.monotonic()
@@ -300,11 +301,14 @@ def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> N
                 readings[url] = _fetch_or_error(url)
                 engines.append(_since(url, before, readings[url], time.monotonic() - started))
             num_readings += 1
+            away = [found for found in readings.values() if isinstance(found, CliError)]
+            code = max((problem.code for problem in away), default=0)
             shown = table(_COLUMNS, map(_row, engines))
             if live is not None:
                 live.update(shown, refresh=True)
             else:
-                report.emit({"ok": True, "time": time.time(), "engines": engines}, shown)
+                report.emit({"ok": not away, "time": time.time(), "engines": engines}, shown)
+    return code
 
 
 def _fetch_or_error(url: str) -> Snapshot | CliError:

@@ -39,13 +39,13 @@ _EXAMPLE = (
 
 def engine_url(text: str) -> SplitResult:
     """Complete an address such as ``localhost:8000``. Raises :class:`CliError`."""
+    if "@" in text:
+        raise CliError("leave user and password out of an engine's address")
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         _ = parts.port
     except ValueError:
         parts = urlsplit("")
-    if parts.username or parts.password:
-        raise CliError("leave user and password out of an engine's address")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise CliError(f"{text!r} is not the address of an engine", "for example localhost:8000")
     return parts
@@ -71,8 +71,10 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``. Raises :class:`CliError`, whose text repeats no
     value: it may be a secret."""
     text = text_or_path.strip()
-    if not text.startswith("{"):
-        text = _read(text)
+    if text and not text.startswith("{"):
+        text = _read(text).strip()
+    if not text:
+        raise CliError("the configuration is empty", _EXAMPLE)
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:

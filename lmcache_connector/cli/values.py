@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -256,7 +257,7 @@ def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
     """Remove values in small batches."""
     idle_seconds = _seconds(options.idle)
     if (options.namespace is None) != options.everything:
-        raise CliError("which values?", "give --namespace NAME, or --all for every namespace")
+        raise CliError("which values?", "give either --namespace NAME or --all")
     with open_admin(tier) as admin:
         found = {
             value.raw_name: value.num_bytes
@@ -287,8 +288,10 @@ def _ask(report: Report, namespace: str | None, matching: str) -> None:
     if report.as_json:
         raise CliError("--json cannot ask for confirmation", "give --yes")
     where = f"namespace {namespace}" if namespace else "all namespaces"
-    if not typer.confirm(f"Remove {matching}, from {where}?", err=True):
-        raise CliError("nothing was removed", code=1)
+    with suppress(typer.Abort):  # no terminal
+        if typer.confirm(f"Remove {matching}, from {where}?", err=True):
+            return
+    raise CliError("nothing was removed", "--yes removes without a question", code=1)
 
 
 def _seconds(text: str | None) -> float | None:

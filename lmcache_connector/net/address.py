@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
@@ -46,6 +47,15 @@ class Address:
         if self.host == "localhost":
             return True
         return _is_address(self.host) and ipaddress.ip_address(self.host).is_loopback
+
+    def why_not_listen(self) -> str:
+        """Why this process cannot listen there now, or an empty text."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except (OSError, OverflowError, ValueError) as error:
+            return str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        return ""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -46,7 +46,7 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *('{"kv_connector": ', "[]", "/no/such/file", "redis://u:hunter2@h"),
+        *('{"kv_connector": ', "[]", "-", "/no/such/file", "redis://u:hunter2@h"),
         *('"redis://u:hunter2@h"', '{"a":' * 100_000, '{"kv_port": 1' + "0" * 5000 + "}", "", "/"),
     ],
 )
@@ -56,6 +56,7 @@ def test_bad_configurations_get_an_error(cli: Cli, text: str) -> None:
     assert "Error: " in outcome.err
     assert "Try: " in outcome.err
     assert "hunter2" not in outcome.err
+    assert ("configuration is empty" in outcome.err) == (text in ("", "-"))  # nothing is typed
     assert cli("check", text, "--json").document["ok"] is False
 
 
@@ -161,11 +162,15 @@ def test_the_host_folder_is_checked(cli: Cli, tmp_path: Path) -> None:
     assert not path.exists()
     folder = HostFolder(path)
     with folder.listen(SocketName(digest("default"), digest("engine"), 0, 1)):
-        assert found(check())["host"]["detail"] == f"1 engines of this namespace are in {path}"
+        assert found(check())["host"]["detail"] == f"engines of this namespace in {path}: 1"
     path.chmod(0o755)
     outcome = check()
     assert outcome.code == 1
     assert "with mode 0700" in found(outcome)["host"]["detail"]
+    path = Path("/proc/x")
+    outcome = check()
+    assert (outcome.code, found(outcome)["host"]["verdict"]) == (1, "error")
+    assert "the folder /proc/x cannot be used" in found(outcome)["host"]["detail"]
     off = cli("check", p2p("kv_producer", host_sharing=False), "--json")
     assert "host" not in found(off)
 
@@ -175,7 +180,8 @@ def test_the_port_is_tried_and_freed(cli: Cli) -> None:
     with socket.create_server(("127.0.0.1", port)):
         outcome = cli("check", p2p(port=port), "--json")
     assert outcome.code == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in found(outcome)["ports"]["detail"]
+    taken = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert found(outcome)["ports"]["detail"] == taken
     for _ in range(2):
         assert cli("check", p2p(port=port)).code == 0
     socket.create_server(("127.0.0.1", port)).close()

@@ -165,6 +165,7 @@ def test_purge_asks_and_removes_only_one_namespace(cli: Cli, valkey: Server) -> 
         total = client.dbsize()
         dry = cli(*purge, "--dry-run", "--json").document
         assert (dry["matching_values"], dry["removed_values"]) == (80 * VALUES_PER_CHUNK, 0)
+        assert "--yes" in cli(*purge, typed="").err  # no terminal
         refused = cli(*purge, typed="n\n")
         assert refused.code == 1
         assert "Remove 320 values" in refused.err

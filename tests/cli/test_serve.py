@@ -63,6 +63,7 @@ def test_on_cpus_vllm_gets_a_part_of_the_free_memory(cpu_gib: str, kv_gib: float
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(int(kv_gib * 2**30))
     (note,) = [note for note in document["notes"] if "--kv-cache-memory-bytes" in note]
     assert f"{kv_gib:.1f} GiB" in note
+    assert "leaves, or an eighth of all that is available if that is more" in note
 
 
 @pytest.mark.usefixtures("_twelve_gib")
@@ -116,6 +117,7 @@ def test_a_missing_vllm_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     assert "/no/such/vllm cannot be started" in answer.stderr
 
 
+TIERED = '{"kv_connector": "LMCacheTieredConnector", %s}'
 ODD_CHUNKS = json.dumps(
     {
         "kv_connector": "LMCacheTieredConnector",
@@ -146,6 +148,9 @@ ODD_CHUNKS = json.dumps(
         (["--redis_url", "redis://h"], "did you mean --redis-url?"),
         (["--hash-key", "x"], "put it into --kv-config"),
         (["--config", "{}"], "use --kv-config"),
+        (["--kv-config", TIERED % '"kv_role": "both"'], "kv_role must be one of"),
+        (["--kv-config", TIERED % '"kv_rank": 0'], "kv_role must be one of"),
+        (["--kv-config", TIERED % '"cpu_gib": 3'], "belongs inside kv_connector_extra_config"),
         (["--kv-config", ODD_CHUNKS], "chunk_size 100 is not a multiple of the block size 16"),
     ],
 )
@@ -185,12 +190,38 @@ def test_every_option_of_vllm_goes_to_vllm() -> None:
     assert refused == {*ours, "-kvt"} & options
 
 
-@pytest.mark.parametrize("option", ["--port {}", "--port={}"])
-def test_a_taken_port_is_refused_before_a_model_is_loaded(option: str) -> None:
+@pytest.fixture
+def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("vLLM was started"))
+
+
+@pytest.mark.usefixtures("_no_vllm")
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        *(("--port {}", ""), ("--port={}", "")),
+        ("--host 127.0.0.1 --port {}", " of 127.0.0.1"),
+    ],
+)
+def test_a_taken_port_is_refused_before_a_model_is_loaded(option: str, place: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         options = ["some/model", *option.format(port).split(), "--json"]
         answer = CliRunner().invoke(app, ["serve", *options])
     assert answer.exit_code == 2
     error = json.loads(answer.stdout)["error"]
-    assert error == f"cannot listen on port {port}: Address already in use"
+    assert error == f"cannot listen on port {port}{place}: Address already in use"
+
+
+@pytest.mark.usefixtures("_no_vllm")
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        *(("--port 65536", "0-65535"), ("--host a..b", "a..b: ")),
+        ("--host 192.0.2.1", "Cannot assign requested address"),
+    ],
+)
+def test_a_place_where_nobody_can_listen_is_refused(option: str, words: str) -> None:
+    answer = CliRunner().invoke(app, ["serve", "some/model", *option.split(), "--json"])
+    assert answer.exit_code == 2
+    assert words in json.loads(answer.stdout)["error"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cli.test_engine import served
 from tests.support import ROOT
 from tests.support.redis.servers import Server, free_port
 
@@ -72,3 +75,41 @@ def test_the_proxy_transfers_a_prompt() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens of KV" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("examples/serve.py m --port {taken}", "cannot listen on port {taken}: Address already"),
+        ("examples/chat.py http://u:hunter2@h", "leave user and password out of the address"),
+        ("examples/chat.py localhost:{free}", "Is the server up, and is this its address?"),
+        ("examples/warm.py w localhost:{free}", "localhost:{free}: "),
+        ("examples/warm.py w localhost:{taken}/", "this is no answer of vLLM's API"),
+        ("examples/warm.py w http://u:hunter2@h:x", "leave user and password out of the address"),
+        ("examples/warm.py w h --concurrency 0", "--concurrency must be at least 1"),
+        ("examples/warm.py none h", "cannot read none: No such file or directory"),
+        ("examples/warm.py empty h", "empty has no prompts"),
+        ("examples/warm.py cut.jsonl h", "cut.jsonl: line 2 is not a JSON object"),
+        ("examples/warm.py list.jsonl h", "list.jsonl: line 1 is not a JSON object"),
+        ("-m examples.disaggregated.proxy --port {taken}", "127.0.0.1:{taken}: Address already in"),
+        ("-m examples.disaggregated.proxy --secret env:NO", "--secret: environment variable NO"),
+        ("examples/observability/render.py http://localhost:{free} x.png", "running Prometheus?"),
+        ("examples/observability/render.py http://u:hunter2@h:x x.png", "leave user and password"),
+    ],
+)
+def test_a_users_mistake_is_a_sentence(command: str, words: str, tmp_path: Path) -> None:
+    files = {"w": "w", "empty": "\n", "cut.jsonl": '{"prompt": ""}\n{"prompt":', "list.jsonl": "[]"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with served(lambda: b"healthy") as url:
+        ports = {"taken": url.rpartition(":")[2], "free": free_port()}
+        line = command.replace("examples/", f"{ROOT}/examples/").format(**ports).split()
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "env": env}
+        done = subprocess.run(
+            [sys.executable, *line], text=True, timeout=60, check=False, **options
+        )
+    assert done.returncode in (1, 2)
+    assert words.format(**ports) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr

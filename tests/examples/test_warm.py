@@ -59,7 +59,7 @@ def warm(file: Path, url: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_line_is_one_request(url: str, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("one\n\ntwo\n")
-    done = warm(tmp_path / "texts", url)
+    done = warm(tmp_path / "texts", url.removeprefix("http://") + "/")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "20 prompt tokens, of which the connector loaded 8; 0 failed\n"
     assert {body["prompt"] for _, body in Api.asked} == {"one", "two"}
