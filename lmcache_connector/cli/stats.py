@@ -249,6 +249,8 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         f"CPU tier {size(engine['cpu_used_bytes'])} of {size(engine['cpu_capacity_bytes'])}, "
         f"{engine['cpu_evictions']:.0f} chunks evicted; waiting for Redis: "
         f"{size(engine['write_queue_bytes'])}"
+        if engine["cpu_capacity_bytes"]
+        else "an engine reports its tiers and root with its first request"
     )
     if engine["roots"]:
         yield f"root {', '.join(engine['roots'])}: engines with the same root share KV"
