@@ -112,7 +112,11 @@ _ALL = (
         "prefill_saved_seconds",
         "Estimated compute time of the saved tokens; load time is not subtracted.",
     ),
-    counter("loaded_bytes", "Bytes copied to KV caches (cpu, from any tier) or fetched (peer, redis).", "tier"),
+    counter(
+        "loaded_bytes",
+        "Bytes copied to KV caches (cpu, from any tier) or fetched (peer, redis).",
+        "tier",
+    ),
     counter("stored_bytes", "Bytes copied from KV caches (cpu) or written (redis).", "tier"),
     counter(
         "cpu_evictions",
@@ -142,7 +146,11 @@ _ALL = (
         "result",
         known=_READS,
     ),
-    counter("peer_chunks", "Chunks that loads and audits read from peers: hit, or why it missed.", "result"),
+    counter(
+        "peer_chunks",
+        "Chunks that loads and audits read from peers: hit, or why it missed.",
+        "result",
+    ),
     counter(
         "peer_mapped_chunks",
         "Chunks copied from the memory of engines, or other ranks, on the same host.",
