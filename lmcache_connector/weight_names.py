@@ -187,8 +187,9 @@ class WeightNames:
             self._names[digest] = self._name_of_bytes(digest)
             why = f"the weights in memory {'have changed' if are_visible else 'cannot be read'}"
         if why:
-            others = "instances that have the same weights" if are_visible else "no other instance"
-            logger.warning("lmcache-connector: %s: KV is shared with %s", why, others)
+            same = "only with instances of the same memory:... name"
+            others = same if are_visible else "with no other instance"
+            logger.warning("lmcache-connector: %s: KV is shared %s", why, others)
         if self._is_external:
             self._relabel(digest)
         self.name = self._names[digest]
@@ -225,7 +226,8 @@ class WeightNames:
                 return files, ""  # whatever has changed meanwhile, bytes are compared with bytes
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
-            return own, f"{changed} changed while the weights were loaded, or later"
+            remedy = "a restart without such a change shares by the files"
+            return own, f"{changed} changed while the weights were loaded, or later ({remedy})"
         if key:
             self._keep({key: digest})
         return files, ""

@@ -103,10 +103,11 @@ def test_weights_changed_before_their_first_read_are_not_named_by_files() -> Non
     assert engine.reset("one") == "sha256:files"
 
 
-def test_changed_files_name_nothing() -> None:
+def test_changed_files_name_nothing(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(files=Files(changed=Path("/model")))
     assert engine.answer("one").startswith("memory:")
     assert not engine.kept
+    assert "KV is shared only with instances of the same memory:... name" in caplog.text
 
 
 def test_changed_files_name_bytes_of_an_earlier_start() -> None:

@@ -75,12 +75,12 @@ def run(report: Report, text_or_path: str) -> int:
     from lmcache_connector.cli import check_peers, check_redis
 
     document = read_transfer_config(text_or_path)
-    findings = [check_transfer(document)]
+    findings, own = [check_transfer(document)], _own_entry(document)
     try:
-        config = connector_config(document)
-        for finding in _settings(config, document.get("kv_role")):
+        config = connector_config(own)
+        for finding in _settings(config, own.get("kv_role")):
             findings.append(finding)  # noqa: PERF402 - keeps findings before an error
-        findings.extend(check_peers.findings(config, str(document.get("kv_role"))))
+        findings.extend(check_peers.findings(config, str(own.get("kv_role"))))
         findings.extend(check_redis.findings(config.redis_tier_config()))
     except CliError as error:
         name = "redis" if error.code == UNREACHABLE else "settings"
@@ -100,24 +100,36 @@ def run(report: Report, text_or_path: str) -> int:
 
 def check_transfer(document: Mapping[str, Any]) -> Finding:
     """Check connector, role and keys as vLLM does."""
-    problems, hints = [], []
-    if document.get("kv_connector") not in (TIERED, P2P):
+    own, problems, hints = _own_entry(document), [], []
+    if own.get("kv_connector") not in (TIERED, P2P):
         problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
-    if document.get("kv_role") not in _ROLES:
+    if any(each.get("kv_role") not in _ROLES for each in (document, own)):
         problems.append(f"kv_role must be one of {', '.join(_ROLES)}")
     if problems:
-        hints.append(f'"kv_connector": "{connector_meant(document)}", "kv_role": "kv_both"')
-        if "kv_connector_extra_config" not in document:
+        hints.append(f'"kv_connector": "{connector_meant(own)}", "kv_role": "kv_both"')
+        if "kv_connector_extra_config" not in own:
             hints.append("put the connector's own settings into kv_connector_extra_config")
-    outside = [key for key in document if key in ConnectorConfig.model_fields]
+    keys = {**document, **own}
+    outside = [key for key in keys if key in ConnectorConfig.model_fields]
     problems += [f"{key!r} belongs inside kv_connector_extra_config" for key in outside]
-    unknown = [key for key in document if key not in (*outside, *TRANSFER_KEYS)]
+    unknown = [key for key in keys if key not in (*outside, *TRANSFER_KEYS)]
     problems += unknown_keys(unknown, TRANSFER_KEYS, "vLLM knows")
     if problems:
         text, hint = "; ".join(problems), ", ".join(hints)
         return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)
-    detail = f"{document['kv_connector']} as {document['kv_role']}"
+    detail = f"{own['kv_connector']} as {own['kv_role']}"
     return Finding("kv-transfer-config", "ok", detail)
+
+
+def _own_entry(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This connector's entry among those of vLLM's MultiConnector; else the document."""
+    extra = document.get("kv_connector_extra_config")
+    is_multi = document.get("kv_connector") == "MultiConnector"
+    entries = extra.get("connectors") if is_multi and isinstance(extra, dict) else None
+    for each in entries if isinstance(entries, list) else ():
+        if isinstance(each, dict) and each.get("kv_connector") in (TIERED, P2P):
+            return each
+    return document
 
 
 # -- settings and this host ------------------------------------------------------------------------

@@ -194,8 +194,8 @@ _TITLES = {
     "decisions": "decisions",
     "failed_loads": "failed loads",
     "failed_stores": "failed stores",
-    "dropped_writes": "writes to Redis dropped",
-    "redis_chunks": "chunks read from Redis",
+    "dropped_writes": "failed writes to Redis",
+    "redis_chunks": "chunks read from Redis, by probes too",
     "audits": "audits",
 }
 
@@ -218,7 +218,7 @@ def run(report: Report, engines: Sequence[str]) -> int:
 
 def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
     yield f"\n{engine['url']}  {', '.join(engine['models'])}"
-    columns = ("tier", "lookups ", "hits ", "planned ", "loaded ", "at", "stored ", "at")
+    columns = ("tier", "lookups ", "hits ", "planned ", "copied in ", "at", "copied out ", "at")
     yield table(
         columns,
         [
@@ -249,6 +249,8 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         f"CPU tier {size(engine['cpu_used_bytes'])} of {size(engine['cpu_capacity_bytes'])}, "
         f"{engine['cpu_evictions']:.0f} chunks evicted; waiting for Redis: "
         f"{size(engine['write_queue_bytes'])}"
+        if engine["cpu_capacity_bytes"]
+        else "an engine reports its tiers and root with its first request"
     )
     if engine["roots"]:
         yield f"root {', '.join(engine['roots'])}: engines with the same root share KV"
@@ -279,7 +281,7 @@ def _speed_text(transfers: Mapping[str, float | None]) -> str:
 # -- --watch ---------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    *("engine", "hit rate", "saved", "CPU load", "remote load", "Redis store"),
+    *("engine", "hit rate", "saved", "load", "remote load", "Redis store"),
     *("CPU tier", "queue", "running", "nodes"),
 )
 

@@ -259,11 +259,16 @@ def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
     if (options.namespace is None) != options.everything:
         raise CliError("which values?", "give either --namespace NAME or --all")
     with open_admin(tier) as admin:
-        found = {
-            value.raw_name: value.num_bytes
-            for value in admin.values(options.namespace)
-            if idle_seconds is None or (value.idle_seconds or 0) >= idle_seconds
-        }
+        found, are_aged = {}, set[bool]()
+        for value in admin.values(options.namespace):
+            are_aged.add(value.idle_seconds is not None)
+            if idle_seconds is None or (value.idle_seconds or 0) >= idle_seconds:
+                found[value.raw_name] = value.num_bytes
+        if idle_seconds is not None and are_aged == {False}:
+            raise CliError(
+                "--idle: this server does not tell how long its values have been unused",
+                "an LFU maxmemory-policy keeps no such times: leave out --idle, or set an LRU one",
+            )
         num_bytes, removed, names = sum(found.values()), 0, iter(found)
         matching = f"{len(found)} values, {size(num_bytes)}"
         if found and not options.dry_run:

@@ -163,8 +163,9 @@ def read_weights_label(setting: str | None) -> str:
         content = _read(name)
         text = content.decode().strip()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a valid path
+        reason = getattr(error, "strerror", None) or error  # without the name again
         raise ConfigError(
-            f"the label of the weights cannot be read from {name!r}: {error}"
+            f"the label of the weights cannot be read from {name!r}: {reason}"
         ) from error
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{name} holds more than {_MAX_BYTES} bytes, too many for a label")

@@ -41,8 +41,8 @@ def all_ranks(
     """All ranks of one instance; entry ``i`` is world rank ``i``.
 
     ``layer_counts[i]``: layers with KV on pipeline rank ``i``, one entry per stage.
-    ``num_kv_heads``: of the whole model, 1 with MLA. One of it and ``tp_size`` divides the other:
-    vLLM starts with no other numbers.
+    ``num_kv_heads``: of the whole model, 1 with MLA. It divides ``tp_size``, or ``tp_size`` divides
+    it: vLLM refuses others.
     """
     return tuple(
         RankTopology(

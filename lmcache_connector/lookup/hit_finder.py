@@ -27,8 +27,8 @@ _STALE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HitElsewhere:
-    """What memory, Redis and other peers have of a request whose KV an instance offers: a hit that
-    ends before chunk ``stop``, the keys that memory lacks, and the tiers that hold these."""
+    """The hit in memory, Redis and other peers, for a request that names an instance to load from:
+    it ends before chunk ``stop``; the keys that memory lacks, and the tiers that hold these."""
 
     stop: int
     missing: tuple[bytes, ...]
@@ -128,7 +128,7 @@ class HitFinder:
         missing, known = self._missing(asked, first), asked.pending
         asked.asked_at = self.clock()
         if asked.asked_keys:
-            # A used answer is final; an unused one is if it found all that was asked.
+            # A used answer is final; an unused one is final only if it found every chunk.
             is_final = known is None or (
                 known.value is not None and known.value.keys() == set(asked.asked_keys)
             )

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import VllmConfig
 
 _TRAFFIC = (
-    ("load", "cpu", "loaded from CPU"),
-    ("load", "peer", "loaded from peers"),
+    ("load", "cpu", "into KV caches"),
+    ("load", "peer", "fetched from peers"),
     ("load", "redis", "fetched from Redis"),
     ("store", "cpu", "stored to CPU"),
     ("store", "redis", "written to Redis"),
@@ -29,7 +29,7 @@ _TROUBLES = (
     ("requests not cached", "bypassed_requests"),
     ("tokens left to compute", "declined_tokens"),
     ("failed loads", "failed_loads"),
-    ("dropped writes", "dropped_writes"),
+    ("failed writes to Redis", "dropped_writes"),
     ("evicted chunks", "cpu_evictions"),
 )
 _CIRCUIT_OPEN = 2  # see the metric's documentation

@@ -112,7 +112,11 @@ _ALL = (
         "prefill_saved_seconds",
         "Estimated compute time of the saved tokens; load time is not subtracted.",
     ),
-    counter("loaded_bytes", "Bytes copied to KV caches (cpu) or fetched (peer, redis).", "tier"),
+    counter(
+        "loaded_bytes",
+        "Bytes copied to KV caches (cpu, from any tier) or fetched (peer, redis).",
+        "tier",
+    ),
     counter("stored_bytes", "Bytes copied from KV caches (cpu) or written (redis).", "tier"),
     counter(
         "cpu_evictions",
@@ -127,20 +131,26 @@ _ALL = (
         known=("taken", "ignored"),
     ),
     counter("refused_pins", "Pins refused in whole or in part because the pin budget was full."),
-    counter("written_chunks", "Writes to Redis by result: written, already_there.", "result"),
+    counter("written_chunks", "Writes to Redis, by probes too: written, already_there.", "result"),
     counter(
         "dropped_writes",
-        "Chunks not written to Redis: queue_full (or writes paused), failed.",
+        "Writes to Redis that failed: queue_full (or writes paused), failed. A chunk that stays in "
+        "memory is offered again.",
         "reason",
         known=("queue_full", "failed"),
     ),
     counter(
         "redis_chunks",
-        "Chunks that loads read from Redis: hit, or why it missed (missing, bad_checksum...).",
+        "Chunks that loads, audits and probes read from Redis: hit, or why it missed (missing, "
+        "bad_checksum...).",
         "result",
         known=_READS,
     ),
-    counter("peer_chunks", "Chunks that loads read from peers: hit, or why it missed.", "result"),
+    counter(
+        "peer_chunks",
+        "Chunks that loads and audits read from peers: hit, or why it missed.",
+        "result",
+    ),
     counter(
         "peer_mapped_chunks",
         "Chunks copied from the memory of engines, or other ranks, on the same host.",

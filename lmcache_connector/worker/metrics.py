@@ -48,11 +48,10 @@ class WorkerMetrics:
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         self._next_look = _AT_ONCE
-        if isinstance(job, AuditJob):  # counted by the scheduler side
-            return
-        is_load = isinstance(job, LoadJob)
+        is_audit = isinstance(job, AuditJob)  # counted by the scheduler side, but what it fetched
+        is_load = is_audit or isinstance(job, LoadJob)
         verb, counter = ("load", "loaded_bytes") if is_load else ("store", "stored_bytes")
-        if result.outcome is not Outcome.DONE:
+        if result.outcome is not Outcome.DONE and not is_audit:
             self.tally.count(f"failed_{verb}s", result.outcome.value)
         seconds = result.copy_seconds if is_load else result.seconds
         moved = [("cpu", result.num_bytes, seconds)]

@@ -262,7 +262,8 @@ class RedisAdmin:
                 client = self._clients[node] = self._topology.connect(node, _MAX_BYTES)
                 with suppress(ResponseError):  # unknown before Redis 7.2
                     client.client_no_touch("ON")
-                client.ping()  # raises while the server loads its data
+                with suppress(NoPermissionError):  # an engine's user
+                    client.ping()  # raises while the server loads its data
                 set_reply_timeout(client, _ANSWER_SECONDS)
         return self._clients[node]
 
@@ -282,8 +283,8 @@ def _hint(error: Exception) -> str:
     text = str(error).lower()
     if isinstance(error, NoPermissionError):
         return (
-            "give the user these rights (from Redis 7.2 on, +client|no-touch too): "
-            "ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
+            "give --redis-url with a user that has these rights (from Redis 7.2 on, "
+            "+client|no-touch too): ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
             "+pexpire +unlink +select +getrange +pttl +object|idletime +scan "
             "+dbsize +info +ping"
         )

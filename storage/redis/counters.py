@@ -18,6 +18,7 @@ class NotAsked(Enum):
     """Causes of a miss other than a reply, a stored value or a broken connection."""
 
     UNAVAILABLE = "unavailable"
+    # Chunks behind a miss of the same read are of no use.
     AFTER_MISS = "after_miss"
     # The deadline passed before a value of the chunk was requested.
     QUEUED = "queued"

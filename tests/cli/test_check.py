@@ -43,6 +43,23 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     assert "hunter2" not in outcome.out + outcome.err
 
 
+def test_the_connector_is_found_in_a_multiconnector(cli: Cli) -> None:
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+
+    def check(*connectors: object, **more: object) -> CliResult:
+        settings = {"kv_connector_extra_config": {"connectors": connectors}, **more}
+        document = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **settings}
+        return cli("check", json.dumps(document), "--json")
+
+    outcome = check(nixl, json.loads(transfer(chunk_size=192)))
+    assert outcome.code == 0
+    assert "chunks of 192 tokens" in found(outcome)["settings"]["detail"]
+    misspelt = check(nixl, json.loads(transfer(cpu_gb=4)))
+    assert "did you mean 'cpu_gib'?" in found(misspelt)["settings"]["detail"]
+    assert check(nixl, json.loads(transfer()), kv_rolle="x").code == 2
+    assert check(nixl).code == check(None, 3).code == 2
+
+
 @pytest.mark.parametrize(
     "text",
     [

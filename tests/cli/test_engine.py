@@ -97,6 +97,15 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     assert "circuit open" in people
 
 
+def test_an_engine_without_a_request_says_so(cli: Cli, engine: Engine) -> None:
+    unknown = "with its first request"
+    people = cli("stats", engine.url).out
+    assert (unknown in people, "CPU tier" in people) == (True, False)
+    engine.happened(0, some_traffic)
+    people = cli("stats", engine.url).out
+    assert (unknown in people, "CPU tier" in people) == (False, True)
+
+
 def test_wrong_kv_that_an_audit_found_is_an_exit_code(cli: Cli, engine: Engine) -> None:
     engine.happened(0, some_traffic)
     assert cli("stats", engine.url).code == 0

@@ -14,7 +14,7 @@ from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.cli.conftest import Cli
 from tests.support.peers import HeldChunks, serving
 from tests.support.redis.chunks import GEOMETRY, chunk_key, open_tier, put_all
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import CACHE, Server, running_valkey
 
 HASH_KEY = "a secret of enough bytes"
 VALUES_PER_CHUNK = 2 * 2  # heads, values per head
@@ -200,3 +200,13 @@ def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> Non
         assert not client.exists(name)
         assert cli(*purge).document["removed_values"] == 2 * VALUES_PER_CHUNK - 1
     assert cli(*purge, "--idle", "soon").code == 2
+
+
+def test_purge_of_idle_values_needs_a_server_that_knows_them(cli: Cli) -> None:
+    with running_valkey({**CACHE, "maxmemory-policy": "allkeys-lfu"}) as server:
+        purge = ("purge", "--redis-url", server.url, "--all", "--yes")
+        assert cli(*purge, "--idle", "1s").code == 0  # nothing there
+        fill(server, 1)
+        outcome = cli(*purge, "--idle", "1s")
+        assert (outcome.code, "LFU" in outcome.err) == (2, True)
+        assert cli(*purge, "--json").document["removed_values"] == VALUES_PER_CHUNK

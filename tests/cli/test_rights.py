@@ -205,12 +205,21 @@ def url_of(server: Server, user: str) -> str:
     return server.url.replace("//", f"//{user}:{PASSWORD}@")
 
 
+def test_an_engines_user_is_enough_for_check(cli: Cli, guarded_valkey: Server) -> None:
+    outcome = cli("check", transfer(redis_url=url_of(guarded_valkey, "engine")))
+    assert (outcome.code, "+info" in outcome.out) == (0, False)
+    assert "`lmcache-connector ls --redis-url` with an operator's user" in outcome.out
+    listed = cli("ls", "--redis-url", url_of(guarded_valkey, "operator"), "--json")
+    for group in listed.document["groups"]:
+        assert 0 < group["ttl_seconds"][1] <= 60
+
+
 def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded_valkey: Server) -> None:
     for command in (["ls"], ["purge", "--all", "--yes"]):
         outcome = cli(*command, "--redis-url", url_of(guarded_valkey, "engine"))
         assert outcome.code == 3
         assert "no permissions" in outcome.err.lower()
-        assert "ACL SETUSER" in outcome.err
+        assert "give --redis-url with a user that has these rights" in outcome.err
         assert PASSWORD not in outcome.err
 
 

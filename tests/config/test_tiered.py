@@ -412,8 +412,9 @@ def test_a_file_without_a_label_is_an_error(
     path = tmp_path / "label"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as raised:
         read_weights_label(f"file:{path}")
+    assert str(raised.value).count(str(path)) == 1
     with pytest.raises(ConfigError, match=f"'weights_label': .*{why}"):
         parse_config({"weights_label": f"file:{path}"})
 

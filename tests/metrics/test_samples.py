@@ -200,7 +200,7 @@ def test_the_log_is_one_line() -> None:
     line = ", ".join(f"{k}={v}" for k, v in TieredStats(interval.to_data()).reduce().items())
     assert line == (
         "hit tokens=7168 of 10000 (planned: CPU 6144, peers 512, Redis 2048; lost 1024), "
-        "loaded from peers=2 MiB, "
+        "fetched from peers=2 MiB, "
         "fetched from Redis=32 MiB at 1.7 GB/s, requests not cached=3, failed loads=2, "
         "CPU tier=50% of 2 GiB, Redis or a peer=DOWN"
     )

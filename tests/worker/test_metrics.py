@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import Fetched, JobResult, Outcome, Tier
+from lmcache_connector.plans import AuditJob, Fetched, JobResult, Outcome, Tier
 from lmcache_connector.retention.ledger import Holdings
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
@@ -19,6 +19,7 @@ from tests.support.jobs import load_job, store_job
 
 LOAD = load_job(1, "r", (b"k",), ((0,),), may_fetch=True)
 STORE = store_job(2, "r", (b"k",), ((0,),))
+AUDIT = store_job(3, "r", (b"k",), ((0,),), job_type=AuditJob, may_fetch=True)
 TIER = RedisTierStats(
     counts=TierCounts(
         chunks_hit=3,
@@ -70,6 +71,17 @@ def test_a_load_counts_for_all_tiers_it_passed() -> None:
     assert taken.observed("store_bytes_per_second", "redis") == [200]
     assert taken.counters["failed_stores\nmissing"] == 1
     assert taken.total("failed_loads") == 0
+
+
+def test_what_an_audit_fetched_counts_as_its_chunks_do() -> None:
+    rank = Rank()
+    fetched = (Fetched(Tier.REDIS, 450, 0.25),)
+    rank.metrics.job_ended(AUDIT, JobResult(3, Outcome.MISSING, 1, 0, 0.6, fetched))
+    taken = rank.metrics.take()
+    assert taken is not None
+    assert (taken.total("loaded_bytes"), taken.total("loaded_bytes", "redis")) == (450, 450)
+    assert taken.observed("load_seconds", "redis") == [0.25]
+    assert not taken.total("failed_loads") + taken.total("failed_stores")
 
 
 def test_the_redis_tiers_counts_come_as_increments() -> None:
