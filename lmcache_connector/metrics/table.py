@@ -112,11 +112,7 @@ _ALL = (
         "prefill_saved_seconds",
         "Estimated compute time of the saved tokens; load time is not subtracted.",
     ),
-    counter(
-        "loaded_bytes",
-        "Bytes copied to KV caches (cpu, from any tier) or fetched (peer, redis).",
-        "tier",
-    ),
+    counter("loaded_bytes", "Bytes copied to KV caches (cpu) or to memory (peer, redis).", "tier"),
     counter("stored_bytes", "Bytes copied from KV caches (cpu) or written (redis).", "tier"),
     counter(
         "cpu_evictions",
@@ -134,23 +130,17 @@ _ALL = (
     counter("written_chunks", "Writes to Redis, by probes too: written, already_there.", "result"),
     counter(
         "dropped_writes",
-        "Writes to Redis that failed: queue_full (or writes paused), failed. A chunk that stays in "
-        "memory is offered again.",
+        "Failed writes, tried again from memory: queue_full (or writes paused), failed.",
         "reason",
         known=("queue_full", "failed"),
     ),
     counter(
         "redis_chunks",
-        "Chunks that loads, audits and probes read from Redis: hit, or why it missed (missing, "
-        "bad_checksum...).",
+        "Chunks read from Redis, by probes too: hit, or why it missed (missing, bad_checksum...).",
         "result",
         known=_READS,
     ),
-    counter(
-        "peer_chunks",
-        "Chunks that loads and audits read from peers: hit, or why it missed.",
-        "result",
-    ),
+    counter("peer_chunks", "Chunks read from peers: hit, or why it missed.", "result"),
     counter(
         "peer_mapped_chunks",
         "Chunks copied from the memory of engines, or other ranks, on the same host.",
