@@ -23,7 +23,7 @@ OWN = "lmcache_connector"
 # Outermost layer first; each package with its largest number of lines. A package imports from
 # itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1911, "handover": 57, "transformers": 805},
+    {"cli": 1915, "handover": 57, "transformers": 805},
     {"connector": 590, "stepwise": 1333},
     {"integrations": 325, "scheduler": 3277, "worker": 3373},
     {"lookup": 701, "vllm_compat": 2543},

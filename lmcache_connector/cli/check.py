@@ -24,6 +24,7 @@ from lmcache_connector.cli.target import (
     USUAL_BLOCK,
     connector_config,
     connector_meant,
+    own_entry,
     read_transfer_config,
 )
 from lmcache_connector.config.strict import unknown_keys
@@ -75,7 +76,7 @@ def run(report: Report, text_or_path: str) -> int:
     from lmcache_connector.cli import check_peers, check_redis
 
     document = read_transfer_config(text_or_path)
-    findings, own = [check_transfer(document)], _own_entry(document)
+    findings, own = [check_transfer(document)], own_entry(document)
     try:
         config = connector_config(own)
         for finding in _settings(config, own.get("kv_role")):
@@ -100,7 +101,7 @@ def run(report: Report, text_or_path: str) -> int:
 
 def check_transfer(document: Mapping[str, Any]) -> Finding:
     """Check connector, role and keys as vLLM does."""
-    own, problems, hints = _own_entry(document), [], []
+    own, problems, hints = own_entry(document), [], []
     if own.get("kv_connector") not in (TIERED, P2P):
         problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
     if any(each.get("kv_role") not in _ROLES for each in (document, own)):
@@ -119,17 +120,6 @@ def check_transfer(document: Mapping[str, Any]) -> Finding:
         return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)
     detail = f"{own['kv_connector']} as {own['kv_role']}"
     return Finding("kv-transfer-config", "ok", detail)
-
-
-def _own_entry(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """This connector's entry among those of vLLM's MultiConnector; else the document."""
-    extra = document.get("kv_connector_extra_config")
-    is_multi = document.get("kv_connector") == "MultiConnector"
-    entries = extra.get("connectors") if is_multi and isinstance(extra, dict) else None
-    for each in entries if isinstance(entries, list) else ():
-        if isinstance(each, dict) and each.get("kv_connector") in (TIERED, P2P):
-            return each
-    return document
 
 
 # -- settings and this host ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lmcache_connector.cli.target import (
     TIERED,
     USUAL_BLOCK,
     connector_config,
+    own_entry,
     read_transfer_config,
 )
 from lmcache_connector.config.tiered import ConnectorConfig, fit_chunk_size
@@ -196,6 +197,8 @@ def _transfer(options: Options) -> dict[str, Any]:
         finding = check_transfer(document)
         if finding.exit_code:
             raise CliError(finding.detail, finding.hint)
+        if own_entry(document) is not document:
+            raise CliError("serve starts this connector alone", "start a MultiConnector with vLLM")
         return document
     settings: dict[str, Any] = {"cpu_gib": 8.0 if options.cpu_gib is None else options.cpu_gib}
     if options.redis_url is not None:

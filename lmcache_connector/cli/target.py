@@ -102,6 +102,17 @@ def _read(name: str) -> str:
         ) from None
 
 
+def own_entry(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This connector's entry among those of vLLM's MultiConnector; else the document."""
+    extra = document.get("kv_connector_extra_config")
+    is_multi = document.get("kv_connector") == "MultiConnector"
+    entries = extra.get("connectors") if is_multi and isinstance(extra, dict) else None
+    for each in entries if isinstance(entries, list) else ():
+        if isinstance(each, dict) and each.get("kv_connector") in (TIERED, P2P):
+            return each
+    return document
+
+
 def connector_meant(document: Mapping[str, Any]) -> str:
     """The connector that the settings are for, even if its name is misspelt."""
     return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
@@ -139,7 +150,7 @@ def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfi
     come from ``--kv-config``. Raises :class:`CliError` if they name no usable Redis."""
     found = None
     if kv_config is not None:
-        found = connector_config(read_transfer_config(kv_config)).redis_tier_config()
+        found = connector_config(own_entry(read_transfer_config(kv_config))).redis_tier_config()
     if redis_url is None:
         if found is not None:
             return found

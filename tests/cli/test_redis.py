@@ -147,8 +147,14 @@ def test_verify_of_keyed_values_needs_the_key(cli: Cli, valkey: Server) -> None:
     config = json.dumps(
         {"kv_connector_extra_config": {"redis_url": valkey.url, "hash_key": HASH_KEY}}
     )
-    keyed = cli("verify", "--kv-config", config, "--json").document
-    assert keyed["values"] == {"sound": 2 * VALUES_PER_CHUNK}
+    own = {"kv_connector": "LMCacheTieredConnector", **json.loads(config)}
+    together = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}, own]},
+    }
+    for given in (config, json.dumps(together)):
+        keyed = cli("verify", "--kv-config", given, "--json").document
+        assert keyed["values"] == {"sound": 2 * VALUES_PER_CHUNK}
     wrong = config.replace(HASH_KEY, "another secret of enough bytes")
     outcome = cli("verify", "--kv-config", wrong, "--json")
     assert outcome.code == 1

@@ -118,6 +118,15 @@ def test_a_missing_vllm_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 TIERED = '{"kv_connector": "LMCacheTieredConnector", %s}'
+TOGETHER = json.dumps(
+    {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}]
+        },
+    }
+)
 ODD_CHUNKS = json.dumps(
     {
         "kv_connector": "LMCacheTieredConnector",
@@ -148,6 +157,7 @@ ODD_CHUNKS = json.dumps(
         (["--redis_url", "redis://h"], "did you mean --redis-url?"),
         (["--hash-key", "x"], "put it into --kv-config"),
         (["--config", "{}"], "use --kv-config"),
+        (["--kv-config", TOGETHER], "serve starts this connector alone"),
         (["--kv-config", TIERED % '"kv_role": "both"'], "kv_role must be one of"),
         (["--kv-config", TIERED % '"kv_rank": 0'], "kv_role must be one of"),
         (["--kv-config", TIERED % '"cpu_gib": 3'], "belongs inside kv_connector_extra_config"),

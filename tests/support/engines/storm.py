@@ -91,11 +91,18 @@ class Storm:
         self._is_updating = False  # vLLM has not taken the reset yet
         self.report = StormReport()
 
-    def blow(self) -> None:
+    def blow(self, preempted: Sequence[str]) -> None:
+        """Goes on, up to four times as long, until vLLM has preempted a request: whether it does
+        depends on how long loads take."""
         probe, weather, chance = self._probe, self._weather, self._chance
         steps = 0
-        while self.report.requests < weather.num_requests or self._wanted:
-            while self.report.requests < weather.num_requests and self._has_room():
+
+        def has_more() -> bool:
+            most = weather.num_requests * (1 if preempted else 4)
+            return self.report.requests < most
+
+        while has_more() or self._wanted:
+            while has_more() and self._has_room():
                 self._add()
             steps += 1
             for output in probe.engine.step():
@@ -310,7 +317,7 @@ def _tokens(block: Any) -> Any:
 def run_storm(probe: EngineProbe, seed: int, weather: Weather) -> StormReport:
     storm = Storm(probe, seed, weather)
     with preemptions(probe) as preempted:
-        storm.blow()
+        storm.blow(preempted)
     storm.report.preemptions = len(preempted)
     storm.report.counts = probe.counts()
     storm.compare()
