@@ -103,9 +103,9 @@ class WitnessState:
     ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
-    compute continued from tokens that are not witnessed. ``has_evicted``: the
-    blocks of these tokens have left vLLM's prefix cache. ``unnamed``: recurrent states as vLLM has
-    offered them, whose keys depend on an unknown token.
+    compute continued from tokens that are not witnessed. ``has_evicted``: vLLM's hit began the
+    request, and its unvouched blocks have left vLLM's prefix cache. ``unnamed``: recurrent states
+    as vLLM has offered them, whose keys depend on an unknown token.
     """
 
     num_tokens: int | None = None

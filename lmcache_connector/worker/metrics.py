@@ -48,7 +48,8 @@ class WorkerMetrics:
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         self._next_look = _AT_ONCE
-        is_audit = isinstance(job, AuditJob)  # counted by the scheduler side, but what it fetched
+        # The scheduler side counts an audit's outcome; its fetched bytes count here.
+        is_audit = isinstance(job, AuditJob)
         is_load = is_audit or isinstance(job, LoadJob)
         verb, counter = ("load", "loaded_bytes") if is_load else ("store", "stored_bytes")
         if result.outcome is not Outcome.DONE and not is_audit:
