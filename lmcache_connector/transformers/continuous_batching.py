@@ -94,8 +94,8 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(settings, name, None, model, _layers(self._allocator), label)
         self._whole: dict[str, int] = {}
-        self._closing = threading.RLock()
         """Tokens in whole blocks of each request that uses the tiers; the others bypass them."""
+        self._closing = threading.RLock()
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (

@@ -71,8 +71,12 @@ class Topology:
     def mark_stale(self) -> None:
         """A server did not answer: the next `prepare` looks again, if that can help."""
 
+    def unreachable(self) -> None:
+        """No connection could be made: the next `prepare` or `connect` looks elsewhere."""
+        self.mark_stale()
+
     def redirected(self, node: Node) -> None:
-        """``node`` redirected a command: the next `prepare` looks again."""
+        """``node`` redirected a command, or refused a write as a replica: look again."""
 
 
 class SentinelTopology(Topology):
@@ -94,9 +98,12 @@ class SentinelTopology(Topology):
                 self._ask_last(sentinel)
         raise error
 
-    def mark_stale(self) -> None:
+    def unreachable(self) -> None:
         """The sentinel asked first may have missed a failover: the next connection asks another."""
         self._ask_last(self._hosts[0])
+
+    def redirected(self, node: Node) -> None:
+        self.unreachable()
 
     def _ask_last(self, sentinel: Endpoint) -> None:
         self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)

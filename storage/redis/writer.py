@@ -46,7 +46,8 @@ _MIN_SECONDS = 1e-6
 
 # Errors by which a server refuses all writes for now; it may serve reads. READONLY comes from a
 # demoted master. A new connection is made after each, since the address may be another server's.
-_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", b"-READONLY ")
+_REPLICA = b"-READONLY "
+_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", _REPLICA)
 
 
 @lru_cache(maxsize=4)
@@ -174,6 +175,8 @@ class Writer(threading.Thread):
             except WriteRefusedError as error:
                 pauses = error.reply.startswith(_PAUSING_ERRORS)
                 self._connections.drop(node, str(error), blame=not pauses)
+                if error.reply.startswith(_REPLICA):
+                    self._servers.topology.redirected(node)
                 if pauses:
                     self._pause(node, f"refuses writes; writing is paused: {error}", at_once=True)
             except WireError as error:
@@ -208,8 +211,9 @@ class Writer(threading.Thread):
             seconds = servers.clock() - started
             writers.times.append((burst.num_bytes, seconds))
             self._bytes_per_second = burst.num_bytes / max(seconds, _MIN_SECONDS)
-            pause.succeeded()  # a server that refuses writes still says which values it has
-        else:
+            pause.succeeded()
+        else:  # a server that refuses writes still says which values it has
+            pause.undecided()
             self._bytes_per_second = max(self._bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
         if burst.was_redirected:
             servers.topology.redirected(node)

@@ -73,6 +73,13 @@ class CircuitBreaker:
                 self._state = CircuitState.TRIAL
             return was_open
 
+    def undecided(self) -> None:
+        """The try that :meth:`may_connect` has allowed showed nothing: the next need not wait."""
+        with self._lock:
+            if self._state is CircuitState.OPEN:
+                self._num_delays = max(0, self._num_delays - 1)
+                self._retry_at = self._clock()
+
     def succeeded(self) -> None:
         """Work was done over the connection: the breaker closes."""
         with self._lock:

@@ -106,6 +106,18 @@ def test_chunks_that_are_there_end_no_pause_of_writes(
     assert sum("writing is paused" in record.message for record in caplog.records) == 1
 
 
+def test_chunks_that_are_there_delay_no_write_after_a_pause(server: Server) -> None:
+    with open_tier(server.url, backoff_min_seconds=1.0, backoff_max_seconds=1.0) as tier:
+        assert all(put_all(tier, [0]))
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            assert put_all(tier, [10]) == [False]
+            client.config_set("maxmemory", 0)
+        wait_until(partial(is_there, tier, 0), "never asked for")
+        assert put_all(tier, [11]) == [True], "the next write waits for another back-off"
+        assert not tier.stats().writes_paused
+
+
 def test_a_demoted_master_pauses_writes_and_serves_reads(server: Server) -> None:
     with open_tier(server.url, backoff_min_seconds=600.0, backoff_max_seconds=600.0) as tier:
         assert all(put_all(tier, range(10)))

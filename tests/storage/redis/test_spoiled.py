@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
@@ -21,7 +21,7 @@ from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.clock import wait_until
 from tests.support.redis.chunks import chunk_data, chunk_key, get_all, kv_data, open_tier, put_all
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import CACHE, Server
 
 # Chunk 1 of three is spoiled, by each of these means.
 Spoil = Callable[[Server, bytes], None]
@@ -90,8 +90,8 @@ def test_a_rewrite_that_fails_is_made_up_for(valkey: Server) -> None:
         client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
         try:
             assert put_all(tier, [1]) == [False]
-        finally:
-            client.config_set("maxmemory", 0)
+        finally:  # other tests share the server
+            client.config_set(*chain(*CACHE.items()))
         wait_until(lambda: put_all(tier, [1]) == [True], "writes went on pausing")
         assert get_all(tier, [1]) == ([True], [chunk_data(1)])
         assert put_all(tier, [1]) == [True]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -285,6 +287,10 @@ def connections(server: Server) -> set[str]:
         return {c["id"] for c in client.client_list() if "exists" in c["cmd"]}
 
 
+def has_another(server: Server, than: set[str]) -> bool:
+    return not connections(server) <= than
+
+
 class TestSentinel:
     @pytest.fixture
     def watched(self, binary: str) -> Iterator[Watched]:
@@ -307,10 +313,34 @@ class TestSentinel:
             with watched.replica.client() as client:
                 assert client.exists(*client.keys(f"*{chunk_key(20).hex()}*-*"))
 
+    def test_late_reads_ask_no_other_sentinel(self, binary: str) -> None:
+        """One that is silent would delay the next connection."""
+        with ExitStack() as stack:
+            master = stack.enter_context(running_server(binary))
+            watch = {"sentinel monitor": f"{MASTER} 127.0.0.1 {master.port} 9"}
+            sentinel = running_server(binary, watch, arguments=("--sentinel",))
+            ports = [stack.enter_context(sentinel).port]
+            silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            ports += [one.getsockname()[1] for one in silent]
+            hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+            with open_tier(f"redis+sentinel://{hosts}/{MASTER}") as tier, master.client() as client:
+                assert put_all(tier, [0]) == [True]
+                for _ in range(2):
+                    wait_until(lambda: holds(tier, [0]), "reads do not resume")
+                    before = connections(master)
+                    client.client_pause(200)
+                    assert get_all(tier, [0], 0.05)[0] == [False]
+                    wait_until(partial(has_another, master, before), "nothing connects again")
+            for one in silent:
+                one.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    one.accept()
+
+    @pytest.mark.parametrize("hangs", [False, True])
     def test_a_sentinel_that_has_missed_a_failover_is_not_believed_for_ever(
-        self, binary: str
+        self, binary: str, hangs: bool
     ) -> None:
-        """It names the former master, which is a replica now."""
+        """It names the former master, which is a replica now, or accepts connections and hangs."""
         with ExitStack() as stack:
             master = stack.enter_context(running_server(binary))
             follows = {"replicaof": f"127.0.0.1 {master.port}"}
@@ -321,7 +351,11 @@ class TestSentinel:
                 sentinel = running_server(binary, watch, arguments=("--sentinel",))
                 ports.append(stack.enter_context(sentinel).port)
             url = f"redis+sentinel://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/{MASTER}"
-            with open_tier(url, backoff_max_seconds=0.2) as tier:
+            assert replica.process is not None
+            if hangs:
+                replica.process.send_signal(signal.SIGSTOP)
+                stack.callback(replica.process.send_signal, signal.SIGCONT)
+            with open_tier(url, backoff_max_seconds=0.2, read_timeout_seconds=1.0) as tier:
                 assert put_all(tier, [0]) == [False]
                 wait_until(lambda: put_all(tier, [0]) == [True], "writes do not resume")
 

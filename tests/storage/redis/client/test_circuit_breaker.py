@@ -57,3 +57,19 @@ def test_a_success_after_a_connection_closes_it() -> None:
     assert breaker.state is CircuitState.CLOSED
     breaker.failed(at_once=True)
     assert breaker.seconds_until_retry() == 1.0
+
+
+def test_an_attempt_that_shows_nothing_costs_no_back_off() -> None:
+    clock = Clock()
+    breaker = make(clock)
+    breaker.failed(at_once=True)
+    clock.now += 1.0
+    for _ in range(3):
+        assert breaker.may_connect()
+        breaker.undecided()
+    assert breaker.state is CircuitState.OPEN
+    assert breaker.may_connect()
+    assert breaker.seconds_until_retry() == 2.0, "as after one attempt"
+    breaker.succeeded()
+    breaker.undecided()
+    assert breaker.state.name == "CLOSED"
