@@ -153,7 +153,7 @@ class Servers:
             with self.connect(node) as client:
                 wire = Wire(take_socket(client), self.clock, idle_seconds, _IDLE_BYTES)
         except Exception as error:
-            self.topology.unreachable()
+            self.topology.mark_stale()
             if breaker.failed(at_once=not is_rejected_by_server(error)):
                 logger.warning("%s %s: cannot connect: %s", self.kind, node, self.redact(error))
             raise

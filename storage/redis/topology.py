@@ -71,42 +71,38 @@ class Topology:
     def mark_stale(self) -> None:
         """A server did not answer: the next `prepare` looks again, if that can help."""
 
-    def unreachable(self) -> None:
-        """No connection could be made: the next `prepare` or `connect` looks elsewhere."""
-        self.mark_stale()
-
     def redirected(self, node: Node) -> None:
-        """``node`` redirected a command, or refused a write as a replica: look again."""
+        """``node`` redirected a command: the next `prepare` looks again."""
 
 
 class SentinelTopology(Topology):
-    """The master that the sentinels of the URL name; one is asked before each connection. A master
-    demoted later still serves reads, which are verified, and refuses writes. The node has the
-    master's name, so that breaker and logs follow the role."""
+    """The master that the sentinels of the URL name; they are asked before each connection. One may
+    have missed a failover: if it names a server that hangs or is a replica, another is asked, and
+    this one last from then on. A replica, which serves reads, is used if nobody names a master.
+    The node has the master's name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
 
     def connect(self, node: Node, max_bytes: int) -> Client:
         error: Exception = OSError("no sentinel")
+        named: set[Endpoint] = set()
+        replica: Endpoint | None = None
         for sentinel in self._hosts:
             try:
-                host, port = self._ask(sentinel)
-                return self._dialer.connect(host, port, max_bytes)
+                server = self._ask(sentinel)
+                if server not in named:
+                    named.add(server)
+                    client = self._dialer.connect_master(*server, max_bytes)
+                    if client is not None:
+                        return client
+                    replica = server
             except CONNECTION_ERRORS as problem:
                 error = problem
-                self._ask_last(sentinel)
-        raise error
-
-    def unreachable(self) -> None:
-        """The sentinel asked first may have missed a failover: the next connection asks another."""
-        self._ask_last(self._hosts[0])
-
-    def redirected(self, node: Node) -> None:
-        self.unreachable()
-
-    def _ask_last(self, sentinel: Endpoint) -> None:
-        self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)
+            self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)
+        if replica is None:
+            raise error
+        return self._dialer.connect(*replica, max_bytes)
 
     def _ask(self, sentinel: Endpoint) -> Endpoint:
         with self._dialer.connect_sentinel(*sentinel) as client:

@@ -46,8 +46,7 @@ _MIN_SECONDS = 1e-6
 
 # Errors by which a server refuses all writes for now; it may serve reads. READONLY comes from a
 # demoted master. A new connection is made after each, since the address may be another server's.
-_REPLICA = b"-READONLY "
-_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", _REPLICA)
+_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", b"-READONLY ")
 
 
 @lru_cache(maxsize=4)
@@ -175,8 +174,6 @@ class Writer(threading.Thread):
             except WriteRefusedError as error:
                 pauses = error.reply.startswith(_PAUSING_ERRORS)
                 self._connections.drop(node, str(error), blame=not pauses)
-                if error.reply.startswith(_REPLICA):
-                    self._servers.topology.redirected(node)
                 if pauses:
                     self._pause(node, f"refuses writes; writing is paused: {error}", at_once=True)
             except WireError as error:

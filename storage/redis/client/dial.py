@@ -97,6 +97,19 @@ class Dialer:
         login = {"username": address.username, "password": address.password, "db": address.db}
         return self._open(host, port, max_bytes=max_bytes, **login)
 
+    def connect_master(self, host: str, port: int, max_bytes: int) -> Client | None:
+        """As `connect`; ``None`` if the server says that it is a replica. HELLO needs no rights."""
+        client = self.connect(host, port, max_bytes)
+        is_master = False
+        try:
+            is_master = b"replica" not in client.execute_command("HELLO")
+        except ResponseError:  # a proxy, for instance
+            is_master = True
+        finally:
+            if not is_master:
+                client.close()
+        return client if is_master else None
+
     def connect_sentinel(self, host: str, port: int) -> Client:
         """Raises one of ``CONNECTION_ERRORS``."""
         username, password = self._address.sentinel_login()
