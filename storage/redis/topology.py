@@ -21,6 +21,7 @@ from lmcache_connector.storage.redis.client.dial import (
 )
 from lmcache_connector.storage.redis.client.url import TopologyKind
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.value_names import probe_key
 
 Node = NewType("Node", str)
 Endpoint = tuple[str, int]
@@ -77,28 +78,31 @@ class Topology:
 
 class SentinelTopology(Topology):
     """The master that the sentinels of the URL name; they are asked before each connection. One may
-    have missed a failover: if it names a server that hangs or is a replica, another is asked, and
-    this one last from then on. A replica, which serves reads, is used if nobody names a master.
-    The node has the master's name, so that breaker and logs follow the role."""
+    have missed a failover: if it names a server that hangs, loads its data or is a replica, another
+    is asked, and this one last from then on. A replica, which serves reads, is used if nobody names
+    a master. The node has the master's name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
+        self._probe = probe_key(config.namespace)
 
     def connect(self, node: Node, max_bytes: int) -> Client:
         error: Exception = OSError("no sentinel")
         named: set[Endpoint] = set()
         replica: Endpoint | None = None
         for sentinel in self._hosts:
+            server: Endpoint | None = None
             try:
                 server = self._ask(sentinel)
                 if server not in named:
                     named.add(server)
-                    client = self._dialer.connect_master(*server, max_bytes)
+                    client = self._dialer.connect_master(*server, max_bytes, self._probe)
                     if client is not None:
                         return client
                     replica = server
             except CONNECTION_ERRORS as problem:
-                error = problem
+                if server or not named:  # what a server says counts more than a sentinel
+                    error = problem
             self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)
         if replica is None:
             raise error

@@ -6,6 +6,7 @@ command's replies. `take_socket` takes the socket away from redis-py, for the tr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Callable
@@ -97,18 +98,23 @@ class Dialer:
         login = {"username": address.username, "password": address.password, "db": address.db}
         return self._open(host, port, max_bytes=max_bytes, **login)
 
-    def connect_master(self, host: str, port: int, max_bytes: int) -> Client | None:
-        """As `connect`; ``None`` if the server says that it is a replica. HELLO needs no rights."""
+    def connect_master(self, host: str, port: int, max_bytes: int, probe: bytes) -> Client | None:
+        """As `connect`; ``None`` if the server says that it is a replica. HELLO needs no rights. A
+        server that loads its data answers it, but not whether there is a key ``probe``."""
         client = self.connect(host, port, max_bytes)
-        is_master = False
+        hello: Any = ()
         try:
-            is_master = b"replica" not in client.execute_command("HELLO")
-        except ResponseError:  # a proxy, for instance
-            is_master = True
-        finally:
-            if not is_master:
-                client.close()
-        return client if is_master else None
+            with contextlib.suppress(ResponseError):
+                client.exists(probe)
+            with contextlib.suppress(ResponseError):  # a proxy's, for instance
+                hello = client.execute_command("HELLO")
+            if b"replica" not in hello:
+                return client
+        except BaseException:
+            client.close()
+            raise
+        client.close()
+        return None
 
     def connect_sentinel(self, host: str, port: int) -> Client:
         """Raises one of ``CONNECTION_ERRORS``."""

@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from threading import Thread
 
 import pytest
+import redis
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.admin import RedisAdmin
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.dial import key_slot
+from lmcache_connector.storage.redis.client.dial import (
+    SMALL_BYTES,
+    AuthenticationError,
+    key_slot,
+)
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.topology import SentinelTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.clock import wait_until
 from tests.support.redis.chunks import (
@@ -44,7 +51,7 @@ from tests.support.redis.server_groups import (
     running_sentinels,
     running_tls_server,
 )
-from tests.support.redis.servers import Server, running_server
+from tests.support.redis.servers import Server, free_port, running_server
 
 # A master waits five seconds for further replicas before it sends its content, by default.
 AT_ONCE = {"repl-diskless-sync-delay": "0"}
@@ -302,6 +309,43 @@ def are_asked(silent: list[socket.socket]) -> bool:
     return num_accepted > 0
 
 
+Change = Callable[[Server, Server, ExitStack], None]
+
+
+def make_replica(former: Server, master: Server, stack: ExitStack) -> None:
+    with former.client() as client:
+        client.replicaof("127.0.0.1", master.port)
+
+
+def hang(former: Server, master: Server, stack: ExitStack) -> None:
+    """It accepts connections."""
+    assert former.process is not None
+    former.process.send_signal(signal.SIGSTOP)
+    stack.callback(former.process.send_signal, signal.SIGCONT)
+
+
+def load_for_long(former: Server, master: Server, stack: ExitStack) -> None:
+    with former.client() as client:
+        client.mset({f"key {i}": b"x" * 100 for i in range(10_000)})
+        client.save()
+    former.kill()
+    path = former.folder / "server.conf"
+    slowly = "key-load-delay 10000\nloading-process-events-interval-bytes 1024\n"
+    path.write_text(path.read_text() + slowly)
+    former.process = subprocess.Popen([former.binary, str(path)], stdout=subprocess.DEVNULL)
+    stack.callback(former.kill)
+    wait_until(partial(is_loading, former), "it has loaded its data already")
+
+
+def is_loading(server: Server) -> bool:
+    try:
+        with server.client() as client:
+            client.ping()
+    except redis.ConnectionError as error:
+        return isinstance(error, redis.BusyLoadingError)
+    return False
+
+
 @contextmanager
 def sentinels_of(binary: str, *servers: Server) -> Iterator[str]:
     """The addresses of sentinels that elect none; each names another server as the master."""
@@ -316,6 +360,23 @@ def sentinels_of(binary: str, *servers: Server) -> Iterator[str]:
 
 def has_another(server: Server, than: set[str]) -> bool:
     return not connections(server) <= than
+
+
+def expect_another_master(binary: str, happens: Change) -> None:
+    """The sentinel asked first goes on naming the server to which it happens."""
+    with ExitStack() as stack:
+        former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in "12")
+        hosts = stack.enter_context(sentinels_of(binary, former, master))
+        url = f"redis+sentinel://{hosts}/{MASTER}"
+        short = partial(open_tier, url, read_timeout_seconds=1.0, write_timeout_seconds=1.0)
+        with short(backoff_max_seconds=0.2) as tier:
+            assert put_all(tier, [0]) == [True]
+            assert holds(tier, [0])
+            happens(former, master, stack)
+            wait_until(lambda: put_all(tier, [1]) == [True], "writes do not resume")
+            wait_until(lambda: holds(tier, [1]), "reads do not resume")
+        with short(connect_timeout_seconds=5.0) as later:
+            assert put_all(later, [2]) == [True], "its first connection is to the master"
 
 
 class TestSentinel:
@@ -359,30 +420,24 @@ class TestSentinel:
                     wait_until(partial(has_another, master, before), "nothing connects again")
             assert not are_asked(silent)
 
-    @pytest.mark.parametrize("hangs", [False, True])
+    @pytest.mark.parametrize("misled_by", [make_replica, hang])
     def test_a_sentinel_that_has_missed_a_failover_is_not_believed(
-        self, binary: str, hangs: bool
+        self, binary: str, misled_by: Change
     ) -> None:
-        """It names the former master, which is a replica now, or accepts connections and hangs."""
+        expect_another_master(binary, misled_by)
+
+    def test_a_sentinel_that_names_a_loading_server_is_not_believed(self, valkey_path: str) -> None:
+        expect_another_master(valkey_path, load_for_long)
+
+    def test_a_masters_refusal_counts_more_than_a_sentinel_that_is_away(self, binary: str) -> None:
+        """It keeps the circuit closed for connections that exist, and tells what to do."""
         with ExitStack() as stack:
-            former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in "12")
-            hosts = stack.enter_context(sentinels_of(binary, former, master))
-            url = f"redis+sentinel://{hosts}/{MASTER}"
-            short = partial(open_tier, url, read_timeout_seconds=1.0, write_timeout_seconds=1.0)
-            with short(backoff_max_seconds=0.2) as tier:
-                assert put_all(tier, [0]) == [True]
-                assert holds(tier, [0])
-                if hangs:
-                    assert former.process is not None
-                    former.process.send_signal(signal.SIGSTOP)
-                    stack.callback(former.process.send_signal, signal.SIGCONT)
-                else:
-                    with former.client() as client:
-                        client.replicaof("127.0.0.1", master.port)
-                wait_until(lambda: put_all(tier, [1]) == [True], "writes do not resume")
-                wait_until(lambda: holds(tier, [1]), "reads do not resume")
-            with short(connect_timeout_seconds=5.0) as later:
-                assert put_all(later, [2]) == [True], "its first connection is to the master"
+            master = stack.enter_context(running_server(binary, {"requirepass": "secret"}))
+            hosts = stack.enter_context(sentinels_of(binary, master))
+            url = f"redis+sentinel://{hosts},127.0.0.1:{free_port()}/{MASTER}"
+            topology = SentinelTopology(config(url), time.monotonic)
+            with pytest.raises(AuthenticationError):
+                topology.connect(topology.nodes()[0], SMALL_BYTES)
 
     def test_a_replica_serves_reads_while_nobody_names_a_master(self, binary: str) -> None:
         with ExitStack() as stack:
