@@ -365,7 +365,7 @@ def has_another(server: Server, than: set[str]) -> bool:
 def expect_another_master(binary: str, happens: Change) -> None:
     """The sentinel asked first goes on naming the server to which it happens."""
     with ExitStack() as stack:
-        former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in "12")
+        former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in range(2))
         hosts = stack.enter_context(sentinels_of(binary, former, master))
         url = f"redis+sentinel://{hosts}/{MASTER}"
         short = partial(open_tier, url, read_timeout_seconds=1.0, write_timeout_seconds=1.0)
