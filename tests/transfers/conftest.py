@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.p2p_engines import Engines, kv_transfer, running
+from tests.support.engines.p2p_engines import DEADLINE_SECONDS, Engines, kv_transfer, running
 from tests.support.redis.servers import free_ports
 
 Way = Callable[..., dict[str, Any]]
@@ -22,7 +22,9 @@ Way = Callable[..., dict[str, Any]]
 
 def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
     """The decode engine loads from the CPU tier of the prefill engine."""
-    shared = {"hash_key": "shared by all of them", "cpu_gib": 0.5, "audit_share": 0.0} | settings
+    shared = {"hash_key": "shared by all of them", "cpu_gib": 0.5, "audit_share": 0.0}
+    # By default 30 s, in which a slow or busy machine does not compute all the prompts of a case.
+    shared |= {"transfer_deadline_seconds": DEADLINE_SECONDS} | settings
     return kv_transfer(role, port, **{k: v for k, v in shared.items() if v is not None})
 
 

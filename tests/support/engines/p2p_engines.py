@@ -118,9 +118,11 @@ def _picture(seed: int, side: int = 56) -> Any:
     return Image.fromarray(pixels)
 
 
-NOTICED_SECONDS = 28.0
-"""Within which a request is served that waits for what will not come: less than the deadline of a
-load, which is 30 s, though most of it is computing, perhaps on a busy machine."""
+DEADLINE_SECONDS = 240.0
+"""Of a transfer."""
+NOTICED_SECONDS = DEADLINE_SECONDS / 2
+"""Within which a request is served that waits for what will not come. Most of it is computing,
+perhaps on a busy machine."""
 
 
 def kv_transfer(role: str, port: int, **extra: Any) -> dict[str, Any]:
