@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 590, "stepwise": 1333},
     {"integrations": 325, "scheduler": 3277, "worker": 3373},
     {"lookup": 701, "vllm_compat": 2543},
-    {"config": 829, "copy_kv_blocks": 1103, "peers": 2778},
+    {"config": 829, "copy_kv_blocks": 1103, "peers": 2779},
     {
         "audit": 340,
         "cost_model": 1200,
@@ -36,11 +36,11 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 686,
-        "storage/redis": 2973,
+        "storage/redis": 2987,
         "tracing": 80,
         "weight_names": 279,
     },
-    {"plans": 458, "storage": 510, "storage/redis/client": 692, "vllm_compat/api": 256},
+    {"plans": 458, "storage": 510, "storage/redis/client": 694, "vllm_compat/api": 256},
     {
         "bounded": 45,
         "change_count": 75,

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lmcache_connector.kv_parts.owners import Share
 from lmcache_connector.net.address import Address
@@ -14,6 +15,7 @@ from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.storage.redis.client.dial import (
     CONNECTION_ERRORS,
+    Check,
     Client,
     Dialer,
     disable_reconnect,
@@ -166,35 +168,34 @@ class PeerTopology(Topology):
         guests = (node for node, (_, until) in self._guests.items() if until > now)
         return (*peers, *ranks, *guests)
 
-    def connect(self, node: Node, max_bytes: int) -> Client:
+    def connect(self, node: Node, max_bytes: int, *checks: Check) -> Client:
         if (guest := self._guests.get(node)) is not None:
-            return self._dialer.connect(*guest[0], max_bytes)
+            return self._dialer.connect(*guest[0], max_bytes, *checks)
+        checks = partial(self._greet, node), *checks
         name = self._host_sockets.get(node) or self._own_ranks.get(node)
         if name is not None and self._host is not None:
-            client = self._connect_on_host(self._host, name, max_bytes)
-        elif (endpoint := self._endpoints.get(node)) is not None:
-            client = self._dialer.connect(*endpoint, max_bytes)
-        else:
-            raise OSError("it is no longer a peer")
-        try:
-            disable_reconnect(client)  # a redialled connection would not be greeted
-            found = Greeting.parse(client.execute_command("PEER"))
-            if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
-                self._own.add(node)
-                raise ValueError("it is this engine itself")
-            if found.num_ranks != self._greeting.num_ranks:
-                ranks = f"{found.num_ranks} ranks, this instance has {self._greeting.num_ranks}"
-                raise ValueError(f"it has {ranks}: share through Redis instead")
-        except BaseException:
-            client.close()
-            raise
-        return client
+            return self._connect_on_host(self._host, name, max_bytes, *checks)
+        if (endpoint := self._endpoints.get(node)) is not None:
+            return self._dialer.connect(*endpoint, max_bytes, *checks)
+        raise OSError("it is no longer a peer")
 
-    def _connect_on_host(self, host: HostFolder, name: SocketName, max_bytes: int) -> Client:
+    def _greet(self, node: Node, client: Client) -> None:
+        disable_reconnect(client)  # a redialled connection would not be greeted
+        found = Greeting.parse(client.execute_command("PEER"))
+        if found.engine_id == self._greeting.engine_id and node not in self._own_ranks:
+            self._own.add(node)
+            raise ValueError("it is this engine itself")
+        if found.num_ranks != self._greeting.num_ranks:
+            ranks = f"{found.num_ranks} ranks, this instance has {self._greeting.num_ranks}"
+            raise ValueError(f"it has {ranks}: share through Redis instead")
+
+    def _connect_on_host(
+        self, host: HostFolder, name: SocketName, max_bytes: int, *checks: Check
+    ) -> Client:
         address = replace(self._config.address, path=host.address(name))
         seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
         try:
-            return Dialer(address, *seconds, self._clock).connect("", 0, max_bytes)
+            return Dialer(address, *seconds, self._clock).connect("", 0, max_bytes, *checks)
         except CONNECTION_ERRORS:
             host.remove_if_dead(name)
             raise

@@ -65,6 +65,7 @@ _HINTS = (
     ("resolution", _UNKNOWN_HOST),
     ("nodename", _UNKNOWN_HOST),
     ("http/", "an HTTP server answers here: correct host and port"),
+    ("names no master", "correct the name of the master, the last part of the URL"),
     ("read only replica", "this server is a replica: name its master"),
     ("unix socket", "on the engine's host, name its socket: unix:///PATH/TO/NAME.sock"),
     (
@@ -259,12 +260,7 @@ class RedisAdmin:
     def _client(self, node: Node) -> Client:
         if node not in self._clients:
             with self._translated():
-                client = self._clients[node] = self._topology.connect(node, _MAX_BYTES)
-                with suppress(ResponseError):  # unknown before Redis 7.2
-                    client.client_no_touch("ON")
-                with suppress(NoPermissionError):  # an engine's user
-                    client.ping()  # raises while the server loads its data
-                set_reply_timeout(client, _ANSWER_SECONDS)
+                self._clients[node] = self._topology.connect(node, _MAX_BYTES, _prepare)
         return self._clients[node]
 
     @contextmanager
@@ -277,6 +273,14 @@ class RedisAdmin:
     def _translate(self, error: Exception) -> RedisAdminError:
         address = self._config.address
         return RedisAdminError(f"{address}: {address.redact(error)}", _hint(error))
+
+
+def _prepare(client: Client) -> None:
+    with suppress(ResponseError):  # unknown before Redis 7.2
+        client.client_no_touch("ON")
+    with suppress(NoPermissionError):  # an engine's user
+        client.ping()  # raises while the server loads its data
+    set_reply_timeout(client, _ANSWER_SECONDS)
 
 
 def _hint(error: Exception) -> str:

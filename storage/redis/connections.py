@@ -20,6 +20,7 @@ from lmcache_connector.storage.redis.client.dial import (
     SMALL_BYTES,
     Client,
     ResponseError,
+    disable_reconnect,
     is_rejected_by_server,
     take_socket,
 )
@@ -134,18 +135,21 @@ class Servers:
         """Connect, and check that the server answers commands with these credentials. Some servers
         accept connections before they have loaded their data. ``max_bytes``: of the replies to one
         command. Raises one of ``CONNECTION_ERRORS``."""
-        client = self.topology.connect(node, max_bytes)
-        try:
-            with contextlib.suppress(*REDIRECTIONS):
-                client.exists(probe_key(self.config.namespace))
-            with self._lock:
-                first, self._greeted = not self._greeted, True
-            if first and self._greet is not None:
+        client = self.topology.connect(node, max_bytes, self._check)
+        with self._lock:
+            first, self._greeted = not self._greeted, True
+        if first and self._greet is not None:
+            try:
                 self._greet(client)
-        except BaseException:
-            client.close()
-            raise
+            except BaseException:
+                client.close()
+                raise
         return client
+
+    def _check(self, client: Client) -> None:
+        disable_reconnect(client)  # a redialled connection would not be checked
+        with contextlib.suppress(*REDIRECTIONS):
+            client.exists(probe_key(self.config.namespace))
 
     def _open(self, node: Node, idle_seconds: float) -> Wire:
         breaker = self.breaker(node)

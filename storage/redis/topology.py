@@ -10,18 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NewType
 
 from lmcache_connector.storage.redis.client.dial import (
     CONNECTION_ERRORS,
+    Check,
     Client,
     Dialer,
+    ReplicaError,
+    UnreachableError,
     is_endpoint,
+    is_rejected_by_server,
     key_slot,
+    require_master,
 )
 from lmcache_connector.storage.redis.client.url import TopologyKind
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.value_names import probe_key
 
 Node = NewType("Node", str)
 Endpoint = tuple[str, int]
@@ -64,10 +69,10 @@ class Topology:
         """All known nodes."""
         return (self._node,)
 
-    def connect(self, node: Node, max_bytes: int) -> Client:
-        """A connected, authenticated client. ``max_bytes``: of the replies to one command. Raises
-        one of ``CONNECTION_ERRORS``."""
-        return self._dialer.connect(*self._hosts[0], max_bytes)
+    def connect(self, node: Node, max_bytes: int, *checks: Check) -> Client:
+        """A connected, authenticated client that passes the checks. ``max_bytes``: of the replies
+        to one command. Raises one of ``CONNECTION_ERRORS``, or what a check raises."""
+        return self._dialer.connect(*self._hosts[0], max_bytes, *checks)
 
     def mark_stale(self) -> None:
         """A server did not answer: the next `prepare` looks again, if that can help."""
@@ -78,16 +83,15 @@ class Topology:
 
 class SentinelTopology(Topology):
     """The master that the sentinels of the URL name; they are asked before each connection. One may
-    have missed a failover: if it names a server that hangs, loads its data or is a replica, another
+    have missed a failover: if it names a replica, or a server that hangs or fails a check, another
     is asked, and this one last from then on. A replica, which serves reads, is used if nobody names
     a master. The node has the master's name, so that breaker and logs follow the role."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         super().__init__(config, clock, f"sentinel:{config.address.master}")
-        self._probe = probe_key(config.namespace)
 
-    def connect(self, node: Node, max_bytes: int) -> Client:
-        error: Exception = OSError("no sentinel")
+    def connect(self, node: Node, max_bytes: int, *checks: Check) -> Client:
+        problems: list[tuple[bool, bool, bool, Exception]] = []
         named: set[Endpoint] = set()
         replica: Endpoint | None = None
         for sentinel in self._hosts:
@@ -96,17 +100,19 @@ class SentinelTopology(Topology):
                 server = self._ask(sentinel)
                 if server not in named:
                     named.add(server)
-                    client = self._dialer.connect_master(*server, max_bytes, self._probe)
-                    if client is not None:
-                        return client
-                    replica = server
+                    return self._dialer.connect(*server, max_bytes, *checks, require_master)
+            except ReplicaError:
+                replica = server
             except CONNECTION_ERRORS as problem:
-                if server or not named:  # what a server says counts more than a sentinel
-                    error = problem
+                # What a server says counts most: whether other connections to it go on.
+                is_away = isinstance(problem, UnreachableError)
+                weight = server is not None, is_rejected_by_server(problem), not is_away
+                problems.append((*weight, problem))
             self._hosts = (*(other for other in self._hosts if other != sentinel), sentinel)
-        if replica is None:
-            raise error
-        return self._dialer.connect(*replica, max_bytes)
+        if replica is not None:
+            return self._dialer.connect(*replica, max_bytes, *checks)
+        *_, error = max(problems, key=itemgetter(slice(3)))
+        raise error
 
     def _ask(self, sentinel: Endpoint) -> Endpoint:
         with self._dialer.connect_sentinel(*sentinel) as client:
@@ -165,12 +171,12 @@ class ClusterTopology(Topology):
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._map.endpoints)
 
-    def connect(self, node: Node, max_bytes: int) -> Client:
+    def connect(self, node: Node, max_bytes: int, *checks: Check) -> Client:
         try:
             host, port = self._map.endpoints[node]
         except KeyError:
             raise OSError("it has left the cluster") from None
-        return self._dialer.connect(host, port, max_bytes)
+        return self._dialer.connect(host, port, max_bytes, *checks)
 
     def mark_stale(self) -> None:
         self._stale = True

@@ -203,6 +203,25 @@ def test_a_peer_of_wrong_checksums_is_avoided() -> None:
         assert tier.counts().misses["bad_checksum"] == lied
 
 
+@pytest.mark.parametrize("is_guest", [False, True])
+def test_a_peer_is_greeted_and_then_checked(is_guest: bool) -> None:
+    asked: list[bytes] = []
+
+    def check(client: Client) -> None:
+        asked.append(client.execute_command("EXISTS", "x"))
+        (connection,) = client.connection_pool._available_connections
+        assert is_guest or connection.is_last, "it is not greeted yet"
+        raise TimeoutError("the check")
+
+    with serving(HeldChunks([])) as server:
+        topology = topology_of([] if is_guest else at(server))
+        topology.prepare()
+        node = topology.admit("127.0.0.1", server.port) if is_guest else topology.peers()[0]
+        with pytest.raises(TimeoutError, match="the check"):
+            topology.connect(node, 4096, check)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("use", [take_socket, lambda client: client.execute_command("PEER")])
 def test_a_lost_connection_is_not_redialled_without_a_greeting(
     use: Callable[[Client], object],

@@ -29,6 +29,8 @@ from lmcache_connector.net.deadline import KEEPALIVE
 from lmcache_connector.storage.redis.client.url import RedisAddress
 
 Client: TypeAlias = redis.Redis
+Check: TypeAlias = Callable[[Client], None]
+"""Raises if a new connection is not to be used."""
 
 # Errors of connecting and of commands. The last ones: redis-py's, on malformed replies.
 CONNECTION_ERRORS = (
@@ -45,6 +47,10 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 
 class UnreachableError(redis.ConnectionError):
     """No socket: unknown host, no route, refused, timed out, or a failed TLS handshake."""
+
+
+class ReplicaError(Exception):
+    """The server says that it is a replica."""
 
 
 def is_rejected_by_server(error: Exception) -> bool:
@@ -91,30 +97,19 @@ class Dialer:
         # With no password given, OpenSSL would prompt on the terminal.
         self._tls = {"ssl_password": "", **address.tls_options()} if address.tls else {}
 
-    def connect(self, host: str, port: int, max_bytes: int) -> Client:
+    def connect(self, host: str, port: int, max_bytes: int, *checks: Check) -> Client:
         """Connect to a data server. A Unix socket ignores ``host`` and ``port``. ``max_bytes``: of
-        the replies to one command. Raises one of ``CONNECTION_ERRORS``."""
+        the replies to one command. Raises one of ``CONNECTION_ERRORS``, or what a check raises."""
         address = self._address
         login = {"username": address.username, "password": address.password, "db": address.db}
-        return self._open(host, port, max_bytes=max_bytes, **login)
-
-    def connect_master(self, host: str, port: int, max_bytes: int, probe: bytes) -> Client | None:
-        """As `connect`; ``None`` if the server says that it is a replica. HELLO needs no rights. A
-        server that loads its data answers it, but not whether there is a key ``probe``."""
-        client = self.connect(host, port, max_bytes)
-        hello: Any = ()
+        client = self._open(host, port, max_bytes=max_bytes, **login)
         try:
-            with contextlib.suppress(ResponseError):
-                client.exists(probe)
-            with contextlib.suppress(ResponseError):  # a proxy's, for instance
-                hello = client.execute_command("HELLO")
-            if b"replica" not in hello:
-                return client
+            for check in checks:
+                check(client)
         except BaseException:
             client.close()
             raise
-        client.close()
-        return None
+        return client
 
     def connect_sentinel(self, host: str, port: int) -> Client:
         """Raises one of ``CONNECTION_ERRORS``."""
@@ -131,6 +126,13 @@ class Dialer:
             pool = ConnectionPool(kind, host=host, port=port, **self._tls, **options)
         pool.release(pool.get_connection())
         return Client.from_pool(pool)
+
+
+def require_master(client: Client) -> None:
+    """A check that needs no rights. Raises `ReplicaError` or one of ``CONNECTION_ERRORS``."""
+    with contextlib.suppress(ResponseError):  # a proxy's, for instance
+        if b"replica" in client.execute_command("HELLO"):
+            raise ReplicaError
 
 
 def take_socket(client: Client) -> socket.socket:

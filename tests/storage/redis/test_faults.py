@@ -13,14 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.clock import wait_until, within
 from tests.support.redis.chunks import (
@@ -66,6 +68,23 @@ OFFSETS = {
 def proxy(valkey: Server) -> Iterator[FaultProxy]:
     with FaultProxy(valkey.port) as proxy:
         yield proxy
+
+
+def test_a_connection_lost_after_its_checks_is_not_made_again_without_them(valkey: Server) -> None:
+    """redis-py would dial again, and might reach another server."""
+
+    def lose(client: Client) -> None:
+        with valkey.client() as other:
+            other.client_kill_filter(_id=client.client_id())
+
+    settings = config(valkey.url)
+    servers = Servers(settings, make_topology(settings, time.monotonic), time.monotonic, greet=lose)
+    (node,) = servers.topology.nodes()
+    with (
+        servers.connect(node) as client,
+        pytest.raises(redis.ConnectionError, match="the connection was lost"),
+    ):
+        take_socket(client)
 
 
 @contextmanager

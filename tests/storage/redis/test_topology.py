@@ -22,11 +22,14 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import (
     SMALL_BYTES,
     AuthenticationError,
+    Client,
+    UnreachableError,
     key_slot,
 )
+from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import SentinelTopology
+from lmcache_connector.storage.redis.topology import SentinelTopology, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.clock import wait_until
 from tests.support.redis.chunks import (
@@ -292,9 +295,9 @@ def num_looks(server: Server) -> int:
 
 
 def connections(server: Server) -> set[str]:
-    """Ids of the client connections that have sent EXISTS last."""
+    """Ids of the client connections that have sent EXISTS or the last check since."""
     with server.client() as client:
-        return {c["id"] for c in client.client_list() if "exists" in c["cmd"]}
+        return {c["id"] for c in client.client_list() if c["cmd"] in ("exists", "hello")}
 
 
 def are_asked(silent: list[socket.socket]) -> bool:
@@ -322,6 +325,10 @@ def hang(former: Server, master: Server, stack: ExitStack) -> None:
     assert former.process is not None
     former.process.send_signal(signal.SIGSTOP)
     stack.callback(former.process.send_signal, signal.SIGCONT)
+
+
+def die(former: Server, master: Server, stack: ExitStack) -> None:
+    former.kill()
 
 
 def load_for_long(former: Server, master: Server, stack: ExitStack) -> None:
@@ -356,6 +363,12 @@ def sentinels_of(binary: str, *servers: Server) -> Iterator[str]:
             sentinel = running_server(binary, watch, arguments=("--sentinel",))
             ports.append(stack.enter_context(sentinel).port)
         yield ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+def dial_by_sentinel(hosts: str) -> None:
+    url = f"redis+sentinel://{hosts}/{MASTER}"
+    topology = SentinelTopology(config(url, read_timeout_seconds=2.0), time.monotonic)
+    topology.connect(topology.nodes()[0], SMALL_BYTES).close()
 
 
 def has_another(server: Server, than: set[str]) -> bool:
@@ -429,15 +442,60 @@ class TestSentinel:
     def test_a_sentinel_that_names_a_loading_server_is_not_believed(self, valkey_path: str) -> None:
         expect_another_master(valkey_path, load_for_long)
 
-    def test_a_masters_refusal_counts_more_than_a_sentinel_that_is_away(self, binary: str) -> None:
+    @pytest.mark.parametrize("is_master_first", [True, False])
+    @pytest.mark.parametrize("trouble", [die, hang])
+    def test_a_masters_refusal_counts_most(
+        self, binary: str, trouble: Change, is_master_first: bool
+    ) -> None:
         """It keeps the circuit closed for connections that exist, and tells what to do."""
         with ExitStack() as stack:
             master = stack.enter_context(running_server(binary, {"requirepass": "secret"}))
-            hosts = stack.enter_context(sentinels_of(binary, master))
-            url = f"redis+sentinel://{hosts},127.0.0.1:{free_port()}/{MASTER}"
-            topology = SentinelTopology(config(url), time.monotonic)
+            former = stack.enter_context(running_server(binary))
+            trouble(former, master, stack)
+            both = (master, former) if is_master_first else (former, master)
+            hosts = stack.enter_context(sentinels_of(binary, *both))
             with pytest.raises(AuthenticationError):
-                topology.connect(topology.nodes()[0], SMALL_BYTES)
+                dial_by_sentinel(f"{hosts},127.0.0.1:{free_port()}")
+
+    def test_what_happens_to_the_server_counts_more_than_sentinels(self, binary: str) -> None:
+        """A dead server opens the circuit at once."""
+        with ExitStack() as stack:
+            dead = stack.enter_context(running_server(binary))
+            dead.kill()
+            hosts = stack.enter_context(sentinels_of(binary, dead))
+            watch = {"sentinel monitor": f"{MASTER} 127.0.0.1 {dead.port} 9"}
+            locked = running_server(binary, watch | {"requirepass": "x"}, arguments=("--sentinel",))
+            closed = stack.enter_context(locked)
+            with pytest.raises(AuthenticationError):
+                dial_by_sentinel(f"127.0.0.1:{closed.port}")
+            with pytest.raises(UnreachableError):
+                dial_by_sentinel(f"{hosts},127.0.0.1:{closed.port}")
+
+    def test_what_a_sentinel_says_counts_more_than_that_another_is_away(self, binary: str) -> None:
+        away = f"127.0.0.1:{free_port()}"
+        with (
+            running_server(binary, arguments=("--sentinel",)) as sentinel,
+            pytest.raises(ValueError, match="names no master"),
+        ):
+            dial_by_sentinel(f"{away},127.0.0.1:{sentinel.port}")
+
+    def test_the_master_is_greeted_and_no_replica(self, binary: str) -> None:
+        greeted: list[int] = []
+
+        def greet(client: Client) -> None:
+            greeted.append(client.info("server")["tcp_port"])
+
+        with ExitStack() as stack:
+            master = stack.enter_context(running_server(binary, AT_ONCE))
+            follows = {"replicaof": f"127.0.0.1 {master.port}"}
+            replica = stack.enter_context(running_server(binary, follows))
+            hosts = stack.enter_context(sentinels_of(binary, replica, master))
+            settings = config(f"redis+sentinel://{hosts}/{MASTER}")
+            topology = make_topology(settings, time.monotonic)
+            servers = Servers(settings, topology, time.monotonic, greet=greet)
+            for _ in range(2):
+                servers.connect(topology.nodes()[0]).close()
+        assert greeted == [master.port]
 
     def test_a_replica_serves_reads_while_nobody_names_a_master(self, binary: str) -> None:
         with ExitStack() as stack:
@@ -451,6 +509,49 @@ class TestSentinel:
             with open_tier(url) as tier:
                 wait_until(lambda: holds(tier, [0]), "no hit")
                 assert put_all(tier, [1]) == [False]
+
+
+class UnusableError(Exception):
+    """What a check says of a connection."""
+
+
+@contextmanager
+def urls_by_kind(binary: str, kind: str) -> Iterator[str]:
+    with ExitStack() as stack:
+        if kind == "cluster":
+            yield stack.enter_context(running_cluster(binary)).url
+            return
+        server = stack.enter_context(running_server(binary, AT_ONCE))
+        if kind == "one":
+            yield server.url
+            return
+        if kind == "replica":
+            follows = {"replicaof": f"127.0.0.1 {server.port}"}
+            server = stack.enter_context(running_server(binary, follows))
+        yield f"redis+sentinel://{stack.enter_context(sentinels_of(binary, server))}/{MASTER}"
+
+
+@pytest.mark.parametrize("kind", ["one", "master", "replica", "cluster"])
+def test_a_connection_that_fails_a_check_is_closed(valkey_path: str, kind: str) -> None:
+    """Each is checked; where there is only a replica, it is connected to twice."""
+    clients: list[Client] = []  # kept: redis-py closes what nobody refers to
+    sockets: list[socket.socket] = []
+    num_connections = 2 if kind == "replica" else 1
+
+    def check(client: Client) -> None:
+        client.ping()
+        clients.append(client)
+        (connection,) = client.connection_pool._available_connections
+        sockets.append(connection._sock.sock)
+        if len(sockets) == num_connections:
+            raise UnusableError
+
+    with urls_by_kind(valkey_path, kind) as url:
+        topology = make_topology(config(url), time.monotonic)
+        topology.prepare()
+        with pytest.raises(UnusableError):
+            topology.connect(topology.nodes()[0], SMALL_BYTES, check)
+    assert [sock.fileno() for sock in sockets] == [-1] * num_connections
 
 
 @pytest.mark.redis_server
