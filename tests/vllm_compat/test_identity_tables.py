@@ -30,6 +30,7 @@ from examples.tiny_model import TINY, build_tiny_model
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.vllm_compat.identity import configuration_digests, fingerprint
 from lmcache_connector.vllm_compat.identity_tables import (
+    ANY,
     CONDITIONALLY_IGNORED,
     INDEPENDENT_OF_LENGTH,
     NOT_PART_OF_IDENTITY,
@@ -110,9 +111,16 @@ def unchanged() -> dict[str, str]:
 
 @pytest.mark.parametrize("path", fields(), ids=".".join)
 def test_a_field_is_excused_with_a_reason_or_part_of_the_key(path: tuple[str, ...]) -> None:
-    owner = type(functools.reduce(getattr, path[:-1], config())).__name__
+    owners = [
+        type(functools.reduce(getattr, path[:depth], config())).__name__
+        for depth in range(len(path))
+    ]
     is_ignored = any(
-        path[-1] in table.get(owner, {}) for table in (NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED)
+        path[-1] in table.get(owners[-1], {})
+        for table in (NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED)
+    ) or any(
+        OTHERS_HAVE.get(owner, {}).get(name) is ANY
+        for owner, name in zip(owners, path, strict=True)
     )
     assert (digests(changed(path, config())) == unchanged()) == is_ignored, path
 
