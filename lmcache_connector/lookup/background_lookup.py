@@ -74,7 +74,7 @@ class BackgroundLookup:
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.last_seconds: Mapping[Tier, float] = {}
-        """Duration of each tier's part of the last lookup, answered or not."""
+        """How long each tier took in the last lookup; infinite if it did not answer in time."""
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
@@ -94,7 +94,7 @@ class BackgroundLookup:
         Called by the thread that counts."""
         for _ in range(len(self._times)):
             tier, seconds = self._times.popleft()
-            tally.observe("lookup_seconds", tier.value, value=seconds)
+            tally.observe("lookup_seconds", tier.value, value=min(seconds, self._deadline_seconds))
         before, self._circuits = self._circuits, dict(self._lookup.servers())
         if self._circuits != before:
             gone = dict.fromkeys(before, CircuitState.CLOSED)  # else their last state would remain

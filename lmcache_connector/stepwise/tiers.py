@@ -370,14 +370,10 @@ class Tiers:
             return frozenset()
         last_seconds = self._lookup.last_seconds
         seconds = self._policy.lookup_seconds(context_tokens, num_tokens, last_seconds)
-        if seconds == 0.0:
-            return frozenset()
         pending = self._lookup.submit(missing)
         answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
-        if answer is None:
-            pending.cancel()
-            return frozenset()
-        return answer
+        # Unanswered, the lookup goes on: its duration tells whether to wait for the next one.
+        return frozenset() if answer is None else answer
 
     def _count(self, **more: int) -> None:
         counts = self.counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -140,6 +141,7 @@ def test_the_wait_for_a_look_up_is_a_share_of_recompute(policy: LoadPolicy) -> N
     assert seconds == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
     assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) == 0.0
     assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) > 0.2
+    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={Tier.REDIS: inf}) == 0.0
     policy.observe_reports([probed(0, 1.0)])
     assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={}) == 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -114,6 +115,24 @@ def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server)
     with SteppedEngine(shared, model=SteppedModel(seed=1)) as other:
         _, left = other.step(sequence(tokens, range(7)))
         assert left.query_lens == (100,)
+
+
+def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
+    seeds = itertools.count(40)
+
+    def num_asked_after_a_prompt() -> int:
+        stepped.step(sequence(tokens_of(next(seeds), 100), range(7)))
+        with valkey.client() as client:
+            return int(client.info("commandstats")["cmdstat_exists"]["calls"])
+
+    settings = {"redis_url": valkey.url, "compute_or_load": "auto", "redis_admission": "reused"}
+    with SteppedEngine(settings) as stepped:
+        for _ in range(4):  # to measure how fast it computes
+            num_asked_after_a_prompt()
+        with valkey.silent():
+            stepped.step(sequence(tokens_of(next(seeds), 100), range(7)))
+        before = num_asked_after_a_prompt() + 2
+        assert within(10.0, lambda: num_asked_after_a_prompt() >= before)
 
 
 def test_ranks_load_the_prefix_that_all_of_them_have() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -128,6 +129,16 @@ class Server:
     def stop(self) -> None:
         """End it in good order."""
         self._end(force=False)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Meanwhile it accepts connections and commands, and answers none."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def _end(self, *, force: bool) -> None:
         if self.process is None:
