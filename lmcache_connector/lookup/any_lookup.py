@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
-from math import inf
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.peers.lookup import enough
@@ -22,7 +21,9 @@ class AnyLookup:
         self._lookups = lookups
         self._clock = clock
         self.last_seconds: Mapping[Tier, float] = {}
-        """How long each tier took in the last lookup; infinite if it did not answer in time."""
+        """Duration of the last lookup in each tier with servers, answered or not."""
+        self.answered: Collection[Tier] = ()
+        """The tiers that were asked in the last lookup, and answered in time."""
         self.absent: bytes | None = None
         """The first key of the last lookup that Redis has answered it does not have whole."""
 
@@ -48,13 +49,13 @@ class AnyLookup:
         node_lookups = [node_lookup for each in asked.values() for node_lookup in each]
         lookups = list(self._lookups.values())
         await_answers(node_lookups, limit, enough(lookups, keys, node_lookups))
-        end = self._clock() if limit.remaining() else inf
-        seconds = {}
-        for tier, each in asked.items():
-            # A tier whose servers cannot be asked is no quicker than before.
-            unasked = max(asked_at[tier], started + self.last_seconds.get(tier, 0.0))
-            seconds[tier] = max((q.answered_at or end for q in each), default=unasked) - started
-        self.last_seconds = {t: s for t, s in seconds.items() if self._lookups[t].has_servers}
+        now = self._clock()
+        self.last_seconds = {
+            tier: max((q.answered_at or now for q in each), default=asked_at[tier]) - started
+            for tier, each in asked.items()
+            if self._lookups[tier].has_servers
+        }
+        self.answered = [t for t, qs in asked.items() if qs and all(q.answered_at for q in qs)]
         places = dict[bytes, Tier]()
         for tier in reversed(list(asked)):
             are_held = self._lookups[tier].found(keys, asked[tier])

@@ -12,6 +12,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,7 @@ _MAX_TIMES = 1024
 _IDLE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
 _FIRST_FOUND_SHARE = 0.5  # before any answer
+_ALL = 0.8  # share of its deadline that a lookup had if no other delayed it
 _FOUND_WEIGHT = 0.2  # weight of the last answer
 
 
@@ -74,7 +76,7 @@ class BackgroundLookup:
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.last_seconds: Mapping[Tier, float] = {}
-        """How long each tier took in the last lookup; infinite if it did not answer in time."""
+        """How long each tier took in the last lookup; infinite if it did not answer."""
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
@@ -94,7 +96,7 @@ class BackgroundLookup:
         Called by the thread that counts."""
         for _ in range(len(self._times)):
             tier, seconds = self._times.popleft()
-            tally.observe("lookup_seconds", tier.value, value=min(seconds, self._deadline_seconds))
+            tally.observe("lookup_seconds", tier.value, value=seconds)
         before, self._circuits = self._circuits, dict(self._lookup.servers())
         if self._circuits != before:
             gone = dict.fromkeys(before, CircuitState.CLOSED)  # else their last state would remain
@@ -130,8 +132,15 @@ class BackgroundLookup:
         except Exception:  # the next lookup may succeed
             logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
-        self.last_seconds = dict(self._lookup.last_seconds)
-        self._times.extend(self.last_seconds.items())
+        self._times.extend(self._lookup.last_seconds.items())
+        last = {}
+        for tier, took in self._lookup.last_seconds.items():
+            last[tier] = took
+            if tier not in self._lookup.answered:
+                # Not asked, or little time was left behind other lookups: it is no quicker now.
+                seconds = max(took, self.last_seconds.get(tier, 0.0))
+                last[tier] = seconds if seconds < _ALL * self._deadline_seconds else inf
+        self.last_seconds = last
         return found
 
 

@@ -28,6 +28,7 @@ class GatedLookup(AnyLookup):
         self.closed = False
         self.error: Exception | None = None
         self.last_seconds = {Tier.REDIS: 0.5}
+        self.answered = [Tier.REDIS]
         self.absent: bytes | None = None
         self.circuits: dict[str, CircuitState] = {}
 
@@ -120,13 +121,33 @@ def test_a_tier_that_raises_is_a_miss(
 def test_what_lookups_took_is_told_once(remote: BackgroundLookup, tier: GatedLookup) -> None:
     tally = Tally()
     tier.gate.set()
-    for tier.last_seconds in ({Tier.REDIS: 0.5}, {Tier.REDIS: inf}):
-        assert answer(remote.submit(KEYS)) != MISS
-        remote.report(tally)
-        remote.report(tally)
+    assert answer(remote.submit(KEYS)) != MISS
+    tier.last_seconds, tier.answered = {Tier.REDIS: 0.25}, []
+    assert answer(remote.submit(KEYS)) != MISS
+    remote.report(tally)
+    remote.report(tally)
     taken = tally.take()
     assert taken is not None
-    assert taken.observed("lookup_seconds", "redis") == [0.5, 5.0], "an unanswered one: all it had"
+    assert taken.observed("lookup_seconds", "redis") == [0.5, 0.25]
+
+
+def test_a_tier_that_did_not_answer_is_no_quicker_than_before(
+    remote: BackgroundLookup, tier: GatedLookup
+) -> None:
+    tier.gate.set()
+    for took, is_answered, seconds in [
+        (0.5, True, 0.5),
+        (0.1, False, 0.5),  # the rest of its time, after other lookups
+        (1.0, False, 1.0),
+        (0.2, True, 0.2),
+        (4.9, False, inf),  # all its time
+        (0.0, False, inf),  # a late server is not asked
+        (0.3, True, 0.3),
+    ]:
+        tier.last_seconds = {Tier.REDIS: took}
+        tier.answered = [Tier.REDIS] if is_answered else []
+        assert answer(remote.submit(KEYS)) != MISS
+        assert remote.last_seconds == {Tier.REDIS: seconds}
 
 
 def test_a_circuit_is_told_when_it_changes_and_closed_when_its_server_has_gone(

@@ -53,7 +53,7 @@ class SlowLookup(GatedLookup):
     def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
         assert self.gate.wait(30.0)
         self._time.now += self.seconds[0]
-        self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
+        self.last_seconds, self.answered = {Tier.REDIS: self.seconds.pop(0)}, [Tier.REDIS]
         return dict.fromkeys(keys[: self.num_held], Tier.REDIS)
 
 

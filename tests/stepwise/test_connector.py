@@ -8,9 +8,11 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.stepwise import tiers
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
@@ -118,21 +121,26 @@ def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server)
 
 
 def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
-    seeds = itertools.count(40)
-
-    def num_asked_after_a_prompt() -> int:
-        stepped.step(sequence(tokens_of(next(seeds), 100), range(7)))
-        with valkey.client() as client:
-            return int(client.info("commandstats")["cmdstat_exists"]["calls"])
-
+    """And not for each prompt: a later one, which can wait, would queue behind them."""
     settings = {"redis_url": valkey.url, "compute_or_load": "auto", "redis_admission": "reused"}
-    with SteppedEngine(settings) as stepped:
-        for _ in range(4):  # to measure how fast it computes
-            num_asked_after_a_prompt()
+    seeds, submit = itertools.count(40), BackgroundLookup.submit
+    with (
+        SteppedEngine(settings) as stepped,
+        patch.object(BackgroundLookup, "submit", autospec=True, side_effect=submit) as submitted,
+    ):
+
+        def num_asked_for(num_prompts: int) -> int:
+            before = submitted.call_count
+            for _ in range(num_prompts):
+                stepped.step(sequence(tokens_of(next(seeds), 100), range(7)))
+            return submitted.call_count - before
+
+        num_asked_for(4)  # to measure how fast it computes
         with valkey.silent():
-            stepped.step(sequence(tokens_of(next(seeds), 100), range(7)))
-        before = num_asked_after_a_prompt() + 2
-        assert within(10.0, lambda: num_asked_after_a_prompt() >= before)
+            assert within(30.0, lambda: num_asked_for(1) == 0)
+            began = time.monotonic()
+            assert num_asked_for(20) <= 1 + (time.monotonic() - began)
+        assert within(60.0, lambda: num_asked_for(1) == 1)
 
 
 def test_ranks_load_the_prefix_that_all_of_them_have() -> None:

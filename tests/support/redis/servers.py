@@ -138,7 +138,8 @@ class Server:
         try:
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            if self.process is not None:  # it may have been killed meanwhile
+                self.process.send_signal(signal.SIGCONT)
 
     def _end(self, *, force: bool) -> None:
         if self.process is None:
