@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1915, "handover": 57, "transformers": 805},
     {"connector": 590, "stepwise": 1337},
     {"integrations": 325, "scheduler": 3277, "worker": 3373},
-    {"lookup": 714, "vllm_compat": 2543},
+    {"lookup": 715, "vllm_compat": 2543},
     {"config": 829, "copy_kv_blocks": 1103, "peers": 2779},
     {
         "audit": 340,

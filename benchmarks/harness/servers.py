@@ -14,8 +14,8 @@ _FILLERS_PER_MIB = (1 << 20) // len(_FILLER)
 
 @contextmanager
 def running_valkey(mib: int) -> Iterator[Server]:
-    """An empty Valkey with ``mib`` of memory, which evicts the least recently used values. With its
-    default of 5 samples it also evicts some that were written a minute ago."""
+    """An empty Valkey with ``mib`` of memory, which evicts the least recently used values: out of
+    10 samples, since out of 5, its default, it also evicts some that were written a minute ago."""
     settings = {"maxmemory": f"{mib}mb", "maxmemory-samples": "10"}
     with servers.running_valkey(CACHE | settings) as server:
         yield server

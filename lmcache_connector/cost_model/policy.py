@@ -208,10 +208,10 @@ class LoadPolicy:
         self,
         context_tokens: int,
         prompt_tokens: int,
-        last_lookup_seconds: Mapping[Tier, float],
+        expected_seconds: Mapping[Tier, float],
     ) -> float:
-        """Seconds to wait for the lookup of a prompt; 0: do not wait. ``last_lookup_seconds``: how
-        long each tier with servers took in the last lookup."""
+        """Seconds to wait for the lookup of a prompt; 0: do not wait. ``expected_seconds``: of
+        a lookup in each tier with servers, as far as known."""
         if self.model.mode == "always":
             return inf
         if Tier.REDIS in self.remote_tiers:
@@ -225,7 +225,7 @@ class LoadPolicy:
         if compute is None:
             return inf
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
-        quickest = min((s for t, s in last_lookup_seconds.items() if t in usable), default=0.0)
+        quickest = min((s for t, s in expected_seconds.items() if t in usable), default=0.0)
         return longest if quickest <= longest else 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:

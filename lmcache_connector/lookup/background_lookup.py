@@ -31,7 +31,7 @@ _MAX_TIMES = 1024
 _IDLE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
 _FIRST_FOUND_SHARE = 0.5  # before any answer
-_ALL = 0.8  # share of its deadline that a lookup had if no other delayed it
+_WHOLE_SHARE = 0.8  # share of the deadline that a lookup has if no other delays it
 _FOUND_WEIGHT = 0.2  # weight of the last answer
 
 
@@ -75,8 +75,8 @@ class BackgroundLookup:
         self._deadline_seconds = deadline_seconds
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
-        self.last_seconds: Mapping[Tier, float] = {}
-        """How long each tier took in the last lookup; infinite if it did not answer."""
+        self.expected_seconds: Mapping[Tier, float] = {}
+        """How long a lookup in each tier takes, by the last one; infinite if it did not answer."""
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
@@ -132,16 +132,17 @@ class BackgroundLookup:
         except Exception:  # the next lookup may succeed
             logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
-        self._times.extend(self._lookup.last_seconds.items())
-        last = {}
-        for tier, took in self._lookup.last_seconds.items():
-            last[tier] = took
-            if tier not in self._lookup.answered:
-                # Not asked, or little time was left behind other lookups: it is no quicker now.
-                seconds = max(took, self.last_seconds.get(tier, 0.0))
-                last[tier] = seconds if seconds < _ALL * self._deadline_seconds else inf
-        self.last_seconds = last
+        took = self._lookup.last_seconds
+        self._times.extend(took.items())
+        self.expected_seconds = {tier: self._expect(tier, took[tier]) for tier in took}
         return found
+
+    def _expect(self, tier: Tier, took: float) -> float:
+        if tier in self._lookup.answered:
+            return took
+        # It was not asked, or had what others left of the time: it is no quicker than before.
+        seconds = max(took, self.expected_seconds.get(tier, 0.0))
+        return seconds if seconds < _WHOLE_SHARE * self._deadline_seconds else inf
 
 
 @dataclass(slots=True)

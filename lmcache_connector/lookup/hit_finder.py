@@ -201,7 +201,7 @@ class HitFinder:
             return asked.places
         num_tokens, end_of = asked.request.num_tokens, asked.keys.end_of
         num_known = min(max(num_computed_tokens, end_of(known_stop)), num_tokens - 1)
-        remaining = self._remaining_seconds(asked, num_known, lookup.last_seconds)
+        remaining = self._remaining_seconds(asked, num_known, lookup.expected_seconds)
         answer = wait.on(lambda seconds: pending.answer(min(seconds, max(0.0, remaining))))
         if answer is None:
             if remaining > 0:
@@ -248,7 +248,7 @@ class HitFinder:
         return now < asked.stores_until
 
     def _remaining_seconds(
-        self, asked: RequestLookup, num_known_tokens: int, last: Mapping[Tier, float]
+        self, asked: RequestLookup, num_known_tokens: int, expected: Mapping[Tier, float]
     ) -> float:
         """Seconds for which this request may still wait for answers, all together: a share of the
         time to compute the tokens that are not known to be in a tier."""
@@ -256,7 +256,7 @@ class HitFinder:
         if asked.wait_until is None:
             if asked.wait_seconds is None:
                 asked.wait_seconds = self.policy.lookup_seconds(
-                    num_known_tokens, asked.request.num_tokens, last
+                    num_known_tokens, asked.request.num_tokens, expected
                 )
             asked.wait_until = now + asked.wait_seconds
         return asked.wait_until - now

@@ -371,8 +371,8 @@ class Tiers:
         missing = [key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu]
         if self._lookup is None or not missing:
             return frozenset()
-        last_seconds = self._lookup.last_seconds
-        seconds = self._policy.lookup_seconds(context_tokens, num_tokens, last_seconds)
+        expected = self._lookup.expected_seconds
+        seconds = self._policy.lookup_seconds(context_tokens, num_tokens, expected)
         now = self._clock()
         if seconds == 0.0 and now < self._ask_again_at:
             return frozenset()

@@ -137,13 +137,13 @@ def test_a_load_of_the_same_chunks_is_no_queue(policy: LoadPolicy) -> None:
 
 
 def test_the_wait_for_a_look_up_is_a_share_of_recompute(policy: LoadPolicy) -> None:
-    seconds = policy.lookup_seconds(0, PROMPT, last_lookup_seconds={})
+    seconds = policy.lookup_seconds(0, PROMPT, expected_seconds={})
     assert seconds == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
-    assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) == 0.0
-    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) > 0.2
-    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={Tier.REDIS: inf}) == 0.0
+    assert policy.lookup_seconds(0, PROMPT, expected_seconds={Tier.REDIS: 0.2}) == 0.0
+    assert policy.lookup_seconds(0, 8 * PROMPT, expected_seconds={Tier.REDIS: 0.2}) > 0.2
+    assert policy.lookup_seconds(0, 8 * PROMPT, expected_seconds={Tier.REDIS: inf}) == 0.0
     policy.observe_reports([probed(0, 1.0)])
-    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={}) == 0.0
+    assert policy.lookup_seconds(0, 8 * PROMPT, expected_seconds={}) == 0.0
 
 
 @pytest.mark.parametrize("share_held", [0.0, 0.1, 0.5, 1.0])

@@ -153,7 +153,7 @@ def test_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     patient = scene.request(3)
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
-    assert scene.remote.last_seconds == {Tier.REDIS: 0.0}
+    assert scene.remote.expected_seconds == {Tier.REDIS: 0.0}
     assert scene.tally.totals.total("lookups_given_up") == 1
 
 

@@ -79,7 +79,7 @@ class SteppedLookup(BackgroundLookup):
 
     def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
         # Not the real one's: it starts a thread.
-        self.last_seconds, self.found_share = {}, 0.5
+        self.expected_seconds, self.found_share = {}, 0.5
         self._ranks = ranks
         self._chance = chance
 
