@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 
-from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.peers.lookup import enough
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.geometry import PartGeometries
@@ -36,8 +37,11 @@ class AnyLookup:
         for lookup in self._lookups.values():
             lookup.learn_geometries(geometries)
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
-        """The first tier that holds each key, as far as known by ``deadline`` on the clock."""
+    def find(
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+    ) -> dict[bytes, Tier]:
+        """The first tier that holds each key, as far as known by ``deadline`` on the clock, or once
+        ``cancelled()``."""
         self.absent = None
         if not keys:
             return {}
@@ -48,7 +52,9 @@ class AnyLookup:
             asked_at[tier] = self._clock()
         node_lookups = [node_lookup for each in asked.values() for node_lookup in each]
         lookups = list(self._lookups.values())
-        await_answers(node_lookups, limit, enough(lookups, keys, node_lookups))
+        # A command that is cancelled while it is sent would cost the connection.
+        until = replace(limit, cancelled=cancelled)
+        await_answers(node_lookups, until, enough(lookups, keys, node_lookups))
         now = self._clock()
         self.last_seconds = {
             tier: max((q.answered_at or now for q in each), default=asked_at[tier]) - started

@@ -3,6 +3,9 @@
 A lookup begins when its request arrives. ``get_num_new_matched_tokens``, which must not wait for a
 network, waits about a millisecond for the answer, and else asks again in the next step. A lookup
 past its deadline is a miss.
+
+If no tier has answered in time, all are asked again while no request waits, so that the next one
+knows whether to wait.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.threads import Task, start_thread
@@ -33,6 +37,7 @@ _CLOSE_SECONDS = 1.0
 _FIRST_FOUND_SHARE = 0.5  # before any answer
 _WHOLE_SHARE = 0.8  # share of the deadline that a lookup has if no other delays it
 _FOUND_WEIGHT = 0.2  # weight of the last answer
+_MAX_ASKED_AGAIN = 16  # keys, enough for all nodes of a small cluster
 
 
 Places = Mapping[bytes, Tier]
@@ -44,13 +49,19 @@ MISS: Final[Places] = MappingProxyType({})
 class PendingLookup(Task[Places]):
     """One lookup: one thread asks and waits, another settles it. ``value``: the answer once
     there, even past the deadline; ``absent``: a key that Redis has answered it does not have.
-    ``deadline`` is a reading of ``clock``, in seconds."""
+    ``deadline`` is a reading of ``clock``, in seconds. ``is_trial``: no request waits for the
+    answer, which only shows how quick the tiers are; it ends when another lookup comes."""
 
     def __init__(
-        self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
+        self,
+        keys: tuple[bytes, ...],
+        deadline: float,
+        clock: Callable[[], float],
+        is_trial: bool = False,
     ) -> None:
         super().__init__()
         self.keys = keys
+        self.is_trial = is_trial
         self.deadline = deadline
         self.absent: bytes | None = None
         self._clock = clock
@@ -76,15 +87,19 @@ class BackgroundLookup:
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.expected_seconds: Mapping[Tier, float] = {}
-        """How long a lookup in each tier takes, by the last one; infinite if it did not answer."""
+        """Seconds of a lookup in each tier, by the last answer; infinite if a lookup that had its
+        whole time was not answered since."""
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
         self._circuits: dict[str, CircuitState] = {}  # as reported
+        self._last_keys: tuple[bytes, ...] = ()
         self._thread = start_thread("lmc-lookup", self._run)
 
-    def submit(self, keys: Sequence[bytes]) -> PendingLookup:
-        pending = PendingLookup(tuple(keys), self._clock() + self._deadline_seconds, self._clock)
+    def submit(self, keys: Sequence[bytes], *, is_trial: bool = False) -> PendingLookup:
+        """Begin a lookup; see `PendingLookup`."""
+        deadline = self._clock() + self._deadline_seconds
+        pending = PendingLookup(tuple(keys), deadline, self._clock, is_trial)
         if self._lookup.has_servers:
             self._pending.put(pending)
         else:
@@ -115,7 +130,10 @@ class BackgroundLookup:
                 pending = self._pending.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 self._lookup.maintain()
-                continue
+                if min(self.expected_seconds.values(), default=0.0) < inf:
+                    continue
+                deadline = self._clock() + self._deadline_seconds
+                pending = PendingLookup(self._last_keys, deadline, self._clock, is_trial=True)
             if pending is None:
                 self._lookup.close()
                 return
@@ -124,25 +142,33 @@ class BackgroundLookup:
     def _ask(self, pending: PendingLookup) -> Places:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
+        cancelled = self._is_another_pending if pending.is_trial else never
+        self._last_keys = pending.keys[:_MAX_ASKED_AGAIN]
         try:
-            found: Places = self._lookup.find(pending.keys, pending.deadline)
+            found: Places = self._lookup.find(pending.keys, pending.deadline, cancelled)
             pending.absent = self._lookup.absent
-            share = len(found) / max(1, len(pending.keys))
-            self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         except Exception:  # the next lookup may succeed
             logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
         took = self._lookup.last_seconds
-        self._times.extend(took.items())
         self.expected_seconds = {tier: self._expect(tier, took[tier]) for tier in took}
+        if not pending.is_trial:
+            self._times.extend(took.items())
+            if found is not MISS:
+                share = len(found) / max(1, len(pending.keys))
+                self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         return found
+
+    def _is_another_pending(self) -> bool:
+        return not self._pending.empty()
 
     def _expect(self, tier: Tier, took: float) -> float:
         if tier in self._lookup.answered:
             return took
+        if took >= _WHOLE_SHARE * self._deadline_seconds:
+            return inf
         # It was not asked, or had what others left of the time: it is no quicker than before.
-        seconds = max(took, self.expected_seconds.get(tier, 0.0))
-        return seconds if seconds < _WHOLE_SHARE * self._deadline_seconds else inf
+        return max(took, self.expected_seconds.get(tier, 0.0))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventLog
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
-from lmcache_connector.lookup.background_lookup import BackgroundLookup, RequestLookup
+from lmcache_connector.lookup.background_lookup import MISS, BackgroundLookup, RequestLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
@@ -218,6 +218,8 @@ class HitFinder:
             # The lookup goes on: its duration tells whether to wait for the next one.
             self.tally.count("lookups_given_up")
             answer = asked.places
+        elif answer is MISS:
+            self.tally.count("lookups_given_up")
         elif pending.absent is not None:
             self.kv_events.missing(pending.absent)
         asked.places = answer

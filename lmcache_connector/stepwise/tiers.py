@@ -377,7 +377,7 @@ class Tiers:
         if seconds == 0.0 and now < self._ask_again_at:
             return frozenset()
         self._ask_again_at = now + _ASK_AGAIN_SECONDS
-        pending = self._lookup.submit(missing)
+        pending = self._lookup.submit(missing, is_trial=seconds == 0.0)
         answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
         if answer is None and seconds:
             pending.cancel()

@@ -26,7 +26,7 @@ from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 # Fraction of a lookup's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
 _COUNT_BYTES = 20
-# A server that owes an answer for longer is late.
+# A server that owes an answer for longer is late, unless the last answer took longer.
 LATE_SECONDS = 0.02
 # A server that owes an answer for longer is silent: a failure.
 _SILENT_SECONDS = 1.0
@@ -121,8 +121,7 @@ class RedisLookup:
 
     def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         self._collect()
-        since = self._clock() - LATE_SECONDS
-        late = {owed[0].node for owed in self._owed.values() if owed[0].asked_at < since}
+        late = {owed[0].node for owed in self._owed.values() if self._is_late(owed[0], deadline)}
         by_node = {n: indices for n, indices in self._assign(keys).items() if n not in late}
         connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
@@ -142,6 +141,12 @@ class RedisLookup:
             node_lookups.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
             self._owed.setdefault(wire, []).append(node_lookups[-1])
         return node_lookups
+
+    def _is_late(self, owed: NodeLookup, deadline: Deadline) -> bool:
+        """Whether a server owes an answer for longer than expected, or than ``deadline`` allows."""
+        usual = owed.wire.round_trip_seconds
+        patience = usual if LATE_SECONDS < usual < deadline.remaining() else LATE_SECONDS
+        return self._clock() - owed.asked_at > patience
 
     def _collect(self) -> None:
         """Read late answers."""
@@ -175,7 +180,9 @@ class RedisLookup:
             while node_lookup.indices and (line := wire.next_line()) is not None:
                 self._take(owed[0], line)  # answers come in order
                 if not owed[0].indices:
-                    owed.pop(0).answered_at = self._clock()
+                    answered, now = owed.pop(0), self._clock()
+                    answered.answered_at = now
+                    wire.round_trip_seconds = now - answered.asked_at
         except WireError as error:
             self._connections.drop(node_lookup.node, str(error), blame=error.is_peers_fault)
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import MISS, BackgroundLookup, PendingLookup, Places
 from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from tests.support.clock import Clock
@@ -39,7 +40,9 @@ class GatedLookup(AnyLookup):
     def has_servers(self) -> bool:
         return True
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
+    def find(
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+    ) -> dict[bytes, Tier]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)
@@ -139,6 +142,8 @@ def test_a_tier_that_did_not_answer_is_no_quicker_than_before(
         (0.5, True, 0.5),
         (0.1, False, 0.5),  # the rest of its time, after other lookups
         (1.0, False, 1.0),
+        (4.5, True, 4.5),
+        (0.5, False, 4.5),
         (0.2, True, 0.2),
         (4.9, False, inf),  # all its time
         (0.0, False, inf),  # a late server is not asked

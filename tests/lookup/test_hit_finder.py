@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -25,6 +25,7 @@ from lmcache_connector.lookup.background_lookup import (
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.threads import PENDING, Pending, StepWait
@@ -50,7 +51,9 @@ class SlowLookup(GatedLookup):
         self.num_held: int | None = None
         self.gate.set()
 
-    def find(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, Tier]:
+    def find(
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+    ) -> dict[bytes, Tier]:
         assert self.gate.wait(30.0)
         self._time.now += self.seconds[0]
         self.last_seconds, self.answered = {Tier.REDIS: self.seconds.pop(0)}, [Tier.REDIS]
@@ -154,6 +157,14 @@ def test_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
     assert scene.remote.expected_seconds == {Tier.REDIS: 0.0}
+    assert scene.tally.totals.total("lookups_given_up") == 1
+
+
+def test_a_lookup_past_its_deadline_is_given_up(scene: Scene) -> None:
+    scene.tier.gate.clear()
+    late = scene.request(1)
+    scene.clock.now += 6.0
+    assert scene.find(late) == 0
     assert scene.tally.totals.total("lookups_given_up") == 1
 
 

@@ -140,8 +140,11 @@ def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
             assert within(30.0, lambda: num_asked_for(1) == 0)
             began = time.monotonic()
             assert num_asked_for(20) <= 1 + (time.monotonic() - began)
+            assert within(30.0, lambda: num_asked_for(1) == 1)
+            assert submitted.call_args.kwargs["is_trial"], "nobody waits for it"
         # Once it is known to be quick again, for each prompt.
         assert within(60.0, lambda: num_asked_for(10) == 10)
+        assert not submitted.call_args.kwargs["is_trial"]
 
 
 def test_ranks_load_the_prefix_that_all_of_them_have() -> None:
