@@ -193,7 +193,7 @@ class Wire:
         self._line_buffer = bytearray()
         self._line_scratch = memoryview(bytearray(_LINE_BYTES))
         self.round_trip_seconds = 0.0
-        """Set by the owner: seconds from the last command to its reply."""
+        """Set by the owner: seconds from the last awaited command to its reply."""
 
     def receive(
         self,

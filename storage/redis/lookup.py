@@ -26,7 +26,7 @@ from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 # Fraction of a lookup's time that may be spent connecting.
 _CONNECT_SHARE = 0.5
 _COUNT_BYTES = 20
-# A server that owes an answer for longer is late, unless the last answer took longer.
+# A server that owes an answer for longer is late, unless the last awaited answer took longer.
 LATE_SECONDS = 0.02
 # A server that owes an answer for longer is silent: a failure.
 _SILENT_SECONDS = 1.0
@@ -180,9 +180,7 @@ class RedisLookup:
             while node_lookup.indices and (line := wire.next_line()) is not None:
                 self._take(owed[0], line)  # answers come in order
                 if not owed[0].indices:
-                    answered, now = owed.pop(0), self._clock()
-                    answered.answered_at = now
-                    wire.round_trip_seconds = now - answered.asked_at
+                    owed.pop(0).answered_at = self._clock()
         except WireError as error:
             self._connections.drop(node_lookup.node, str(error), blame=error.is_peers_fault)
             return True
@@ -237,3 +235,5 @@ def await_answers(
         for node_lookup in [q for q in left if q.wire in ready]:
             if node_lookup.asker.receive(node_lookup):
                 left.remove(node_lookup)
+                if (answered_at := node_lookup.answered_at) is not None:
+                    node_lookup.wire.round_trip_seconds = answered_at - node_lookup.asked_at
