@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.errors import ConfigError, UnsupportedError
@@ -105,7 +106,10 @@ def test_context_not_seen_computed_is_not_stored(engine: SteppedEngine) -> None:
     assert left.query_lens == (70 - CHUNK,), "the second chunk is not stored"
 
 
-def test_another_process_loads_only_its_own_models_kv_from_redis(valkey: Server) -> None:
+def test_another_process_loads_only_its_own_models_kv_from_redis(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LOOKUP_DEADLINE_SECONDS", 10.0)
     tokens, shared = tokens_of(13, 100), {"redis_url": valkey.url}
     with SteppedEngine(shared) as one:
         one.step(sequence(tokens, range(7)))

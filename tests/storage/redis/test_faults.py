@@ -199,15 +199,15 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
         cancelled = threading.Event()
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
         threading.Timer(0.1, cancelled.set).start()
-        far = time.monotonic() + 3600.0
+        far, before = time.monotonic() + 3600.0, tier.stats().counts.misses
         assert tier.read([chunk_key(0)], [buffer], far, cancelled.is_set).hits == [False]
-        assert tier.stats().counts.misses == {"cancelled": 1}
+        assert tier.stats().counts.misses - before == {"cancelled": 1}
 
 
 def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
     """The one at a silent server, and the one that no reader has begun."""
     with readable_tier(proxy, 2) as tier:
-        num_struck = proxy.num_struck
+        num_struck, before = proxy.num_struck, tier.stats().counts.misses
         proxy.arm(Fault(Kind.STALL))
         far = 60.0  # seconds
         reads = [threading.Thread(target=get_all, args=(tier, [i], far)) for i in range(2)]
@@ -219,22 +219,22 @@ def test_a_closed_tier_ends_its_reads(proxy: FaultProxy) -> None:
         for read in reads:
             read.join(GRACE_SECONDS)
             assert not read.is_alive()
-        assert tier.stats().counts.misses == {"cancelled": 2}
+        assert tier.stats().counts.misses - before == {"cancelled": 2}
 
 
 def test_a_short_error_is_known_at_once(proxy: FaultProxy) -> None:
     """Although it may be the beginning of another one, and nothing follows it."""
     with readable_tier(proxy, 1) as tier:
-        replies = iter([b"-ERR x\r\n"])
+        before, replies = tier.stats().counts.misses, iter([b"-ERR x\r\n"])
         proxy.alter[Direction.REPLY] = lambda data: next(replies, b"")
         assert checked_get(tier, range(1)) == [False]
-        assert tier.stats().counts.misses == {"error_reply": 1}
+        assert tier.stats().counts.misses - before == {"error_reply": 1}
 
 
 def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> None:
     """The reader still waits for an older read, which is cut off and counted."""
     with readable_tier(proxy, 2) as tier:
-        num_struck = proxy.num_struck
+        num_struck, before = proxy.num_struck, tier.stats().counts.misses
         proxy.arm(Fault(Kind.STALL))
         cut_off: dict[int, bool] = {}
 
@@ -251,7 +251,7 @@ def test_a_read_that_expires_in_the_queue_is_no_failure(proxy: FaultProxy) -> No
         read(1, time.monotonic() + 0.05)
         older.join(GRACE_SECONDS)
         assert cut_off == {0: True, 1: False}
-        assert tier.stats().counts.misses == {"deadline": 1, "queued": 1}
+        assert tier.stats().counts.misses - before == {"deadline": 1, "queued": 1}
 
 
 @pytest.mark.parametrize("kind", Kind)
