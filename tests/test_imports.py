@@ -26,7 +26,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1915, "handover": 57, "transformers": 805},
     {"connector": 590, "stepwise": 1337},
     {"integrations": 325, "scheduler": 3277, "worker": 3373},
-    {"lookup": 749, "vllm_compat": 2543},
+    {"lookup": 760, "vllm_compat": 2543},
     {"config": 829, "copy_kv_blocks": 1103, "peers": 2779},
     {
         "audit": 340,
@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 686,
-        "storage/redis": 2994,
+        "storage/redis": 2996,
         "tracing": 80,
         "weight_names": 279,
     },

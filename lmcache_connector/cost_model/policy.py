@@ -81,7 +81,7 @@ class ProbePace:
 
 LOOKUP_SHARE = 0.04
 """Longest wait for a lookup, as a share of the prompt's compute."""
-_MIN_LOOKUP_SECONDS = 0.002
+MIN_LOOKUP_SECONDS = 0.002
 """Two thread switches and a round trip on one host; even a short prompt can afford this wait."""
 _IN_STEP_SHARE = 0.2
 """Longest delay of a step by copies for requests that begin with it, as a share of the step."""
@@ -224,7 +224,7 @@ class LoadPolicy:
         compute = self.model.compute_seconds(context_tokens, prompt_tokens)
         if compute is None:
             return inf
-        longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
+        longest = max(LOOKUP_SHARE * compute, MIN_LOOKUP_SECONDS)
         quickest = min((s for t, s in expected_seconds.items() if t in usable), default=0.0)
         return longest if quickest <= longest else 0.0
 

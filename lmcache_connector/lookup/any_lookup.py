@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 
-from lmcache_connector.net.deadline import Deadline, never
+from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.peers.lookup import enough
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.geometry import PartGeometries
@@ -38,10 +38,12 @@ class AnyLookup:
             lookup.learn_geometries(geometries)
 
     def find(
-        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+        self, keys: Sequence[bytes], deadline: float, gives_way: Callable[[], bool] | None = None
     ) -> dict[bytes, Tier]:
-        """The first tier that holds each key, as far as known by ``deadline`` on the clock, or once
-        ``cancelled()``."""
+        """The first tier that holds each key, as far as known by ``deadline`` on the clock.
+
+        ``gives_way``: given for a trial, which no request waits for; it ends once this is true, but
+        for a server that would then be late for the next lookup."""
         self.absent = None
         if not keys:
             return {}
@@ -52,9 +54,13 @@ class AnyLookup:
             asked_at[tier] = self._clock()
         node_lookups = [node_lookup for each in asked.values() for node_lookup in each]
         lookups = list(self._lookups.values())
-        # A command that is cancelled while it is sent would cost the connection.
-        until = replace(limit, cancelled=cancelled)
-        await_answers(node_lookups, until, enough(lookups, keys, node_lookups))
+        if gives_way is not None:
+            for node_lookup in node_lookups:
+                node_lookup.is_trial = True
+            limit = replace(
+                limit, cancelled=lambda: gives_way() and not any(q.is_late() for q in node_lookups)
+            )
+        await_answers(node_lookups, limit, enough(lookups, keys, node_lookups))
         now = self._clock()
         self.last_seconds = {
             tier: max((q.answered_at or now for q in each), default=asked_at[tier]) - started

@@ -4,8 +4,8 @@ A lookup begins when its request arrives. ``get_num_new_matched_tokens``, which 
 network, waits about a millisecond for the answer, and else asks again in the next step. A lookup
 past its deadline is a miss.
 
-If no tier has answered in time, all are asked again while no request waits, so that the next one
-knows whether to wait.
+While all tiers were slow and no request waits, a trial shows now and then whether one is quick
+again, so that the next request knows whether to wait.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from lmcache_connector.cost_model.policy import MIN_LOOKUP_SECONDS
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.threads import Task, start_thread
@@ -37,7 +37,8 @@ _CLOSE_SECONDS = 1.0
 _FIRST_FOUND_SHARE = 0.5  # before any answer
 _WHOLE_SHARE = 0.8  # share of the deadline that a lookup has if no other delays it
 _FOUND_WEIGHT = 0.2  # weight of the last answer
-_MAX_ASKED_AGAIN = 16  # keys, enough for all nodes of a small cluster
+_TRIAL_KEYS = 16  # enough for all nodes of a small cluster
+_MAX_PAUSE_SECONDS = 60.0  # between trials
 
 
 Places = Mapping[bytes, Tier]
@@ -49,19 +50,13 @@ MISS: Final[Places] = MappingProxyType({})
 class PendingLookup(Task[Places]):
     """One lookup: one thread asks and waits, another settles it. ``value``: the answer once
     there, even past the deadline; ``absent``: a key that Redis has answered it does not have.
-    ``deadline`` is a reading of ``clock``, in seconds. ``is_trial``: no request waits for the
-    answer, which only shows how quick the tiers are; it ends when another lookup comes."""
+    ``deadline`` is a reading of ``clock``, in seconds."""
 
     def __init__(
-        self,
-        keys: tuple[bytes, ...],
-        deadline: float,
-        clock: Callable[[], float],
-        is_trial: bool = False,
+        self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
     ) -> None:
         super().__init__()
         self.keys = keys
-        self.is_trial = is_trial
         self.deadline = deadline
         self.absent: bytes | None = None
         self._clock = clock
@@ -93,13 +88,12 @@ class BackgroundLookup:
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
         self._circuits: dict[str, CircuitState] = {}  # as reported
-        self._last_keys: tuple[bytes, ...] = ()
+        self._trial_keys: tuple[bytes, ...] = ()
+        self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
         self._thread = start_thread("lmc-lookup", self._run)
 
-    def submit(self, keys: Sequence[bytes], *, is_trial: bool = False) -> PendingLookup:
-        """Begin a lookup; see `PendingLookup`."""
-        deadline = self._clock() + self._deadline_seconds
-        pending = PendingLookup(tuple(keys), deadline, self._clock, is_trial)
+    def submit(self, keys: Sequence[bytes]) -> PendingLookup:
+        pending = PendingLookup(tuple(keys), self._clock() + self._deadline_seconds, self._clock)
         if self._lookup.has_servers:
             self._pending.put(pending)
         else:
@@ -130,10 +124,8 @@ class BackgroundLookup:
                 pending = self._pending.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 self._lookup.maintain()
-                if min(self.expected_seconds.values(), default=0.0) < inf:
-                    continue
-                deadline = self._clock() + self._deadline_seconds
-                pending = PendingLookup(self._last_keys, deadline, self._clock, is_trial=True)
+                self._try_if_slow()
+                continue
             if pending is None:
                 self._lookup.close()
                 return
@@ -142,25 +134,38 @@ class BackgroundLookup:
     def _ask(self, pending: PendingLookup) -> Places:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
-        cancelled = self._is_another_pending if pending.is_trial else never
-        self._last_keys = pending.keys[:_MAX_ASKED_AGAIN]
-        try:
-            found: Places = self._lookup.find(pending.keys, pending.deadline, cancelled)
+        self._trial_keys = pending.keys[:_TRIAL_KEYS]
+        self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
+        found = self._find(pending.keys, pending.deadline)
+        self._times.extend(self._lookup.last_seconds.items())
+        if found is not MISS:
             pending.absent = self._lookup.absent
+            share = len(found) / max(1, len(pending.keys))
+            self.found_share += _FOUND_WEIGHT * (share - self.found_share)
+        return found
+
+    def _try_if_slow(self) -> None:
+        """Repeat a part of the last lookup, for its duration, less and less often, unless any
+        prompt would wait for the quickest tier."""
+        now, quickest = self._clock(), min(self.expected_seconds.values(), default=0.0)
+        if quickest > MIN_LOOKUP_SECONDS and now >= self._trial_at:
+            self._trial_at = now + self._trial_pause
+            self._trial_pause = min(2 * self._trial_pause, _MAX_PAUSE_SECONDS)
+            until = now + self._deadline_seconds
+            self._find(self._trial_keys, until, lambda: not self._pending.empty())
+
+    def _find(
+        self, keys: Sequence[bytes], deadline: float, gives_way: Callable[[], bool] | None = None
+    ) -> Places:
+        found: Places
+        try:
+            found = self._lookup.find(keys, deadline, gives_way)
         except Exception:  # the next lookup may succeed
             logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
         took = self._lookup.last_seconds
         self.expected_seconds = {tier: self._expect(tier, took[tier]) for tier in took}
-        if not pending.is_trial:
-            self._times.extend(took.items())
-            if found is not MISS:
-                share = len(found) / max(1, len(pending.keys))
-                self.found_share += _FOUND_WEIGHT * (share - self.found_share)
         return found
-
-    def _is_another_pending(self) -> bool:
-        return not self._pending.empty()
 
     def _expect(self, tier: Tier, took: float) -> float:
         if tier in self._lookup.answered:

@@ -49,8 +49,6 @@ from lmcache_connector.worker.redis_probe import probe_keys
 logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
-_ASK_AGAIN_SECONDS = 1.0
-"""After so long without a lookup, one that is not waited for shows whether Redis is quick again."""
 _STUCK = "a copy of KV did not end; its memory must not be used"
 WITHOUT_EFFECT = by_field(
     {
@@ -149,7 +147,6 @@ class Tiers:
             clock,
         )
         self._last_job = 0
-        self._ask_again_at = 0.0
         self._is_unfinished = False
         settings = RankSettings(
             config.model_copy(update={"host_sharing": False}),
@@ -373,15 +370,14 @@ class Tiers:
             return frozenset()
         expected = self._lookup.expected_seconds
         seconds = self._policy.lookup_seconds(context_tokens, num_tokens, expected)
-        now = self._clock()
-        if seconds == 0.0 and now < self._ask_again_at:
+        if seconds == 0.0:
             return frozenset()
-        self._ask_again_at = now + _ASK_AGAIN_SECONDS
-        pending = self._lookup.submit(missing, is_trial=seconds == 0.0)
+        pending = self._lookup.submit(missing)
         answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
-        if answer is None and seconds:
+        if answer is None:
             pending.cancel()
-        return answer or frozenset()
+            return frozenset()
+        return answer
 
     def _count(self, **more: int) -> None:
         counts = self.counts

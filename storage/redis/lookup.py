@@ -48,7 +48,7 @@ class RedisLookup:
     ) -> None:
         self._connect_share = connect_share
         self._config = config
-        self._clock = clock
+        self.clock = clock
         self.learn_geometries(geometries)
         self._servers = servers or Servers(config, make_topology(config, clock), clock)
         self._owed: dict[Wire, list[NodeLookup]] = {}  # not answered yet, oldest first
@@ -81,7 +81,7 @@ class RedisLookup:
         seconds of ``clock``."""
         if not keys:
             return []
-        limit = Deadline(deadline, self._clock, cancelled)
+        limit = Deadline(deadline, self.clock, cancelled)
         node_lookups = self.ask(keys, limit)
         await_answers(node_lookups, limit)
         return self.found(keys, node_lookups)
@@ -121,10 +121,10 @@ class RedisLookup:
 
     def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[NodeLookup]:
         self._collect()
-        late = {owed[0].node for owed in self._owed.values() if self._is_late(owed[0], deadline)}
+        late = {owed[0].node for owed in self._owed.values() if owed[0].is_late()}
         by_node = {n: indices for n, indices in self._assign(keys).items() if n not in late}
-        connect_until = self._clock() + self._connect_share * deadline.remaining()
-        connecting = Deadline(connect_until, self._clock, deadline.cancelled)
+        connect_until = self.clock() + self._connect_share * deadline.remaining()
+        connecting = Deadline(connect_until, self.clock, deadline.cancelled)
         node_lookups = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
             if not deadline.remaining():
@@ -138,24 +138,19 @@ class RedisLookup:
             except WireError as error:
                 self._connections.drop(node, str(error), blame=error.is_peers_fault)
                 continue
-            node_lookups.append(NodeLookup(self, node, wire, by_node[node], self._clock()))
+            node_lookups.append(NodeLookup(self, node, wire, by_node[node], self.clock()))
             self._owed.setdefault(wire, []).append(node_lookups[-1])
         return node_lookups
 
-    def _is_late(self, owed: NodeLookup, deadline: Deadline) -> bool:
-        """Whether a server owes an answer for longer than expected, or than ``deadline`` allows."""
-        usual = owed.wire.round_trip_seconds
-        patience = usual if LATE_SECONDS < usual < deadline.remaining() else LATE_SECONDS
-        return self._clock() - owed.asked_at > patience
-
     def _collect(self) -> None:
         """Read late answers."""
-        now = self._clock()
+        now = self.clock()
         for wire, owed in list(self._owed.items()):
             while owed and wire.fileno() >= 0 and wait_readable([wire], 0.0):
                 self.receive(owed[-1])
             if owed and wire.fileno() >= 0 and now - owed[0].asked_at > _SILENT_SECONDS:
-                self._connections.drop(owed[0].node, "no answer in time", blame=True)
+                blame = not all(node_lookup.is_trial for node_lookup in owed)
+                self._connections.drop(owed[0].node, "no answer in time", blame=blame)
             if wire.fileno() < 0:
                 self._owed.pop(wire, None)
 
@@ -176,11 +171,11 @@ class RedisLookup:
         wire, owed = node_lookup.wire, self._owed.get(node_lookup.wire, [])
         try:
             # The lookup's deadline, if over by now, would cost the connection.
-            wire.receive_some(Deadline(self._clock() + _SILENT_SECONDS, self._clock))
+            wire.receive_some(Deadline(self.clock() + _SILENT_SECONDS, self.clock))
             while node_lookup.indices and (line := wire.next_line()) is not None:
                 self._take(owed[0], line)  # answers come in order
                 if not owed[0].indices:
-                    owed.pop(0).answered_at = self._clock()
+                    owed.pop(0).answered_at = self.clock()
         except WireError as error:
             self._connections.drop(node_lookup.node, str(error), blame=error.is_peers_fault)
             return True
@@ -211,7 +206,8 @@ def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[b
 @dataclass(eq=False)
 class NodeLookup:
     """A lookup at ``node``. ``indices``: chunks without a reply yet, in order of the replies.
-    ``counts``: number of values found, by chunk. ``asked_at``, ``answered_at``: on the clock."""
+    ``counts``: number of values found, by chunk. ``asked_at``, ``answered_at``: on the clock.
+    ``is_trial``: no request waits for it, so its silence is no failure of the node."""
 
     asker: RedisLookup
     node: Node
@@ -220,6 +216,12 @@ class NodeLookup:
     asked_at: float
     counts: dict[int, int] = field(default_factory=dict)
     answered_at: float | None = None
+    is_trial: bool = False
+
+    def is_late(self) -> bool:
+        """Whether the answer is missing for longer than the last awaited one took."""
+        patience = max(LATE_SECONDS, self.wire.round_trip_seconds)
+        return self.answered_at is None and self.asker.clock() - self.asked_at > patience
 
 
 def await_answers(

@@ -16,6 +16,7 @@ from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.clock import within
 from tests.support.redis.chunks import PARTS, chunk_key, config, open_tier, put_all
@@ -90,13 +91,48 @@ def test_a_lookup_with_too_little_time_changes_nothing_for_the_next(far: Backgro
         assert 0.7 < expected(far) < inf
 
 
-@pytest.mark.parametrize("pause_seconds", [0.0, 0.3])
-def test_a_trial_delays_no_lookup(far: BackgroundLookup, pause_seconds: float) -> None:
-    far.submit([chunk_key(1)], is_trial=True)
-    time.sleep(pause_seconds)
-    asked = far.submit([chunk_key(0)])
-    assert asked.wait(30.0)
-    assert asked.value == HELD
+@pytest.fixture
+def slow(valkey: Server) -> Iterator[tuple[AnyLookup, SlowLink]]:
+    """A Redis that has chunk 0 and answers after 0.3 s, over a new connection."""
+    with open_tier(valkey.url) as tier:
+        assert put_all(tier, range(1)) == [True]
+    link = SlowLink()
+    with (
+        proxy_process(valkey.port, link) as port,
+        closing(lookup_in(f"redis://127.0.0.1:{port}")) as lookup,
+    ):
+
+        def is_connected() -> bool:
+            lookup.maintain()
+            return lookup.servers() == ((f"127.0.0.1:{port}", CircuitState.CLOSED),)
+
+        assert within(30.0, is_connected)
+        assert within(30.0, lambda: bool(find_held(lookup)))
+        link.set(latency_seconds=0.3)
+        yield lookup, link
+
+
+def find_held(lookup: AnyLookup) -> dict[bytes, Tier]:
+    return lookup.find([chunk_key(0)], time.monotonic() + 2.0)
+
+
+def try_for(lookup: AnyLookup, seconds: float) -> None:
+    """A trial that another lookup ends after so long."""
+    now = time.monotonic()
+    lookup.find([chunk_key(1)], now + 2.0, lambda: time.monotonic() > now + seconds)
+
+
+def test_a_trial_delays_no_lookup(slow: tuple[AnyLookup, SlowLink]) -> None:
+    """It is waited for only if the server would else be late, and not asked: that teaches how long
+    its answers take."""
+    lookup, link = slow
+    try_for(lookup, 0.1)
+    assert lookup.answered == [Tier.REDIS], "no answer took as long before"
+    assert find_held(lookup) == HELD
+    link.set(latency_seconds=0.9)
+    try_for(lookup, 0.0)
+    assert not lookup.answered
+    assert find_held(lookup) == HELD, "the trial has been sent, and its answer comes first"
 
 
 def test_a_cluster_has_answered_once_all_its_nodes_have(valkey_path: str) -> None:

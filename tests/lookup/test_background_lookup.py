@@ -11,10 +11,9 @@ import pytest
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import MISS, BackgroundLookup, PendingLookup, Places
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.net.deadline import never
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from tests.support.clock import Clock
+from tests.support.clock import Clock, within
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -25,6 +24,7 @@ class GatedLookup(AnyLookup):
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.asked: list[tuple[Sequence[bytes], float]] = []
+        self.tried: list[Sequence[bytes]] = []
         self.started = threading.Event()
         self.closed = False
         self.error: Exception | None = None
@@ -41,8 +41,11 @@ class GatedLookup(AnyLookup):
         return True
 
     def find(
-        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+        self, keys: Sequence[bytes], deadline: float, gives_way: Callable[[], bool] | None = None
     ) -> dict[bytes, Tier]:
+        if gives_way is not None:
+            self.tried.append(keys)
+            return {}
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)
@@ -153,6 +156,36 @@ def test_a_tier_that_did_not_answer_is_no_quicker_than_before(
         tier.answered = [Tier.REDIS] if is_answered else []
         assert answer(remote.submit(KEYS)) != MISS
         assert remote.expected_seconds == {Tier.REDIS: seconds}
+
+
+def test_slow_tiers_are_tried_while_nothing_is_looked_up(
+    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
+) -> None:
+    """Ever less often, and for their duration alone."""
+    tier.gate.set()
+    keys = [bytes([i]) * 32 for i in range(64)]
+    assert answer(remote.submit(keys)) != MISS
+    share = remote.found_share
+    for pause in (0.25, 0.5, 1.0):
+        assert within(30.0, lambda: bool(tier.tried))
+        assert tier.tried == [tuple(keys[:16])]
+        assert not within(0.6, lambda: len(tier.tried) > 1)
+        tier.tried.clear()
+        clock.now += pause
+    assert within(30.0, lambda: bool(tier.tried))
+    tier.tried.clear()
+    tally = Tally()
+    remote.report(tally)
+    taken = tally.take()
+    assert taken is not None
+    assert taken.observed("lookup_seconds", "redis") == [0.5]
+    assert remote.found_share == share
+
+    tier.last_seconds = {Tier.PEER: 0.002, Tier.REDIS: 4.9}
+    tier.answered = [Tier.PEER]
+    assert answer(remote.submit(keys)) != MISS
+    assert remote.expected_seconds == {Tier.PEER: 0.002, Tier.REDIS: inf}
+    assert not within(0.6, lambda: bool(tier.tried)), "any prompt waits for the peers"
 
 
 def test_a_circuit_is_told_when_it_changes_and_closed_when_its_server_has_gone(

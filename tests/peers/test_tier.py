@@ -29,6 +29,7 @@ from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.connections import Connections
 from lmcache_connector.storage.redis.lookup import NodeLookup, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
@@ -376,6 +377,20 @@ def test_a_silent_peer_is_left_after_a_second(late: LateLookup) -> None:
     late.lookup.maintain()
     assert wire.fileno() < 0
     once_dialled(lambda: late.finds([1, 3]) == [True, False])
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_silence_counts_as_a_failure_if_a_request_has_asked(
+    late: LateLookup, is_trial: bool
+) -> None:
+    for is_trial_too in (True, is_trial):
+        (asked,) = late.ask([1])
+        asked.is_trial = is_trial_too
+    late.clock.now += 1.1
+    drop = Connections.drop
+    with patch.object(Connections, "drop", autospec=True, side_effect=drop) as dropped:
+        late.lookup.maintain()
+    assert [call.kwargs["blame"] for call in dropped.mock_calls] == [not is_trial]
 
 
 def test_a_look_up_without_time_costs_no_connection(late: LateLookup) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -125,7 +124,7 @@ def test_another_process_loads_only_its_own_models_kv_from_redis(
 
 
 def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
-    """And not for each prompt: a later one, which can wait, would queue behind them."""
+    """And not while it is slow: a later prompt, which can wait, would queue behind others."""
     settings = {"redis_url": valkey.url, "compute_or_load": "auto", "redis_admission": "reused"}
     seeds, submit = itertools.count(40), BackgroundLookup.submit
     with (
@@ -142,13 +141,9 @@ def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
         num_asked_for(4)  # to measure how fast it computes
         with valkey.silent():
             assert within(30.0, lambda: num_asked_for(1) == 0)
-            began = time.monotonic()
-            assert num_asked_for(20) <= 1 + (time.monotonic() - began)
-            assert within(30.0, lambda: num_asked_for(1) == 1)
-            assert submitted.call_args.kwargs["is_trial"], "nobody waits for it"
+            assert num_asked_for(20) == 0
         # Once it is known to be quick again, for each prompt.
         assert within(60.0, lambda: num_asked_for(10) == 10)
-        assert not submitted.call_args.kwargs["is_trial"]
 
 
 def test_ranks_load_the_prefix_that_all_of_them_have() -> None:
