@@ -293,6 +293,9 @@ class Queue:
                 raise real_queue.Empty
             return self._items.popleft()
 
+    def empty(self) -> bool:
+        return not self._items
+
 
 queue = Stand(real_queue, {"SimpleQueue": Queue})
 
