@@ -46,7 +46,7 @@ _BY_LABEL = {
 }
 _COUNTERS = (
     *("queried_tokens", "declined_tokens", "recomputed_tokens", "prefill_saved_tokens"),
-    *("prefill_saved_seconds", "cpu_evictions"),
+    *("prefill_saved_seconds", "cpu_evictions", "lookups_given_up"),
 )
 _GAUGES = (
     *("roots_apart", "queued_jobs", "write_queue_bytes"),
@@ -259,6 +259,8 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
             yield f"{title}: {_counts(engine[name])}"
     if engine["declined_tokens"]:
         yield f"{engine['declined_tokens']:,.0f} hit tokens computed: judged not worth loading"
+    if engine["lookups_given_up"]:
+        yield f"{engine['lookups_given_up']:,.0f} lookups took too long for their requests to wait"
     if engine["audits"].get("mismatch"):
         error = engine["audit_error_largest"]
         yield f"STORED KV WAS WRONG: relative error {error:.2g}; see the engine's log"

@@ -82,14 +82,14 @@ class BackgroundLookup:
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.expected_seconds: Mapping[Tier, float] = {}
-        """Seconds of a lookup in each tier, by the last answer; infinite if a lookup that had its
-        whole time was not answered since."""
+        """Seconds of a lookup in each tier, by the last answer; infinite if a request's lookup that
+        had its whole time was not answered since."""
         self.found_share = _FIRST_FOUND_SHARE
         """Share of chunks found by recent lookups."""
         self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
         self._circuits: dict[str, CircuitState] = {}  # as reported
         self._trial_keys: tuple[bytes, ...] = ()
-        self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
+        self.try_soon()
         self._thread = start_thread("lmc-lookup", self._run)
 
     def submit(self, keys: Sequence[bytes]) -> PendingLookup:
@@ -99,6 +99,10 @@ class BackgroundLookup:
         else:
             pending.settle({})
         return pending
+
+    def try_soon(self) -> None:
+        """A request asks nothing because all tiers were slow: repeat the trial without delay."""
+        self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
 
     def report(self, tally: Tally) -> None:
         """Record each tier's times of ended lookups, the last 1024 at most, and changed circuits.
@@ -135,7 +139,7 @@ class BackgroundLookup:
         if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         self._trial_keys = pending.keys[:_TRIAL_KEYS]
-        self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
+        self.try_soon()
         found = self._find(pending.keys, pending.deadline)
         self._times.extend(self._lookup.last_seconds.items())
         if found is not MISS:
@@ -163,17 +167,20 @@ class BackgroundLookup:
         except Exception:  # the next lookup may succeed
             logger.exception("A lookup failed; its chunks count as misses")
             found = MISS
-        took = self._lookup.last_seconds
-        self.expected_seconds = {tier: self._expect(tier, took[tier]) for tier in took}
+        is_trial, took = gives_way is not None, self._lookup.last_seconds
+        self.expected_seconds = {t: self._expect(t, took[t], is_trial=is_trial) for t in took}
         return found
 
-    def _expect(self, tier: Tier, took: float) -> float:
+    def _expect(self, tier: Tier, took: float, *, is_trial: bool) -> float:
         if tier in self._lookup.answered:
             return took
+        before = self.expected_seconds.get(tier, 0.0)
+        if is_trial:  # the next may be a minute away
+            return before
         if took >= _WHOLE_SHARE * self._deadline_seconds:
             return inf
         # It was not asked, or had what others left of the time: it is no quicker than before.
-        return max(took, self.expected_seconds.get(tier, 0.0))
+        return max(took, before)
 
 
 @dataclass(slots=True)

@@ -3,8 +3,9 @@
 A chunk belongs to one tenant: its key includes the salt. A full tier evicts in this order:
 
 1. expired chunks: every request that used them set a lifetime, and the last one has passed,
-2. chunks of tenants above their share, beginning with the tenant furthest above it,
-3. the least recently used chunks; each step of priority halves a chunk's age.
+2. chunks that were in use at their turn before,
+3. chunks of tenants above their share, beginning with the tenant furthest above it,
+4. the least recently used chunks; each step of priority halves a chunk's age.
 
 Pinned chunks are not evicted; pins are limited. Among several claims on a chunk, the longest
 lifetime and the highest priority count. Evictions of chunks that the scheduler side relies on are

@@ -371,6 +371,7 @@ class Tiers:
         expected = self._lookup.expected_seconds
         seconds = self._policy.lookup_seconds(context_tokens, num_tokens, expected)
         if seconds == 0.0:
+            self._lookup.try_soon()
             return frozenset()
         pending = self._lookup.submit(missing)
         answer = pending.answer(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))

@@ -189,6 +189,43 @@ def test_slow_tiers_are_tried_while_nothing_is_looked_up(
     assert not within(0.6, lambda: bool(tier.tried)), "any prompt waits for the peers"
 
 
+def test_a_request_that_asks_nothing_hastens_the_next_trial(
+    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
+) -> None:
+    """Requests without a lookup are no idleness: else their Redis stays slow for a minute."""
+    tier.gate.set()
+    assert answer(remote.submit(KEYS)) != MISS
+    for pause in (0.25, 0.5):
+        assert within(30.0, lambda: bool(tier.tried))
+        tier.tried.clear()
+        clock.now += pause
+    assert within(30.0, lambda: bool(tier.tried))
+    for pause in (0.0, 0.25):
+        tier.tried.clear()
+        clock.now += pause
+        if not pause:
+            assert not within(0.6, lambda: bool(tier.tried))
+            remote.try_soon()
+        assert within(30.0, lambda: bool(tier.tried))
+
+
+def test_a_trial_without_an_answer_makes_no_tier_slow(
+    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
+) -> None:
+    """The next may be a minute away."""
+    tier.gate.set()
+    assert answer(remote.submit(KEYS)) != MISS
+    tier.last_seconds, tier.answered = {Tier.REDIS: 4.9}, []
+    assert within(30.0, lambda: bool(tier.tried))
+    tier.tried.clear()
+    clock.now += 0.25
+    assert within(30.0, lambda: bool(tier.tried))
+    assert not within(0.3, lambda: remote.expected_seconds != {Tier.REDIS: 0.5})
+    tier.last_seconds, tier.answered = {Tier.REDIS: 0.3}, [Tier.REDIS]
+    clock.now += 0.5
+    assert within(30.0, lambda: remote.expected_seconds == {Tier.REDIS: 0.3})
+
+
 def test_a_circuit_is_told_when_it_changes_and_closed_when_its_server_has_gone(
     remote: BackgroundLookup, tier: GatedLookup
 ) -> None:

@@ -127,9 +127,11 @@ def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
     """And not while it is slow: a later prompt, which can wait, would queue behind others."""
     settings = {"redis_url": valkey.url, "compute_or_load": "auto", "redis_admission": "reused"}
     seeds, submit = itertools.count(40), BackgroundLookup.submit
+    try_soon = BackgroundLookup.try_soon
     with (
         SteppedEngine(settings) as stepped,
         patch.object(BackgroundLookup, "submit", autospec=True, side_effect=submit) as submitted,
+        patch.object(BackgroundLookup, "try_soon", autospec=True, side_effect=try_soon) as tried,
     ):
 
         def num_asked_for(num_prompts: int) -> int:
@@ -141,7 +143,9 @@ def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
         num_asked_for(4)  # to measure how fast it computes
         with valkey.silent():
             assert within(30.0, lambda: num_asked_for(1) == 0)
+            before = tried.call_count
             assert num_asked_for(20) == 0
+            assert tried.call_count - before == 20
         # Once it is known to be quick again, for each prompt.
         assert within(60.0, lambda: num_asked_for(10) == 10)
 
