@@ -48,7 +48,7 @@ class Finding:
     """One line of ``check``.
 
     ``verdict`` is ``ok``, ``warning`` or ``error``; ``hint`` is the remedy; ``seconds`` is the
-    duration, if it matters. An error makes ``code`` the exit code.
+    duration, if it matters; ``code`` is the exit code of an error.
     """
 
     name: str
@@ -79,8 +79,7 @@ def run(report: Report, text_or_path: str) -> int:
     findings, own = [check_transfer(document)], own_entry(document)
     try:
         config = connector_config(own)
-        for finding in _settings(config, own.get("kv_role")):
-            findings.append(finding)  # noqa: PERF402 - keeps findings before an error
+        findings.extend(_settings(config, own.get("kv_role")))
         findings.extend(check_peers.findings(config, str(own.get("kv_role"))))
         findings.extend(check_redis.findings(config.redis_tier_config()))
     except CliError as error:
@@ -100,7 +99,7 @@ def run(report: Report, text_or_path: str) -> int:
 
 
 def check_transfer(document: Mapping[str, Any]) -> Finding:
-    """Check connector, role and keys as vLLM does."""
+    """Check connector, role and keys."""
     own, problems, hints = own_entry(document), [], []
     if own.get("kv_connector") not in (TIERED, P2P):
         problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
@@ -116,7 +115,7 @@ def check_transfer(document: Mapping[str, Any]) -> Finding:
     unknown = [key for key in keys if key not in (*outside, *TRANSFER_KEYS)]
     problems += unknown_keys(unknown, TRANSFER_KEYS, "vLLM knows")
     if problems:
-        text, hint = "; ".join(problems), ", ".join(hints)
+        text, hint = "; ".join(problems), "; ".join(hints)
         return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)
     detail = f"{own['kv_connector']} as {own['kv_role']}"
     return Finding("kv-transfer-config", "ok", detail)
@@ -137,7 +136,7 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     yield Finding("settings", "ok", ", ".join(parts))
     if config.chunk_size % USUAL_BLOCK:
         text = f"chunk_size {config.chunk_size} is not a multiple of {USUAL_BLOCK} tokens"
-        hint = "an engine refuses a chunk_size that is not a multiple of its --block-size"
+        hint = "an engine refuses this chunk_size unless it is a multiple of its --block-size"
         yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)

@@ -1,7 +1,7 @@
 """Determines what makes the KV of a vLLM request unique.
 
 A plain request is identified at once. Images, prompt embeddings and LoRA adapters are read in the
-background; until then the caller has to ask again.
+background; meanwhile the caller has to ask again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Open:
     request: Request
     inputs: Task[_Inputs] | None = None
     adapter: Task[str] | None = None
-    question: int = 0
+    question: int = 0  # the number of the question to the ranks
     is_queued: bool = False  # counted in the queue of its adapter
     found: Identified | None = None
 
@@ -87,8 +87,8 @@ class RequestIdentifier:
         self._open: dict[str, _Open] = {}
 
     def identify(self, request: Request, wait: StepWait | None = None) -> Identified | Pending:
-        """Waits for content being read as ``wait`` allows. ``PENDING``: ask again, until the
-        request runs. First called when the request arrives; :meth:`forget` when it has ended.
+        """Waits for content as long as ``wait`` allows. ``PENDING``: ask again, until the request
+        runs. Call it first when the request arrives, and :meth:`forget` when it has ended.
         """
         opened = self._open.get(request.request_id)
         if opened is None or opened.request is not request:
@@ -104,8 +104,8 @@ class RequestIdentifier:
         return opened.found
 
     def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
-        """A request with multimodal items, and their spans, ``None`` unless identified. ``None``
-        for a plain or unknown request."""
+        """The request and its multimodal items (``None`` unless it is identified); ``None`` for a
+        plain or unknown request."""
         opened = self._open.get(request_id)
         if opened is None:
             return None
@@ -119,10 +119,10 @@ class RequestIdentifier:
             return
         self._leave_queue(opened)
         if opened.found is None:
-            self._set(opened, _kind(opened.request))
+            self._set(opened, _bypass_reason(opened.request))
 
     def is_current(self, request: Request, wait: StepWait | None = None) -> bool | Pending:
-        """Whether vLLM would still compute what was identified, as far as is known. While a request
+        """Whether vLLM would still use the identified adapter, as far as is known. While a request
         queues, its adapter's files may change and be read again. ``PENDING``: ask again.
         """
         opened = self._open.get(request.request_id)
@@ -186,8 +186,8 @@ class RequestIdentifier:
             self.adapters.leave(opened.request.lora_request)
 
     def _refuse(self, request: Request) -> Bypass | None:
-        """Why the request's fields rule the tiers out. A pooling request's model may attend both
-        ways; a session's prompt still changes.
+        """Why the request's fields rule the tiers out. A pooling model's attention may be
+        bidirectional; a session's prompt still changes.
         """
         if self._require_cache_salt and not request.cache_salt:
             return Bypass.NO_SALT
@@ -201,12 +201,12 @@ class RequestIdentifier:
         """``None`` while content is being read or a rank has not answered."""
         readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
         is_read = all(_is_read(reading, wait) for reading in readings)
-        if not is_read or not self._knows_the_ranks(opened):
+        if not is_read or not self._have_ranks_answered(opened):
             return None
         inputs, lora = _NOTHING, None
         if opened.inputs is not None:
             if opened.inputs.value is None:
-                return _kind(opened.request)
+                return _bypass_reason(opened.request)
             inputs = opened.inputs.value
         if opened.adapter is not None:
             lora = opened.adapter.value
@@ -214,7 +214,7 @@ class RequestIdentifier:
                 return Bypass.ADAPTER
         return _identity(opened.request, inputs, lora)
 
-    def _knows_the_ranks(self, opened: _Open) -> bool:
+    def _have_ranks_answered(self, opened: _Open) -> bool:
         """Whether the ranks' reports suffice; if not, asks them."""
         adapter, reading = opened.request.lora_request, opened.adapter
         if reading is None or reading.value is None:
@@ -264,8 +264,8 @@ def _is_read(reading: Task[Any], wait: StepWait | None) -> bool:
     return reading.is_done or (wait is not None and wait.on(reading.wait))
 
 
-def _kind(request: Request) -> Bypass:
-    """The bypass reason of a request whose content could not be read."""
+def _bypass_reason(request: Request) -> Bypass:
+    """The bypass reason of a request that could not be identified."""
     if request.mm_features:
         return Bypass.MULTIMODAL
     return Bypass.EMBEDDINGS if request.prompt_embeds is not None else Bypass.ADAPTER

@@ -2,13 +2,13 @@
 
 The CPU cache has the shape (blocks, KV heads, tokens, K and V), but within one head's part of a
 block the backend puts all K before all V, each in an order that suits the CPU's instructions: on
-AVX-512 K has tokens innermost, on AMX both are in tiles. Bytes copied token after token are right
-only in blocks of the same size on the same kind of CPU.
+AVX-512 K has tokens innermost, on AMX both are in tiles. So a copy token by token is right only
+between blocks of one size on one kind of CPU.
 
-So :func:`find_packing` lets the backend pack a pattern twice: into blocks as vLLM made them, and
+:func:`find_packing` lets the backend pack a pattern twice: into blocks as vLLM made them, and
 into one block as large as a chunk. If K and V each consist of runs along the tokens
 (:class:`Plane`), chunks are stored as that one block, whatever vLLM's block size. The order is part
-of the model's fingerprint, so CPUs that pack differently never read such chunks. If no runs fit,
+of the model's fingerprint, so CPUs that pack differently share no chunks. If no runs fit,
 blocks are copied as they are, and the fingerprint includes their size.
 """
 
@@ -27,7 +27,7 @@ _CONTEXT = "lmcache-connector 2026-11 packing pattern v1"
 def ask_for_amx() -> None:
     """Ask the kernel for permission to use AMX, the CPU's tile registers, if it has any.
 
-    A process must ask once. oneDNN does so at its first large matrix product, vLLM's CPU attention
+    A process must ask once. oneDNN does so at its first large matrix product; vLLM's CPU attention
     never does: an instance whose first forward pass is a decode step, its prompt's KV having been
     loaded, would be killed by an illegal instruction.
     """
@@ -38,8 +38,8 @@ def ask_for_amx() -> None:
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
     """What determines the order inside a block. ``head_size`` is in elements. ``dtype``: of K and V
-    before they are stored. ``cache_dtype`` and ``storage_dtype``: of the cache, as vLLM and torch
-    name it.
+    before they are stored. ``cache_dtype`` and ``storage_dtype``: of the cache, to vLLM and to
+    torch.
     """
 
     head_size: int
@@ -52,8 +52,8 @@ class CpuAttention:
 class Packing:
     """A block's layout in memory beyond the strides of the KV cache.
 
-    ``name`` identifies a chunk's form; ``None``: strides suffice. Without ``planes`` blocks are
-    copied as they are. The bytes of ``mixed_tokens`` tokens may be interleaved.
+    ``name`` identifies the layout; ``None``: strides suffice. Without ``planes`` blocks are copied
+    as they are. Bytes may be interleaved within each group of ``mixed_tokens`` tokens.
     """
 
     name: str | None
@@ -72,7 +72,7 @@ def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> P
         return Packing(f"blocks of {block_size}: {_digest(blocks)}", (), block_size)
     token_bytes = attention.head_size * attention.storage_dtype.itemsize
     planes = tuple(Plane(n, token_bytes // n) for n in runs)
-    cut = chunk_size - 1  # odd, so inside a tile
+    cut = chunk_size - 1  # no tile ends there, as tiles hold an even number of tokens
     part = _packed_pattern(attention, chunk_size, chunk_size, num_tokens=cut)
     in_order = all(
         not half.reshape(n, chunk_size, -1)[:, cut:].any()
@@ -110,7 +110,7 @@ def _packed_pattern(
 
 
 def _pattern(num_elements: int) -> torch.Tensor:
-    """Float32 ``[2, num_elements]``, pseudo-random, exact with eight bits of precision."""
+    """Float32 ``[2, num_elements]``, pseudo-random, exact in bfloat16."""
     raw = blake3(derive_key_context=_CONTEXT).digest(length=2 * num_elements)
     numbers = (torch.frombuffer(bytearray(raw), dtype=torch.uint8).float() - 128) / 16
     return numbers.view(2, -1)
@@ -118,7 +118,7 @@ def _pattern(num_elements: int) -> torch.Tensor:
 
 def _find_runs(blocks: torch.Tensor, whole: torch.Tensor, head_size: int) -> tuple[int, ...]:
     """The smallest numbers of runs of K and of V that turn ``blocks`` into ``whole``, both as
-    returned by :func:`_packed_pattern`. Empty if one of the two has none.
+    returned by :func:`_packed_pattern`. Empty if K or V has none.
     """
     counts = [n for n in range(1, head_size + 1) if head_size % n == 0]
     found = []
