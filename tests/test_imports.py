@@ -23,11 +23,11 @@ OWN = "lmcache_connector"
 # Outermost layer first; each package with its largest number of lines. A package imports from
 # itself and from lower layers, never from its own layer. Type-only imports count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"cli": 1917, "handover": 57, "transformers": 805},
+    {"cli": 1917, "handover": 57, "transformers": 809},
     {"connector": 590, "stepwise": 1337},
     {"integrations": 325, "scheduler": 3277, "worker": 3373},
     {"lookup": 767, "vllm_compat": 2543},
-    {"config": 829, "copy_kv_blocks": 1103, "peers": 2779},
+    {"config": 830, "copy_kv_blocks": 1103, "peers": 2779},
     {
         "audit": 340,
         "cost_model": 1200,

@@ -90,7 +90,7 @@ class ConnectorConfig(StrictSettings):
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """The unit of lookup, storage and eviction: a multiple of vLLM's block sizes, by default 128
-    or the next multiple. Instances sharing KV need one size. Redis takes values up to 64 MiB."""
+    or the next multiple. Instances that share KV need the same. Redis takes values up to 64 MiB."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
     Data-parallel engines have one each."""
@@ -98,7 +98,7 @@ class ConnectorConfig(StrictSettings):
     """Fraction of the CPU tier guaranteed to each tenant (``cache_salt``; unsalted requests are one
     tenant). 1 turns the guarantee off: plain LRU."""
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
-    """Fraction of the CPU tier that requests may pin, each tenant ``tenant_share`` of that."""
+    """Fraction of the CPU tier that requests may pin; a tenant up to ``tenant_share`` of it."""
     redis_url: RedisUrl | None = None
     """Address of the Redis or Valkey to share through. None: no Redis tier."""
     namespace: Namespace = "default"
@@ -109,7 +109,7 @@ class ConnectorConfig(StrictSettings):
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
     window_interval: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """Sliding-window models only: distance in tokens between reusable points inside a prompt.
+    """Sliding-window models only: distance in tokens between positions where a hit may end.
     Smaller values find more partial hits and store more. None: 8 windows."""
     redis_admission: Annotated[
         Literal["all", "reused"], gone_value("worth", "use 'reused', or 'all'")
@@ -123,7 +123,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Restart the lifetime of a value on every hit."""
     redis_timeout_seconds: Timeout = 2.0
-    """Longest time to connect to Redis or a peer, for a short reply, and per 64 KiB of a value."""
+    """Timeout of connecting to Redis or a peer, of a short reply, and of each 64 KiB of a value."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
@@ -146,7 +146,7 @@ class ConnectorConfig(StrictSettings):
     """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
     as ``10.0.0.0/16``. An empty list: requests may name none."""
     transfer_deadline_seconds: LoadDeadline = 30.0
-    """Longest time a request waits until the instance it names has computed its KV."""
+    """Longest wait of a request until the instance that it names has computed the KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long the KV of a KV transfer is kept after its reader last asked for it."""
     router: Annotated[str, _checked(_check_proxy)] | None = None
@@ -165,8 +165,9 @@ class ConnectorConfig(StrictSettings):
     hit."""
     loads_in_step: bool = True
     """Load hits from memory inside the step that uses them, where that is quick. The CPU tier then
-    evicts a chunk only once the scheduler knows of it; if a chunk is missing nevertheless, the
-    engine ends. No effect under Ray, where calls such as weight updates may overtake steps."""
+    tells the scheduler before it evicts a chunk; if one is missing nevertheless, the engine
+    stops with an error. No effect under Ray, where calls such as weight updates may pass
+    steps."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001

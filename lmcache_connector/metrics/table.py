@@ -197,7 +197,8 @@ _ALL = (
     gauge("cpu_capacity_bytes", "Size of the CPU tier.", "rank"),
     gauge(
         "circuit_state",
-        "Circuit breaker of a server or peer: 0 closed (in use), 1 on trial, 2 open (not used).",
+        "Circuit breaker of a server or peer: 0 closed (in use), 1 half open (one failure opens "
+        "it), 2 open (not used).",
         "rank",
         "node",
     ),

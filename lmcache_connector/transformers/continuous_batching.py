@@ -78,6 +78,11 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
                 "TieredBatching needs hooks to run in every pass, and the pass to end before the "
                 "next one is planned: set use_async_batching and use_cuda_graph to False."
             )
+        settings = read_settings(config)
+        if settings.require_cache_salt:
+            raise UnsupportedError(
+                "Requests to TieredBatching carry no cache_salt: leave require_cache_salt out."
+            )
         processor = manager._create_batch_processor()
         cache = processor.cache
         if set(cache.cache_allocators) != {FULL_ATTENTION} or not cache.use_prefix_sharing:
@@ -85,7 +90,6 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
                 "TieredBatching needs layers of full attention alone, and allow_block_sharing."
             )
         manager.batch_processor = processor  # used by start()
-        settings = read_settings(config)
         self._manager = manager
         self._cache = cache
         self._allocator = cache.cache_allocators[FULL_ATTENTION]

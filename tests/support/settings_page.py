@@ -33,7 +33,7 @@ never logs secrets, but vLLM logs its own command line: prefer `env:` or `file:`
 """
 _TAIL = """\
 
-Removed settings are refused with a message that names the replacement; [upgrading](upgrading.md)
+Removed settings are refused with a message that says what to do; [upgrading](upgrading.md)
 lists them. `LMCacheP2PConnector` takes the same settings, except for
 [the address](disaggregated.md#settings).
 """

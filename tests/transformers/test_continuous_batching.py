@@ -200,6 +200,8 @@ def test_unsupported_managers_are_refused(model: Path) -> None:
     manager = new_manager(model, allow_block_sharing=False)
     with pytest.raises(UnsupportedError, match="allow_block_sharing"):
         TieredBatching(manager, SMALL)
+    with pytest.raises(UnsupportedError, match="require_cache_salt"):
+        TieredBatching(new_manager(model), {**SMALL, "require_cache_salt": True})
     manager = new_manager(model, use_async_batching=True)
     with pytest.raises(UnsupportedError, match="use_async_batching"):
         TieredBatching(manager, SMALL)

@@ -108,7 +108,7 @@ def test_the_redis_tiers_counts_come_as_increments() -> None:
 def test_the_circuit_of_a_server_that_has_gone_is_closed() -> None:
     rank = Rank()
     assert rank.metrics.take() is not None
-    rank.now, rank.tier = 10.0, replace(TIER, servers=(("other:6379", CircuitState.TRIAL),))
+    rank.now, rank.tier = 10.0, replace(TIER, servers=(("other:6379", CircuitState.HALF_OPEN),))
     told = rank.metrics.take()
     assert told is not None
     states = {key: value for key, value in told.gauges.items() if key.startswith("circuit_state")}

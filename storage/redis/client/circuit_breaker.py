@@ -1,7 +1,7 @@
 """A circuit breaker: stop asking a failing server, and try again after a back-off.
 
-    CLOSED --failures in a row, or silence--> OPEN --back-off over, connection made--> TRIAL
-    TRIAL --work done--> CLOSED          TRIAL --one failure--> OPEN, for twice as long
+    CLOSED --failures in a row, or silence--> OPEN --back-off over, connection made--> HALF_OPEN
+    HALF_OPEN --work done--> CLOSED      HALF_OPEN --one failure--> OPEN, for twice as long
 
 Only background threads connect, so no caller waits to learn whether a server is back.
 """
@@ -17,7 +17,7 @@ class CircuitState(Enum):
     """The values are those of the metric ``circuit_state``."""
 
     CLOSED = 0
-    TRIAL = 1
+    HALF_OPEN = 1
     OPEN = 2
 
 
@@ -70,7 +70,7 @@ class CircuitBreaker:
         with self._lock:
             was_open = self._state is CircuitState.OPEN
             if was_open:
-                self._state = CircuitState.TRIAL
+                self._state = CircuitState.HALF_OPEN
             return was_open
 
     def undecided(self) -> None:
@@ -92,9 +92,8 @@ class CircuitBreaker:
             self._failures += 1
             if self._state is CircuitState.OPEN:
                 return False
-            if not (
-                at_once or self._state is CircuitState.TRIAL or self._failures >= self._threshold
-            ):
+            is_half_open = self._state is CircuitState.HALF_OPEN
+            if not (at_once or is_half_open or self._failures >= self._threshold):
                 return False
             self._state = CircuitState.OPEN
             self._begin_delay()

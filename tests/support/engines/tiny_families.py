@@ -219,7 +219,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         ),
         "zamba2": Family(
             "Zamba2",
-            "recurrent states (Mamba-2), and full attention in some layers beside them",
+            "recurrent states (Mamba-2), in some layers with full attention beside them",
             "Zamba2ForCausalLM",
             "Zamba2Config",
             {

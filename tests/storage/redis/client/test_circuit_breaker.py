@@ -47,8 +47,8 @@ def test_a_success_after_a_connection_closes_it() -> None:
     clock.now += 1.0
     assert breaker.may_connect()
     assert breaker.connected(), "had been open"
-    assert breaker.state.name == "TRIAL"
-    assert breaker.failed(), "one failure on trial is enough"
+    assert breaker.state.name == "HALF_OPEN"
+    assert breaker.failed(), "one failure is enough then"
     assert breaker.seconds_until_retry() == 4.0, "and it does not start from the beginning"
     clock.now += 4.0
     breaker.may_connect()
