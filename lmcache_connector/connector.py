@@ -98,7 +98,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV in CPU memory and in Redis, below the GPU. docs/settings.md lists its settings.
 
     A call for a side that is not there raises ``RuntimeError``. Exceptions of a side cost hits, not
-    the engine, except for a load inside a step: vLLM computes on from its tokens.
+    the engine, except in a load inside a step: vLLM relies on the KV of its tokens.
 
     Most steps only decode, and have no plan. Their calls return at once: after a forward pass this
     code is not in the processor's caches, and every call, even of a property, costs a microsecond.
@@ -113,7 +113,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _step: StepPlan | None = None  # the plan of the step under way
     _has_started_loads = False  # of that plan
     _due: StepPlan | None = None  # has loads that this step's forward pass needs
-    _sent: StepPlan | None = None  # to the workers, last
+    _sent: StepPlan | None = None  # the last plan sent to the workers
     _num_steps = 0  # planned, or begun by this worker
     _step_output: StepOutput | None = None
     # Outputs by the number of their step, until the scheduler of this process has heard of them.
@@ -178,7 +178,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         is_in_step, self._offers_in_step = self._offers_in_step, False
         if num_external_tokens > 0 and is_in_step:
-            # Not guarded: an error must end the engine, as vLLM computes on from these tokens.
+            # Not guarded: an error must end the engine, as vLLM relies on the KV of these tokens.
             job = self._scheduler_side.update_state_after_alloc(
                 request, blocks.get_block_ids(), num_external_tokens
             )
@@ -282,9 +282,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure(answer=False)
     def reset_cache(self) -> bool:
-        """Reset the names of the weights, and stop all copies. After a reset vLLM may free the
-        paged cache's memory, to sleep. Engines in other processes first step until no store runs.
-        An engine stepped by its user, with all ranks in this process, has made its last step."""
+        """Reset the names of the weights, and stop all copies: after a reset vLLM may free the
+        paged cache (sleep mode). Engines in other processes first step until no store runs; an
+        engine stepped by its user, with all ranks in this process, makes no such step."""
         self._scheduler_side.reset_cache()
         return all(worker.stop_copies() for worker in self._workers_here())
 
@@ -321,7 +321,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ``UnsupportedError`` for the caches of a second engine. Both engines' plans would
-        arrive here, at a process's one connector of this role, and copies mix up their blocks."""
+        arrive here, at the process's only worker connector, and copies would mix up blocks."""
         if self._worker is not None:
             raise UnsupportedError(_TWO_ENGINES)
         self._worker = self._make_worker(kv_caches)
@@ -342,8 +342,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def unregister_kv_caches(self) -> None:
-        """Called since vLLM 0.33 before the paged cache's memory is freed, to sleep. The memory
-        comes back at the same addresses."""
+        """Called since vLLM 0.33, before sleep mode frees the paged cache's memory, which comes
+        back at the same addresses."""
         if self._worker is not None:
             self._worker.stop_copies()
 
@@ -366,7 +366,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._tell("handle_preemptions", plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM's last call before a forward pass that waits for no load."""
+        """vLLM's last call before the forward pass if the step has no load inside it."""
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         try:
@@ -456,8 +456,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportMetadata(output.reports, self._num_steps)
 
     def _has_raised(self) -> bool:
-        """Whether the step's forward pass has raised. vLLM's first model runner still makes the
-        later calls of the step, its second one none."""
+        """Whether the step's forward pass has raised. vLLM's model runner V1 still makes the later
+        calls of the step, V2 makes none."""
         return self._is_in_step and sys.exc_info()[1] is not self._handled
 
     def _step_failed(self) -> None:
@@ -480,7 +480,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
-        """The failure costs the open jobs, and in calls after ``handle_preemptions`` the plan's."""
+        """Costs the open jobs and, in calls after ``handle_preemptions``, jobs of the plan, too."""
         self._failures.note(call, error)
         try:
             self._worker_side.start_over(call, plan)
@@ -545,8 +545,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return here
 
     def _note_lost_step(self, connector: LMCacheTieredConnector) -> None:
-        """The last step did not arrive, so it has failed: the engine's user, who goes on, has
-        interrupted vLLM before its first call. Workers of other processes notice by the number."""
+        """The last step did not arrive, so it has failed: the engine's user interrupted vLLM before
+        the step's first call, and goes on. Workers of other processes notice by its number."""
         if connector._is_in_step:  # the step before has failed, too
             connector._step_failed()
         connector._step, connector._has_started_loads = self._sent, False

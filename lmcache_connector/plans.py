@@ -109,8 +109,8 @@ class PartRun:
 
     ``keys[i]`` names the stored data of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
     ``chunks[i]`` is the index of chunk i in its request. ``block_ids[g]`` lists the blocks of all
-    chunks in the part's g-th KV cache group, equally many per chunk. A load leaves out the first
-    ``skip_blocks`` blocks of the first chunk: vLLM has them or does not need them. If
+    chunks in the part's g-th KV cache group, equally many per chunk. A load (or a tail's
+    store) leaves out ``skip_blocks`` blocks at its start, which vLLM has or does not need. If
     ``tail_tokens`` is set, the last chunk is a tail of so many tokens, with blocks for just these.
     ``parents[i]`` is the key of the last chunk before chunk i with the same owner, or empty;
     ``parents`` is empty for parts whose chunks are usable without the chunks before them.
@@ -165,8 +165,8 @@ class StoreJob(_Runs):
 @dataclass(frozen=True, slots=True)
 class AuditJob(StoreJob):
     """Read one chunk out of the paged cache and compare it with the chunk that a tier holds under
-    the same key; store nothing. ``may_fetch``: the CPU tier may lack the chunk. The tier may take
-    ``deadline_seconds`` from the copy of the blocks on.
+    the same key; store nothing. ``may_fetch``: the CPU tier may lack the chunk. The tier has
+    ``deadline_seconds`` once the blocks are copied.
     """
 
     may_fetch: bool = False
@@ -279,8 +279,8 @@ class StepPlan:
         )
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
-        """Jobs in planning order. A load may depend on a store planned before it: that store's
-        request has finished, so its forward passes ran in earlier steps."""
+        """Loads beside the steps, and stores planned before the last load, in planning order. A
+        load may need such a store, whose request has finished: its passes ran in earlier steps."""
         if not self.loads:
             return []
         jobs: list[LoadJob | StoreJob] = [job for job in self.loads if not job.in_step]
@@ -303,7 +303,7 @@ class StepPlan:
 class Outcome(Enum):
     DONE = "done"
     MISSING = "missing"
-    """Load: a chunk was absent, corrupt or unreadable. Either: memory was too short."""
+    """A load's chunk was absent, corrupt or unreadable, or a load or store lacked memory."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -341,8 +341,8 @@ class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     in ``seconds`` of running, after ``waited_seconds`` behind other jobs.
 
-    Both totals include ``fetched``. ``copy_seconds``: of copies into the paged cache, some of them
-    made while chunks were fetched. ``differences``: the findings of an audit.
+    ``num_bytes`` and ``seconds`` include ``fetched``. ``copy_seconds``: of copies into the paged
+    cache, some of them made while chunks were fetched. ``differences``: the findings of an audit.
     """
 
     job_id: int
@@ -412,10 +412,10 @@ class RankReport:
     """What one rank did since its last report.
 
     ``start`` comes with or soon after the first report, and again if asked for. ``events`` are in
-    order of occurrence; ``num_leaving`` is the number of the rank's report of leaving chunks among
-    them, 0 without one. ``measured``: by a probe. ``written``: chunks whose values this rank has
-    put into or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters
-    were loaded or asked for. ``weights``: set if the weights may have changed or were read.
+    order of occurrence. ``num_leaving`` numbers the rank's reports of leaving chunks, from 1; it is
+    0 in others. ``measured``: by a probe. ``written``: chunks whose values this rank has put into
+    or found in Redis; filled only if KV cache events are on. ``adapters``: set if adapters were
+    loaded or asked for. ``weights``: set if the weights may have changed or were read.
     """
 
     rank: int

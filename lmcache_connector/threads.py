@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
-"""About the length of an idle step."""
+"""As long as a worker's idle step waits at most for a job to end."""
 
 
 def start_thread(

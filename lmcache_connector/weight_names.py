@@ -124,7 +124,7 @@ class WeightNames:
 
     def reset(self, *, is_external: bool) -> None:
         """vLLM's prefix cache was reset: the weights may have changed. ``is_external``: the reset
-        included this connector; only then the label is read."""
+        included this connector; only then is the label read."""
         self._num_questions += 1
         self.question, self.name = self._num_questions, ""
         self._asked_until = self._ask_again_at = self._clock() + _ASKED_SECONDS
@@ -223,10 +223,10 @@ class WeightNames:
             if self._kept.get(key, digest) != digest:
                 return own, "at earlier starts, the same files gave other weights in memory"
             if key in self._kept and not self._files.have_code:
-                return files, ""  # whatever has changed meanwhile, bytes are compared with bytes
+                return files, ""  # the bytes are as before, whatever has changed on disk
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
-            remedy = "a restart without such a change shares by the files"
+            remedy = "after a restart without such a change, the files name them"
             return own, f"{changed} changed while the weights were loaded, or later ({remedy})"
         if key:
             self._keep({key: digest})

@@ -276,7 +276,7 @@ def check_header(raw: Buffer, expected: ValueHeader) -> int:
 
 
 def check_value(raw: Buffer, stored: Buffer, expected: ValueHeader, sealer: Sealer) -> bool:
-    """Raise `InvalidValueError` unless the header ``raw`` is as ``expected``, and its seal that of
+    """Raise `InvalidValueError` unless the header ``raw`` is as ``expected``, and its seal fits
     ``stored``. Runs at memory speed, almost entirely without the GIL. Returns whether ``stored`` is
     compressed: `decompress` must then still succeed."""
     stored_bytes = check_header(raw, expected)

@@ -202,7 +202,7 @@ def purge(
 
 
 def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
-    # Commands report themselves what the tiers would log.
+    # The commands report what the tiers would log.
     logging.getLogger("lmcache_connector").addHandler(logging.NullHandler())
     logging.getLogger("lmcache_connector").propagate = False
     report = Report.to_terminal(as_json)

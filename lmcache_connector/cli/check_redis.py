@@ -58,8 +58,8 @@ def _judge_server(facts: ServerFacts, tier: RedisTierConfig) -> Finding:
 
 
 def _round_trip(admin: RedisAdmin, config: RedisTierConfig) -> Iterator[Finding]:
-    """Write, look up, read, compare and remove chunks. Their random keys touch no other chunks. An
-    engine's user may not remove them: they expire."""
+    """Write, look up, read, compare and remove chunks. Random keys touch no other chunks. They
+    expire if the user lacks the right to remove them."""
     geometry = ChunkGeometry(_TOKENS, 0, (256,) * _LAYERS, (0,), 1, "uint8")
     keys = [os.urandom(CHUNK_KEY_BYTES) for _ in range(_CHUNKS)]
     data = [os.urandom(geometry.chunk_bytes) for _ in range(_CHUNKS)]

@@ -1,7 +1,7 @@
 """Output of commands: tables for people, one JSON document for programs, and errors in words.
 
-Exit codes: 0 success, 1 a check has failed, 2 invalid command line or file, 3 a server cannot be
-reached.
+Exit codes: 0 success, 1 a check has failed or nothing was found or removed, 2 invalid command line
+or file, 3 a server cannot be reached, 130 interrupted.
 """
 
 from __future__ import annotations

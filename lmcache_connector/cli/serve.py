@@ -123,12 +123,12 @@ def plan(options: Options) -> Server:
     are_chosen = _RESERVED_CORES in os.environ or os.environ.get(_BOUND_CORES, "auto") != "auto"
     if is_for_cpu and not are_chosen and has_one_rank:
         environment[_RESERVED_CORES] = "1"
-        notes.append(f"{_RESERVED_CORES}=1 is set: vLLM keeps all the cores it computes on")
+        notes.append(f"{_RESERVED_CORES}=1 is set: vLLM occupies each core it computes on")
     is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
     available = available_memory()
     if is_for_cpu and has_one_rank and not is_chosen and available is not None:
         tier_bytes = int(config.cpu_gib * 2**30)
-        # The tier takes its memory as it fills: an oversized tier must not end the start.
+        # An oversized tier must not prevent a start: it takes its memory only as it fills.
         kv_bytes = max(available - tier_bytes, available // 2) // 4
         command += [_KV_BYTES, str(kv_bytes)]
         notes.append(

@@ -1,4 +1,4 @@
-"""``stats``: summaries of engines' ``/metrics``, since their start or with ``--watch`` live."""
+"""``stats``: summaries of engines' ``/metrics``, since their start or, with ``--watch``, live."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Snapshot:
 
     def __init__(self, url: str, samples: Iterable[Sample]) -> None:
         self.url = url
+        self.taken_at = time.monotonic()
         self._samples = list(samples)
 
     def select(self, name: str, **labels: str) -> list[Sample]:
@@ -120,7 +121,7 @@ def fetch(text: str) -> Snapshot:
     snapshot = Snapshot(text, _parse(metrics_text(text)))
     if not snapshot.select(f"{PREFIX}queried_tokens_total"):
         raise CliError(
-            f"{text}: these metrics lack those of this connector",
+            f"{text}: these metrics include none of this connector",
             "start vLLM with --kv-transfer-config, and without --disable-log-stats",
             code=1,
         )
@@ -265,7 +266,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         error = engine["audit_error_largest"]
         yield f"STORED KV WAS WRONG: relative error {error:.2g}; see the engine's log"
     if engine["roots_apart"]:
-        yield f"{engine['roots_apart']:.0f} roots are shared with no other engine"
+        yield f"{engine['roots_apart']:.0f} roots are no longer shared, after a failed audit"
     for node, state in engine["circuits"].items():
         yield f"{node}: circuit {state}"
 
@@ -303,7 +304,7 @@ def watch(report: Report, urls: Sequence[str], interval: float, count: int) -> i
             engines = []
             for url, before in readings.items():
                 readings[url] = _fetch_or_error(url)
-                engines.append(_since(url, before, readings[url], time.monotonic() - started))
+                engines.append(_since(url, before, readings[url], started))
             num_readings += 1
             away = [found for found in readings.values() if isinstance(found, CliError)]
             code = max((problem.code for problem in away), default=0)
@@ -324,13 +325,13 @@ def _fetch_or_error(url: str) -> Snapshot | CliError:
 
 
 def _since(
-    url: str, before: Snapshot | CliError, now: Snapshot | CliError, seconds: float
+    url: str, before: Snapshot | CliError, now: Snapshot | CliError, started: float
 ) -> dict[str, Any]:
-    """:func:`summarize` of the ``seconds`` between two readings."""
+    """:func:`summarize` of the time between two readings; without the first, since ``started``."""
     if isinstance(now, CliError):
         return {"url": url, "problem": str(now)}
-    base = now if isinstance(before, CliError) else before
-    return {"problem": None, "seconds": seconds, **summarize(now.since(base))}
+    base, at = (now, started) if isinstance(before, CliError) else (before, before.taken_at)
+    return {"problem": None, "seconds": now.taken_at - at, **summarize(now.since(base))}
 
 
 def _row(engine: dict[str, Any]) -> tuple[str, ...]:

@@ -207,7 +207,7 @@ def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: 
         lines.append(f"There are no values in {where}; `lmcache-connector ls` lists namespaces.")
     if unread := counts["needs_hash_key"]:
         lines.append(
-            f"{unread} carry a keyed tag: give --kv-config with the hash_key to check them."
+            f"{unread} have seals made with a hash_key: give --kv-config with it to check them."
         )
     if bad:
         lines.append(table(("unsound value", "problem"), bad[:_MAX_SHOWN]))

@@ -76,7 +76,7 @@ HashKey = Annotated[
         lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
     ),
 ]
-"""Keys the names and seals of chunks, with or without Redis."""
+"""The secret from which names and seals of chunks are made, with or without Redis."""
 RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
 """URL of one server, of Sentinels or of a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -90,7 +90,7 @@ class ConnectorConfig(StrictSettings):
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """The unit of lookup, storage and eviction: a multiple of vLLM's block sizes, by default 128
-    or the next multiple. Instances that share KV need the same. Redis takes values up to 64 MiB."""
+    or the next multiple. Instances that share KV need the same. Redis: 64 MiB a layer and head."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
     Data-parallel engines have one each."""
@@ -140,8 +140,8 @@ class ConnectorConfig(StrictSettings):
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
     peer_host: Annotated[str, _checked(lambda host: Address(host, 1).check())] | None = None
-    """Host at which peers reach this instance, if it is not that of ``peer_listen``. Routers
-    receive it."""
+    """Host at which peers reach this instance, if it is not that of ``peer_listen``. Also sent
+    to the router."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
     """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
     as ``10.0.0.0/16``. An empty list: requests may name none."""
@@ -166,8 +166,8 @@ class ConnectorConfig(StrictSettings):
     loads_in_step: bool = True
     """Load hits from memory inside the step that uses them, where that is quick. The CPU tier then
     tells the scheduler before it evicts a chunk; if one is missing nevertheless, the engine
-    stops with an error. No effect under Ray, where calls such as weight updates may pass
-    steps."""
+    stops with an error. No effect under Ray, where calls such as weight updates may
+    overtake steps."""
     require_cache_salt: bool = False
     """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -256,7 +256,7 @@ class ConnectorConfig(StrictSettings):
         return Address(self.peer_host or listens.host, listens.port + first_rank)
 
     def trusts(self, peer: Address) -> bool:
-        """Whether chunks loaded from ``peer`` at a request's wish may be kept and passed on."""
+        """Whether chunks loaded from ``peer``, which a request named, may be kept and passed on."""
         is_ours = self.hash_key is not None or peer.is_loopback
         return is_ours or peer in self.peer_addresses
 

@@ -95,7 +95,7 @@ class CostModel:
     def observe_prefill(self, num_tokens: int, context_tokens: int, seconds: float) -> None:
         """One step computed ``num_tokens`` of a prompt after ``context_tokens``.
 
-        Several prompts count as one: the sum of their tokens, the mean of their contexts.
+        Several prompts count as one that reads as much KV: see :class:`PrefillWork`.
         """
         least = self.steps.decode_seconds
         if self._prefill.known and seconds < (1 + _MIN_PREFILL_SHARE) * least:
@@ -128,7 +128,7 @@ class CostModel:
         return speed.stalled and not speed.is_outdated(self._clock())
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
-        """Decide one request, once: the decision may put a tier on trial."""
+        """Decide how much of one hit to load. Has an effect: it may put a tier on trial."""
         compute_seconds = self.compute_seconds(offer.context_tokens, offer.prompt_tokens) or 0.0
         if self.mode == "always" or not self._prefill.known:
             *_, prefix = (Prefix(), *self._to_compare(offer))  # the longest, or none
@@ -184,9 +184,9 @@ class CostModel:
         return trial
 
     def _end_of_trial(self, offer: LoadOffer, best: Prefix, compute_seconds: float) -> int:
-        """The most chunks that waste at most 5 % of recompute at the last load's speed, and about
-        twice its bytes: the tier may be far slower now. A single chunk would always look slow where
-        latency dominates."""
+        """The most chunks that waste at most 5 % of recompute at the last load's speed, and are at
+        most about twice its bytes, as the tier may be far slower now; the first end at least. A
+        single chunk would always look slow where latency dominates."""
         start, first = best.num_chunks, offer.end_after(best.num_chunks)
         tier, longest = offer.tiers[start], best.rest_seconds + STALL_SHARE * compute_seconds
         last_bytes, last_seconds = self.tiers[tier].last_load

@@ -26,7 +26,7 @@ class LoadOffer:
 
     ``context_tokens`` of ``prompt_tokens`` are computed. ``tiers``: the tier of each chunk of the
     hit, in prompt order; the first chunk may be computed in part. ``chunk_bytes``: bytes per chunk
-    on the rank with the largest part. ``queued_bytes``: bytes per tier ahead of this load, which
+    on the rank with the largest share. ``queued_bytes``: bytes per tier ahead of this load, which
     can begin after ``wait_seconds``.
     ``step_seconds``: length of the coming steps, ``None`` if nothing runs in them.
     ``num_waiting``: requests that no step has begun, this one included.

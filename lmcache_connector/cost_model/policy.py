@@ -4,8 +4,8 @@ Measurements come from:
 
 - engine start: every rank times a load from memory (the self-test) and from Redis (a probe), and
   reports both before the first request (:meth:`LoadPolicy.observe_measured`);
-- every load and store, which reports its service time and its queueing time. Queueing is not the
-  tier's: how long stores delay the loads that depend on them is learned separately;
+- every load and store, which reports its service time and its queueing time. Queueing
+  does not count as the tier's: how long stores delay loads that need them is learned separately;
 - the scheduler side, which times steps by its own calls: it plans a step when one has ended;
 - the worker, which times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
@@ -99,7 +99,7 @@ _FORGET_LATE_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class _Running:
     """An open load. ``fetches``: chunks that memory lacks, with their tiers. ``num_bytes``: per
-    tier, on the rank with the largest part. ``wait_seconds``: predicted queueing time. A queued
+    tier, on the rank with the largest share. ``wait_seconds``: predicted queueing time. A queued
     load can be late by ``deadline_seconds`` at most."""
 
     fetches: tuple[tuple[bytes, Tier], ...]
@@ -168,7 +168,7 @@ class LoadPolicy:
         after_job: int = 0,
         num_firm: int = 0,
     ) -> LoadDecision:
-        """Decide one request, once.
+        """Decide how much of one request's hit to load.
 
         The hit begins with the chunk that holds token ``context_tokens``. ``tiers`` has
         one entry per chunk, ``keys`` one per chunk and prefix part. ``ends`` and ``other_bytes``:

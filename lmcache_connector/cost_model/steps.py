@@ -9,8 +9,8 @@ with asynchronous scheduling, 1 without) a load goes through these stages::
     computed  the rest, in step k + j + n
 
 So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
-and 1 more for each step that the load outlasts. While nothing else runs, steps are empty and last
-about a millisecond: then the load's own time decides.
+and 1 more for each step that the load outlasts. While nothing else runs, steps are empty, and
+end soon after the load: then its own time decides.
 
 A step lasts as long as a decode step, which is measured, plus the compute of its prompt tokens.
 
@@ -86,8 +86,8 @@ _NUM_LAST = 5
 class StoreBacklog:
     """The open stores, and how long a store takes, waiting included.
 
-    Behind four stores of 8,192 tokens at 1 GB/s, hits of as many took 1.98 times as long as
-    recompute without it, and 1.00 with it (``benchmarks.gpu_storms --stores-ahead 4``).
+    Behind four stores of 8,192 tokens at 1 GB/s, hits of as many tokens took 1.98 times as long as
+    recompute if the backlog was ignored, else 1.00 (``benchmarks.gpu_storms --stores-ahead 4``).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -41,7 +41,7 @@ class TierSpeed:
     A load of ``x`` bytes from the idle tier takes ``latency_seconds + x * seconds_per_byte``; both
     are 0 if unknown. ``failure_rate``: fading share of loads that stalled or broke; 2 % without
     any. ``known`` is false until a load was measured. ``stalled`` is true from a load that hung or
-    broke until the next one that arrived. If a tier is not ``probed``, only a request's load can
+    broke until a load or probe arrives. If a tier is not ``probed``, only a request's load can
     show the end of a stall, so the stall expires like any outdated measurement.
     """
 

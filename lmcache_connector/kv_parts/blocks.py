@@ -37,8 +37,8 @@ class BlocksInUse:
     With several batches under way, vLLM frees a request's blocks while its last passes are queued.
     A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
-    ``num_batches`` steps are under way at once. vLLM does not report the blocks that it frees
-    behind windows and states: without ``is_told``, every block counts as in use.
+    ``num_batches`` steps are under way at once. ``is_told``: vLLM reports all blocks that it frees,
+    unlike those behind windows and states; if not, and with several batches, all count as in use.
     """
 
     def __init__(self, num_batches: int, *, is_told: bool) -> None:
@@ -63,7 +63,7 @@ class BlocksInUse:
             self.changes = True
 
     def mark_all_in_use(self) -> None:
-        """Requests were preempted, and it is not known which blocks they had."""
+        """It is not known which blocks were freed, as after a preemption, a reset or a failure."""
         self._num_unknown = len(self._freed)
         self.changes = self._num_unknown > 0
 

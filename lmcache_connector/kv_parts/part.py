@@ -5,8 +5,8 @@ last few, and a recurrent state one snapshot at E. vLLM splits such layers into 
 it suits its memory; a *part* is all layers of one rule and one shape, whatever groups they are in,
 so instances that group layers differently share chunks.
 
-A chunk is stored as one value per part, under a key of its own. A hit ends where the tiers have
-the needed chunks of every part.
+A chunk is stored part by part, each under a key of its own. A hit ends where the tiers have the
+needed chunks of every part.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class AnyLookup:
     ) -> dict[bytes, Tier]:
         """The first tier that holds each key, as far as known by ``deadline`` on the clock.
 
-        ``gives_way``: given for a trial, which no request waits for; it ends once this is true, but
-        for a server that would then be late for the next lookup."""
+        ``gives_way``: given for a trial, which no request waits for. The trial ends once it returns
+        true, unless a server's answer is late: it would then delay the next lookup, too."""
         self.absent = None
         if not keys:
             return {}

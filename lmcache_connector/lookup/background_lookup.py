@@ -1,11 +1,11 @@
 """Looks chunks up in Redis and peers off the scheduler's thread, and keeps each request's answers.
 
 A lookup begins when its request arrives. ``get_num_new_matched_tokens``, which must not wait for a
-network, waits about a millisecond for the answer, and else asks again in the next step. A lookup
-past its deadline is a miss.
+network, waits about a millisecond for the answer; if there is none, vLLM asks again in the next
+step. A lookup past its deadline is a miss.
 
-While all tiers were slow and no request waits, a trial shows now and then whether one is quick
-again, so that the next request knows whether to wait.
+If all tiers were slow in the last lookup and no request waits, a trial shows now and then whether
+one is quick again, so that the next request knows whether to wait.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class BackgroundLookup:
         return pending
 
     def try_soon(self) -> None:
-        """A request asks nothing because all tiers were slow: repeat the trial without delay."""
+        """A request has asked, or would if all tiers were not slow: the next trial comes soon."""
         self._trial_pause, self._trial_at = _IDLE_SECONDS, 0.0
 
     def report(self, tally: Tally) -> None:
@@ -149,8 +149,8 @@ class BackgroundLookup:
         return found
 
     def _try_if_slow(self) -> None:
-        """Repeat a part of the last lookup, for its duration, less and less often, unless any
-        prompt would wait for the quickest tier."""
+        """Repeat a part of the last lookup to time it, less and less often; not if the quickest
+        tier is so quick that any prompt would wait for it."""
         now, quickest = self._clock(), min(self.expected_seconds.values(), default=0.0)
         if quickest > MIN_LOOKUP_SECONDS and now >= self._trial_at:
             self._trial_at = now + self._trial_pause
@@ -179,7 +179,7 @@ class BackgroundLookup:
             return before
         if took >= _WHOLE_SHARE * self._deadline_seconds:
             return inf
-        # It was not asked, or had what others left of the time: it is no quicker than before.
+        # It was not asked, or others left it little time: it does not count as quicker.
         return max(took, before)
 
 

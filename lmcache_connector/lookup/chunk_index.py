@@ -24,8 +24,8 @@ from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 
 class ChunkIndex:
-    """``world_size``: number of ranks that must hold a chunk. ``needed``: bit set of the ranks that
-    must, if ranks read from each other: see :class:`Owners`."""
+    """All ``world_size`` ranks must hold a chunk or, if ranks read from each other, only those in
+    the bit set ``needed(key)``: see :class:`Owners`."""
 
     def __init__(self, world_size: int) -> None:
         self._all_ranks = (1 << world_size) - 1
@@ -81,7 +81,7 @@ class ChunkIndex:
             self._planned[key] = job_id
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
-        """A store job has ended on all ranks; events have reported what it stored."""
+        """A store job has ended (events have reported what it stored), or is cancelled."""
         for key in keys:
             if self._planned.get(key) == job_id:
                 del self._planned[key]

@@ -1,4 +1,4 @@
-"""Addresses of peers."""
+"""Addresses of peers, routers and APIs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where rank 0 of an instance serves chunks; rank r listens r ports higher. ``is_dns``: one
+    """Host and port. Of a peer: those of rank 0; rank r listens r ports higher. ``is_dns``: one
     instance per address that the name resolves to."""
 
     host: str
@@ -38,7 +38,7 @@ class Address:
     def check(self) -> Address:
         """Returns itself. Raises ``ValueError`` if ``host`` is no host."""
         is_host = _is_address(self.host) or _NAME.fullmatch(self.host)
-        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # any scope passes
+        if not is_host or len(self.host) > 253 or not self.host.isprintable():  # odd IPv6 scopes
             raise ValueError("neither a host name nor an address")
         return self
 

@@ -116,7 +116,7 @@ class PlainChannel:
 
 def _without_tail(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:
     """Large ``views`` without their last 256 KiB, and a low-water mark of 256 KiB: the bytes left
-    out arrive last, and lift the socket to the mark. Small ``views`` whole, and a mark of 1."""
+    out follow in the queue, which so reaches the mark. Small ``views`` whole, and a mark of 1."""
     left = sum(map(len, views)) - _LOW_WATER_BYTES
     if left < _LOW_WATER_BYTES:
         return views, 1

@@ -14,7 +14,7 @@
 ``LEASE NAME...``                     Unix socket only: one string, per value its offset in that
                                       memory and its header, see ``PLACE``. The chunks stay until
                                       the next ``LEASE`` but one or ``RELEASE``
-``SCAN``, ``DBSIZE``                  Unix socket only: names of whole heads
+``SCAN``, ``DBSIZE``                  Unix socket only: names, and number, of the values
 ``PING``, ``SELECT 0``, ``QUIT``      as in Redis
 ``PTTL``, ``INFO``                    no expiry; an empty string
 ====================================  ==========================================================
@@ -60,7 +60,7 @@ _MAX_NAME_BYTES = 256
 _SCAN_MOST = 1024
 _MAX_WAIT_MS = 10_000
 _MAX_HEADERS = 256  # cached per chunk: readers may ask for any run of its layers
-# Of the chunks that one ``LEASE`` pins; but two of any size, as batches of values cross borders.
+# Beyond these bytes a ``LEASE`` pins no more chunks, but always two: a batch may span two.
 _MAX_LEASED_BYTES, _LEAST_LEASED_CHUNKS = 64 << 20, 2
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -134,8 +134,8 @@ class Greeting:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """``parts`` are sent in order, then ``lease`` is released. ``is_early``: a later reply may
-    contain more. ``held``: leases that the client keeps. ``kept``: the ``held`` leases of how many
-    earlier replies it keeps; ``None``: all. ``descriptor`` is sent along with the parts."""
+    contain more. ``held``: leases that the client keeps. ``kept``: number of the latest earlier
+    replies whose ``held`` leases it keeps; ``None``: all. ``descriptor`` is sent with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
@@ -184,9 +184,9 @@ def _bulk(value: bytes) -> bytes:
 class Commands:
     """Answers the commands of all clients. One thread calls everything except `seal`.
 
-    ``geometries``: of this rank's chunks. A value is sealed once, by `seal` or when first sent: its
-    bytes do not change once stored. ``max_payload_bytes``: of the values that ``SCAN`` lists and
-    readers request.
+    ``geometries``: of this rank's chunks. `seal` or the first read seals a value; the header is
+    kept, up to a limit per chunk, since stored bytes do not change. ``max_payload_bytes``: of the
+    values that ``SCAN`` lists and readers request.
     """
 
     def __init__(

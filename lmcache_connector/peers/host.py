@@ -81,7 +81,7 @@ class HostFolder:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_folder(os.geteuid())
         self._fd = self._open()
-        # With its last user: threads that a shutdown leaves behind may still be one.
+        # Closed with the last reference, not at exit: threads that outlive a shutdown may use it.
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._seen: tuple[int, int] | None = None
 

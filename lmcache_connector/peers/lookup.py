@@ -114,7 +114,7 @@ class PeerLookup(RedisLookup):
 def enough(
     lookups: Sequence[RedisLookup], keys: Sequence[bytes], node_lookups: Sequence[NodeLookup]
 ) -> Callable[[Sequence[NodeLookup]], bool]:
-    """A test whether to stop waiting: every key is found, or all but late peers have answered."""
+    """Returns a test to end a wait: every key is found, or all but late peers have answered."""
     first_answer_at: float | None = None
 
     def is_enough(left: Sequence[NodeLookup]) -> bool:

@@ -257,7 +257,7 @@ def _reply_deadline(limit: Deadline, least: float = 0.001) -> Deadline:
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """Map read-only. Raises ``ValueError`` for a memfd that could shrink."""
+    """Map read-only. Raises ``ValueError`` for a memfd whose size could change."""
     if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALED != _SEALED:
         raise ValueError("memory whose size may change")
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)

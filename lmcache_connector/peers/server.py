@@ -47,7 +47,7 @@ _CREDENTIALS = struct.Struct("@iII")  # process, user, group
 
 
 def _quarter_of_descriptors() -> int:
-    """1,024 at most: an engine opens four connections to each rank of its peers, or more."""
+    """At most 1,024. An engine opens four or more connections to each rank of its peers."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(most // 4, 1024) if most > 0 else 1024  # -1 is unlimited
 

@@ -1,5 +1,5 @@
 """The peers to ask: all engines on this host and all configured ones, since each may hold any
-chunk. Instances that requests name (guests) are asked for those alone, and forgotten later."""
+chunk. Instances that requests name (guests) are asked only for these requests, then forgotten."""
 
 from __future__ import annotations
 

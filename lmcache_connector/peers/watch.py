@@ -56,8 +56,8 @@ class TransferWatch:
     def ask(
         self, source: Address, transfer_id: str, seconds: float, keys: Sequence[bytes] = ()
     ) -> Awaited:
-        """Returns at once; the answer follows within ``seconds``. Without a ``transfer_id``, ask
-        which of the chunks ``keys`` are cached."""
+        """Returns at once. The answer may come after ``seconds``: the caller ends the wait. Without
+        a ``transfer_id``, ask which of the chunks ``keys`` are cached."""
         now = self._clock()
         awaited = Awaited(source, transfer_id, now + seconds, now, keys)
         for _ in range(2):  # an idle thread may end between these two calls
@@ -201,17 +201,17 @@ class _InstancePoller:
             self.is_ended |= not (self._open or self._read)
             return not self.is_ended
 
-    def _ask_again_if_lost(self) -> None:
+    def _ask_again_if_lost(self, is_retry: bool = False) -> None:
         """Retry once on a connection used before: the server may have closed it while idle."""
         may_retry = bool(self._clients)
         try:
-            self._work()
+            self._work(may_connect=bool(self._open) or is_retry)
         except CONNECTION_ERRORS as error:
             if not may_retry:
                 self._give_up(error)
             self._disconnect()
             if may_retry:
-                self._ask_again_if_lost()
+                self._ask_again_if_lost(is_retry=True)
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:
@@ -227,28 +227,30 @@ class _InstancePoller:
             client.close()
         self._clients, self._engine_id = [], ""
 
-    def _work(self) -> None:
+    def _work(self, may_connect: bool) -> None:
         """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
-            if not self._open:
+            if not may_connect:
                 self._read = []
                 return
             self._connect()
         with self._changed:
-            asked, read, self._read = self._open[:_MAX_ASKED], self._read, []
-            self._has_more = False
+            asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
+            self._has_more = len(self._read) > len(read)
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
             if not (each.transfer_id or each.is_cancelled):
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for rank, client in enumerate(self._clients):
             if read:
-                client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
+                client.execute_command("DONE", self._reader, *read)
             wanted = [each for each in transfers if len(each.by_rank) == rank]
             if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
         self._is_troubled = False
-        with self._changed:  # round robin if there are more than fit into one command
+        with self._changed:
+            del self._read[: len(read)]
+            # Round robin if there are more than fit into one command
             left = (each for each in self._open if not each.is_done)
             self._open = sorted(left, key=set(asked).__contains__)
 

@@ -58,7 +58,7 @@ def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """A digest, since salts may be secrets. Requests without a salt are one tenant: empty."""
+    """A digest, since salts may be secrets. All requests without a salt are tenant ``b''``."""
     if not cache_salt:
         return b""
     return blake3(cache_salt.encode("utf-8", "surrogatepass")).digest(_TENANT_BYTES)

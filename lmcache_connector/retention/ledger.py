@@ -11,9 +11,9 @@ Pinned chunks are not evicted; pins are limited. Among several claims on a chunk
 lifetime and the highest priority count. Evictions of chunks that the scheduler side relies on are
 announced first: see :mod:`lmcache_connector.retention.leaving`.
 
-A chunk is evicted only after the chunks that follow it in a prompt: using a chunk also uses all
-chunks before it, with the same claim, so no chunk is older, less pinned or shorter-lived than those
-that follow it.
+Unless they are in use, the chunks that follow a chunk in a prompt are evicted before it: using a
+chunk also uses all chunks before it, with the same claim, so no chunk is older, less pinned or
+shorter-lived than those that follow it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Ledger:
         self, limits: Limits, clock: Callable[[], float], leaving: LeavingChunks | None = None
     ) -> None:
         self.on_noted_use: Callable[[Iterable[bytes]], None] = lambda keys: None
-        """Called with the chunks in use that may be written to Redis."""
+        """Called with the chunks of each noted use whose chunks may be written to Redis."""
         self._leaving = leaving
         self._noting = threading.Lock()
         self._noted: Latest[PrefixUse, float] = Latest(MAX_USES)  # time of the latest note
@@ -158,9 +158,9 @@ class Ledger:
         self._refused_pins = 0
 
     def note(self, use: PrefixUse) -> None:
-        """Note a use by the engine's step, which thus never waits while the ledger walks a prompt.
-        The next `settle` applies it; a prompt noted repeatedly until then is walked once.
-        Thread-safe, O(1)."""
+        """Note a use. The engine's step calls this, so that it need not wait while the ledger walks
+        a prompt. A later `settle` applies the note; a prompt noted repeatedly until then is walked
+        once. Thread-safe, O(1)."""
         now = self._clock()
         with self._noting:
             self._noted[use] = now
@@ -178,8 +178,8 @@ class Ledger:
         self._enter(key, chunk, now)
 
     def expect(self, name: bytes, num_bytes: int) -> None:
-        """Stores of the tenant will add ``num_bytes`` (negative: fewer than announced). While the
-        tenant is above its share, its stores evict nothing of tenants within theirs."""
+        """Stores of the tenant will add ``num_bytes`` (negative: no longer expected). While all
+        such tenants have their share, stores evict nothing of tenants within theirs."""
         tenant = self._tenant(name)
         tenant.expected_bytes += num_bytes
         (self._expecting.add if tenant.expected_bytes else self._expecting.discard)(tenant)
@@ -194,7 +194,7 @@ class Ledger:
         """
         now = self.settle()
         self._use(keys, claim, parents, now)
-        for key in keys if self._awaited else ():
+        for key in filter(self._chunks.__contains__, keys if self._awaited else ()):
             for late, at in self._awaited.pop(key, {}).items():
                 if now - at <= _STORE_SECONDS:
                     self._use([key], late, (), now)
@@ -220,7 +220,7 @@ class Ledger:
         return now
 
     def drop(self, key: bytes, memory: Any = None) -> None:
-        """The tier has removed the chunk from ``memory``; ``None``: it is being stored again."""
+        """The tier has removed the chunk, held in ``memory``; ``None``: it is stored again."""
         if self._leaving is not None and memory is not None:
             self._leaving.remove(key, memory)
         chunk = self._chunks.pop(key, None)
@@ -267,7 +267,7 @@ class Ledger:
                     break
             is_enough = len(victims) == count
             for key, is_victim in seen.items():
-                # Free chunks too if none is evicted: they stay before those that they build on.
+                # If none is evicted, free chunks too: they must go before the chunks they build on.
                 if not (is_victim and is_enough):
                     self._pass_over(key)
             if is_enough:
@@ -325,7 +325,9 @@ class Ledger:
                 yield EvictionReason.OLDEST, key
         is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
         if self._over and is_shared:
-            for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
+            for tenant in sorted(
+                self._over, key=lambda each: -each.num_bytes - each.expected_bytes
+            ):
                 yield from self._excess(tenant, now, may_go)
         if is_shared and self._only_over_share_expected():
             for tenant in (self._unowned, *self._over):

@@ -13,10 +13,10 @@ with a weaker hash the lineage covers these tokens too. The KV of a drafter's he
 the token after the block, which the hash leaves out: vLLM may join blocks of requests that
 continued differently. The lineage then covers that token.
 
-A request is *witnessed* up to the end of its leading blocks with its own lineage, and then as far
-as it is computed from there. After a gap nothing is witnessed until the request begins again: later
-KV builds on the gap, and with asynchronous scheduling vLLM loses a token of a request in which
-another connector's load inside a step has failed.
+A request is *witnessed* up to the end of those leading blocks that have its own lineage, and then
+as far as it is computed from there. After a gap nothing is witnessed until the request begins
+again: later KV builds on the gap, and with asynchronous scheduling vLLM loses a token of a request
+in which another connector's load inside a step has failed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BlockWitness:
         return blocks
 
     def unpin(self, blocks: list[KVCacheBlock]) -> None:
-        """vLLM hands out those of the blocks that are free now after all other free blocks."""
+        """Of these blocks, vLLM hands out the free ones after all other free blocks."""
         if self._manager is not None and self._pinned.pop(id(blocks), []):
             self._manager.block_pool.unpin_blocks(reversed(blocks), self._on_reuse)
 

@@ -24,8 +24,8 @@ class EngineStart:
     """Makes the hasher once all ``world_size`` ranks have reported the same configuration.
 
     ``make_hasher`` takes the configuration: digests by name. ``learn`` first gets the reports if
-    they contain more than the scheduler's process knows. If the ranks disagree, or are silent for
-    ten seconds while a request waits, all requests bypass the connector, and one error is logged.
+    they contain more than the scheduler's process knows. If they disagree, or are silent for ten
+    seconds while one waits, requests bypass the connector until all agree; the error is logged.
     """
 
     world_size: int

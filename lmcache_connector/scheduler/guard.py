@@ -1,6 +1,6 @@
 """Keeps vLLM's engine running when the scheduler side raises: a failure costs hits only.
 
-Guarded calls never raise: a failed call answers like a connector without KV, and the scheduler side
+Guarded calls raise only interrupts: a failed one answers like a connector without KV, and the side
 forgets all requests and jobs; the next plan tells the workers to cancel theirs. The guard keeps
 what was promised to vLLM, out of reach of the failure: a request that waits for a load is computed
 once no rank writes its blocks any more.

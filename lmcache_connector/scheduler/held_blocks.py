@@ -105,7 +105,7 @@ class HeldBlocks:
 
     def pin_ended(self, job_id: int, block_ids: Collection[int]) -> None:
         """Pin the blocks that a store of an ended request reads, whatever the bounds, until
-        :meth:`end_update`: some of them vLLM would reuse first."""
+        :meth:`end_update`, because vLLM would reuse some of them before other free blocks."""
         self._pin((job_id, True), block_ids)
 
     def end_update(self, *, is_idle: bool) -> None:

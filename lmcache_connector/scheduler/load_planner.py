@@ -62,8 +62,8 @@ class LoadPlanner:
         if load.in_step:  # for loads between steps, vLLM itself recomputes the last token
             end_token = min(end_token, state.request.num_tokens - 1)
         num_tokens = end_token - num_computed_tokens
-        # At the end of a run of chunked attention no KV is needed, and vLLM would wait for a load
-        # without chunks.
+        # At a border of chunked attention no KV is needed, and vLLM would wait for a load without
+        # chunks.
         if num_tokens <= 0 or not keys:
             return 0
         load.offered_from = num_computed_tokens
@@ -149,6 +149,8 @@ class LoadPlanner:
         load.job = None
         if job.source is None:
             self.policy.load_ended(job.job_id, results)
+        if state.request.is_finished():  # aborted: nothing is recomputed or saved
+            return None
         first = load.offered_from // self.settings.chunk_size
         end = keys.end_of(job.runs[-1].chunks[-1] + 1)
         is_whole = num_chunks == len(job.keys)

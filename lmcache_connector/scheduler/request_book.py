@@ -89,8 +89,8 @@ class RequestBook:
         return state
 
     def leaks_adapters(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether the step may compute a request with an adapter, maybe one that bypasses; one
-        whose first step a failure lost counts. Called for each step where adapters leak."""
+        """Whether the step may compute a request with an adapter, even one that bypasses the cache.
+        Requests whose first step was not seen here count. Call for each step if adapters leak."""
         self._plain -= scheduler_output.finished_req_ids
         for new in scheduler_output.scheduled_new_reqs:
             (self._plain.discard if new.lora_request else self._plain.add)(new.req_id)
@@ -110,7 +110,7 @@ class RequestBook:
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
-        # vLLM splits an image of such a model only if a step begins in it, as after a hit.
+        # vLLM splits an image of a mm-prefix model only if a step begins in it, as after a hit.
         is_split = any(span.start < end < span.end for span in spans)
         if is_split and self.settings.is_mm_prefix_lm:
             return False, False

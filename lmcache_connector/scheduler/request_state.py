@@ -25,7 +25,7 @@ class SchedulerSettings:
     """The configuration of the scheduler side. Sizes in tokens, times in seconds."""
 
     chunk_size: int
-    parts: tuple[Part, ...]  # parts needed of every chunk come first
+    parts: tuple[Part, ...]  # those with full attention come first
     world_size: int
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
@@ -103,8 +103,8 @@ class WitnessState:
     ``num_tokens`` may include drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the first ``num_vouched`` tokens fill
     are vouched for. Below ``due_at`` tokens, further steps change only ``num_tokens``. ``has_gap``:
-    compute continued from tokens that are not witnessed. ``has_evicted``: vLLM's hit began the
-    request, and its unvouched blocks have left vLLM's prefix cache. ``unnamed``: recurrent states
+    compute continued from tokens that are not witnessed. ``has_evicted``: unvouched
+    blocks of vLLM's hit have left vLLM's prefix cache. ``unnamed``: recurrent states
     as vLLM has offered them, whose keys depend on an unknown token.
     """
 

@@ -4,7 +4,7 @@ Token ranges of one request, chunks of ``chunk_size`` tokens::
 
     |-- vLLM has these --|------ hit, loaded ------|-- computed --|
     0            num_computed                  hit end        num_tokens
-              first chunk ^ may begin inside a chunk
+              first chunk ^ may begin before num_computed
 
 One :class:`RequestState` per request holds everything known about it. The state outlives the
 request while store jobs still read the request's former blocks. The request book owns the set of
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _ASK_AGAIN_SECONDS = 10.0
 """How long a request may wait for a hit, KV transfers aside; then it is computed."""
 _SAMPLES_SECONDS = 0.1
-"""Samples for ``/metrics`` wait so long while requests run: most polls only read the clock."""
+"""Samples for ``/metrics`` wait this long while requests run: most polls only read the clock."""
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class Scheduler:
         state = self._enter(request, wait)
         is_current = self.book.identifier.is_current(request, wait)
         if state is PENDING or is_current is PENDING:
-            # Even without a hit: KV computed before the request is identified is not stored.
+            # Wait even if there is no hit: KV computed before identification is not stored.
             return None
         if state is None or not is_current:
             return 0
@@ -421,10 +421,10 @@ class Scheduler:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Give the request's blocks back to vLLM; stores read them until vLLM reuses them. If vLLM
-        ``is_updating`` from a step's output, they are pinned until :meth:`take_events` at least.
-        Returns True if vLLM must keep the blocks until all ranks have stored them for another
-        instance, and the parameters for the router."""
+        """Give the request's blocks back to vLLM; open stores read them until vLLM reuses them.
+        ``is_updating``: during an update from a step's output; those blocks are then pinned until
+        :meth:`take_events` at least. Returns True if vLLM must keep the blocks until all ranks have
+        stored them for another instance, and the parameters for the router."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
@@ -442,7 +442,7 @@ class Scheduler:
         return self.transfers.finished(request, state, block_ids, stores)
 
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
-        """Store what remains of a finished request, and cancel its load."""
+        """Store what remains of a finished request; if its load is open, only cancel that."""
         self.auditor.drop(state)
         request = state.request
         if state.load.job is not None:
@@ -454,14 +454,14 @@ class Scheduler:
             self._plan_store(state, num_tokens, lambda: block_ids, self._snapshots(state, ()))
 
     def take_events(self) -> Sequence[KvEvent]:
-        """KV events since the last call. vLLM has processed the step's output, and whoever steps
-        the engine may reset the cache next."""
+        """KV events since the last call. Ends pins, because vLLM has processed the step's output,
+        and whoever steps the engine may reset the cache next."""
         if self.held.is_holding:
             self.held.end_update(is_idle=self.is_idle)
         return self.kv_events.take() if self.kv_events.untaken else ()
 
     def will_free_blocks(self) -> bool:
-        """vLLM found too few free blocks: whether it should wait for a step, not preempt."""
+        """vLLM found too few free blocks: whether to wait one step instead of preempting."""
         return self.held.should_wait()
 
     @property
@@ -497,8 +497,8 @@ class Scheduler:
         return short_loads
 
     def take_metrics(self) -> Samples | None:
-        """Samples for ``/metrics`` since the last call; ``None`` if there are none or they can
-        wait: when idle, there may be no next step."""
+        """Samples for ``/metrics`` since the last call; ``None`` if there are none, or if they can
+        wait. They cannot when idle, because there may be no next step."""
         now = self.clock()
         if now < self._samples_at and not self.is_idle:
             return None

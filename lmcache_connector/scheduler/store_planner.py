@@ -105,7 +105,7 @@ class StorePlanner:
         snapshots: Sequence[Snapshot] = (),
     ) -> StoreJob | None:
         """A store of ``snapshots`` and of the full chunks among the first ``num_witnessed_tokens``,
-        as far as the CPU tier or, with ``redis_admission``, Redis may lack them.
+        as far as the CPU tier or, with admission of "reused", Redis may lack them.
 
         ``resolve_block_ids`` lists the request's blocks per KV cache group; called only if needed.
         """
@@ -144,7 +144,7 @@ class StorePlanner:
         return job
 
     def ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
-        """All ranks have reported, or none was asked: vLLM reused the blocks too soon."""
+        """All ranks have reported, or none was asked: blocks were reused, or weights changed."""
         if all(result.outcome is Outcome.CANCELLED for result in results):
             self.tally.count("dropped_stores", amount=len(job.keys))
         self.index.settle(job.keys, job.job_id)

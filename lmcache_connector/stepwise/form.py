@@ -74,7 +74,7 @@ class KVForm:
 
     def part(self, blocks: Sequence[torch.Tensor], chunk_size: int) -> PagedPart:
         """``blocks``: K and V of each layer in turn, ``[blocks, heads, tokens, content]``, of any
-        strides. Raises ``LayoutError`` for a layout that is not proved."""
+        strides. Raises ``LayoutError`` for a layout that cannot be verified."""
         geometry = self.geometry(chunk_size)
         caches = {f"layer {i // 2} {_HALVES[i % 2]}": each for i, each in enumerate(blocks)}
         specs = {

@@ -3,8 +3,8 @@
 It consists of the modules' classes by name and their plain attributes; the configuration; every
 byte of the weights in memory, or ``model_digest``; the precision of float32 products; the form of
 the KV; and the engine's name, so that two kinds of engines never share KV. Files do not count: a
-model in memory may have been cast, merged or trained. ``label`` identifies code of the caller's.
-What alters a pass has no identity: see :func:`alteration`.
+model in memory may have been cast, merged or trained. ``label`` identifies the caller's
+own code. Passes altered by hooks, autocast or training are not identified: see :func:`alteration`.
 
 The state is read before every prompt, so this must be fast. A tensor's address and version do not
 show every write: fused optimizers, adapter merges through ``.data`` and weights made in inference
@@ -282,6 +282,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     span = 1 + sum((size - 1) * stride for size, stride in sizes)
     number = min(_NUM_SAMPLES, span)
     step = span // number
-    step -= step > 1 and step % 2 == 0  # an odd step reaches every column of a matrix
+    step -= step > 1 and step % 2 == 0  # an even step would always skip columns
     some = tensor.detach().as_strided((number,), (step,), tensor.storage_offset())
     return some.view(as_integer)

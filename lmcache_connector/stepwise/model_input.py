@@ -29,8 +29,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """The sequences of one step, in the same order in all fields. Raises ``ValueError`` if fields
-    disagree. Each field of numbers may be a tensor. A token that a step computes alone counts as
-    generated, and all before several as the prompt.
+    disagree. Each field of numbers may be a tensor. If a step computes one token of a sequence,
+    this counts as generated and those before it as the prompt; else all are the prompt.
 
     - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
       including those with KV, since a chunk's key depends on all tokens before it.

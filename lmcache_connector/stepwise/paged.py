@@ -103,7 +103,7 @@ class PagedSequences:
     def check(self, rows: Sequence[Row], *, is_after: bool = False) -> None:
         """Called before a pass and after it. Raises ``ValueError`` for inconsistent block tables:
         chunks would be stored with the KV of other tokens. Nothing is restored before a pass that
-        something alters, and nothing is stored if something alters it on either side."""
+        something alters, and nothing is stored if something alters it before or after."""
         before, self._alteration = self._alteration, alteration(self._model, self._device_type)
         self._is_altered = bool(self._alteration or (is_after and before))
         if self._alteration not in self._told:
@@ -158,9 +158,9 @@ class PagedSequences:
             self.tiers.store(keys.keys[first:end], first, self._part, blocks, row.cache_salt)
 
     def _begin(self, row: Row, keys: RequestKeys) -> bool:
-        """A step writes to the row's blocks behind its context. Forgets their content there, and
-        returns whether they hold the KV of the context, to be continued by an unaltered pass.
-        Compares at most a chunk per block."""
+        """Whether the row's blocks hold the KV of its context, and nothing alters the pass. Forgets
+        the content of the blocks behind the context, to which the step writes. Compares at most a
+        chunk per block."""
         wanted = list(self._lineages_of(row, keys, 0, row.context_len))
         is_known = all(self._holds(block, lineage) for block, lineage in wanted)
         self.forget(row.blocks[row.context_len // self._block_size :])
@@ -198,7 +198,7 @@ class PagedSequences:
                 f"their block table has {len(used)}"
             )
         if used and not 0 <= min(used) <= max(used) < there:
-            raise ValueError(f"block table: {min(used)} to {max(used)} exceed the {there} blocks")
+            raise ValueError(f"block table: {min(used)} to {max(used)}, but {there} blocks exist")
         if len(set(used)) < number:
             raise ValueError("a block table names a block twice, for different tokens")
 

@@ -1,8 +1,8 @@
 """The tiers for an engine that waits for its loads.
 
 The engine's thread looks chunks up, decides, and waits for a load until its deadline. Stores run in
-the background. This uses the parts of vLLM's scheduler side and workers, without plans between
-them, since both sides are one thread here.
+the background. The components are those that the scheduler side and the workers use under vLLM,
+without plans between them, since both sides are one thread here.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ class Tiers:
     def load(self, plan: LoadPlan, part: PagedPart, blocks: Sequence[int], skipped: int = 0) -> int:
         """Load the plan's chunks. Returns how many leading ones arrived in ``blocks``, verified.
 
-        ``blocks``: of all the chunks, without the first ``skipped``. Waits until the plan's
-        deadline. Raises :class:`StuckCopyError`.
+        ``blocks``: of the plan's chunks, without the first ``skipped`` blocks. Waits until the
+        plan's deadline. Raises :class:`StuckCopyError`.
         """
         self._last_job += 1
         stores = [self._index.planned_job(key) for key in plan.keys]
@@ -307,7 +307,7 @@ class Tiers:
 
     @contextmanager
     def _may_be_interrupted(self) -> Iterator[None]:
-        """End all jobs if the block raises: the caller may go on in their blocks."""
+        """End all jobs if the ``with`` body raises, since the caller may reuse their KV blocks."""
         self._end_interrupted()
         self._is_unfinished = True
         try:
@@ -318,8 +318,8 @@ class Tiers:
         self._is_unfinished = False
 
     def _end_interrupted(self) -> None:
-        """End the jobs that an interrupted block has left. The next pass does so, too, since an
-        interrupt may come here as well."""
+        """End the jobs that an interrupted ``with`` body has left. The next pass does this, too,
+        since an interrupt may also arrive here."""
         if not self._is_unfinished:
             return
         are_ended = self._rank.jobs.cancel_all(limits.SHUTDOWN_SECONDS)
@@ -364,7 +364,7 @@ class Tiers:
     def _ask_redis(
         self, keys: tuple[bytes, ...], are_in_cpu: list[bool], context_tokens: int, num_tokens: int
     ) -> Collection[bytes]:
-        """The keys that Redis is known in time to hold, of those missing in the CPU tier."""
+        """The keys missing in the CPU tier that Redis holds, if it answers in time."""
         missing = [key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu]
         if self._lookup is None or not missing:
             return frozenset()

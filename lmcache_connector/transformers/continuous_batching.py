@@ -114,7 +114,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
 
     def close(self) -> None:
         """Stop a running manager, whose requests then fail. Write what is queued for Redis, within
-        5 s, and release the manager, memory and threads. Idempotent."""
+        5 s, detach from the manager, and release memory and threads. Idempotent."""
         with self._closing:
             if not self._hooks:
                 return
@@ -152,7 +152,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         restored = self._paged.restore(row)
         self._paged.restored(row, restored)
         if restored == 0:
-            self._cache.free_blocks(request_id)  # the request waits on without blocks
+            self._cache.free_blocks(request_id)  # the request keeps waiting, without blocks
         else:
             self._whole[request_id] = restored
         return restored
@@ -179,14 +179,14 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         PagedAttentionCache.mark_complete_blocks(self._cache, state, complete_blocks)
 
     def _is_own_model(self) -> bool:
-        """Whether the model is unchanged. If not, running requests mix KV of two models."""
+        """If not, running requests mix KV of two models, and bypass the tiers from now on."""
         is_own = self._paged.is_same_model()
         if not is_own:
             self._whole.clear()
         return is_own
 
     def _is_altered(self) -> bool:
-        """Whether the model computes other KV than its own. Running requests then bypass."""
+        """Whether something alters the model's passes. Running requests then bypass the tiers."""
         is_altered = bool(find_alteration(self._manager.model, self._device))
         if is_altered:
             self._whole.clear()

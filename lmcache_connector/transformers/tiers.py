@@ -112,8 +112,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
                 self._tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within 5 s, and release the model, memory and threads.
-        Existing caches become plain ones. Idempotent."""
+        """Write what is queued for Redis, within 5 s, remove the model's hooks, and release memory
+        and threads. Existing caches become plain ones. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         if self._is_alive:
@@ -197,8 +197,8 @@ class KVTiers(AbstractContextManager["KVTiers"]):
         return (num_cached + len(call.token_ids) - call.num_read) // size * size
 
     def _is_same_model(self, cache: TieredCache) -> bool:
-        """Whether the cached KV and the current model belong together. Called before a restore or
-        store."""
+        """Whether the cached KV and the current model belong together. Gives an empty cache its
+        keys. Called before a restore or store."""
         self._identity.refresh()
         if not cache.token_ids:
             cache.keys = self._identity.keys(cache.cache_salt)
@@ -214,7 +214,7 @@ class KVTiers(AbstractContextManager["KVTiers"]):
     # -- chunks --------------------------------------------------------------------------------
 
     def _restore(self, cache: TieredCache, call: ForwardCall) -> int:
-        """Put the longest stored prefix into the cache. Returns how many call tokens it covers."""
+        """Put in the longest stored prefix. Returns how many of the call's tokens it covers."""
         assert cache.keys is not None
         size, num_cached = self._config.chunk_size, len(cache.token_ids)
         num_wanted = self._num_wanted(call, num_cached)

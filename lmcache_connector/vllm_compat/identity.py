@@ -86,7 +86,7 @@ def configuration_digests(
     ]
     if any(isinstance(spec, MambaSpec) for spec in specs):
         parts["state_order"] = envs.VLLM_SSM_CONV_STATE_LAYOUT or "SD"
-    if vllm_config.model_config.is_mm_prefix_lm:  # V1 lets tokens of a large image see more of it
+    if vllm_config.model_config.is_mm_prefix_lm:  # runner V1 lets a large image's tokens see more
         parts["is_v2_model_runner"] = vllm_config.use_v2_model_runner
     if any(isinstance(spec, MambaSpec) and not spec.tp_replicated for spec in specs):
         # Each rank's piece of a state is one value.

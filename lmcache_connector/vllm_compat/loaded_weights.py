@@ -304,7 +304,7 @@ class _HiddenWeights:
         self._handlers: list[weakref.ref[Any]] = []
         self.is_watched = False
         self.worker_made_at: float | None = None
-        """Of the process's last worker, for which layers are being loaded."""
+        """Creation time of the process's latest worker, whose layers are being loaded."""
 
     def watch(self) -> None:
         from vllm.platforms import current_platform
@@ -337,8 +337,8 @@ class _HiddenWeights:
             yield _UNSHOWN + getattr(handler, _DIGEST)
 
     def collect(self, models: dict[str, torch.nn.Module], since: float) -> None:
-        """Free layers that drafters replaced by the model's: reference cycles keep them, and they
-        would count until garbage collection."""
+        """Free a drafter's own layers that were replaced by the model's: reference cycles keep them
+        alive, and their digests would count until garbage collection."""
         if any(each.startswith(_UNSHOWN) for each in self.digests(models, since)):
             gc.collect()
 

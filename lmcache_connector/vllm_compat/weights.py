@@ -66,7 +66,7 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         return WeightFiles(f"sha256:{digest}", (*files.values(), *filter(None, links)))
     names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
-        "The weights of %s are not on this host's disk: instances identify them by name and "
+        "No weight files of %s were found on this host: instances identify them by name and "
         "revision alone. Set model_digest to a name of your own if that is not enough.",
         names,
     )

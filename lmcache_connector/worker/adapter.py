@@ -161,7 +161,7 @@ class WorkerAdapter:
         self._in_step += map(self._tiers.engine.load_in_step, plan.loads_in_step())
 
     def start_loads(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted; in a step with loads inside it, before. The other
+        """After the forward pass was submitted; before it in a step with loads inside. The other
         loads begin here: this forward pass reads none of them."""
         self._timer.stop()
         if plan.acked_leaving:
@@ -245,8 +245,8 @@ class WorkerAdapter:
         self._report_state()
 
     def step_failed(self, call: str, plan: StepPlan | None) -> None:
-        """A step has raised, or did not arrive, before ``call``. If the user goes on, vLLM takes
-        the step's blocks for computed, so nothing is stored any more."""
+        """A step has raised, or did not arrive, before ``call``. If the user goes on, vLLM treats
+        the step's blocks as computed, so nothing is stored any more."""
         if not self._has_failed:
             logger.warning(
                 "lmcache-connector: a step of this engine has failed, so some blocks were never "

@@ -9,10 +9,10 @@ one:
 - the *CPU lane* runs loads from the CPU tier;
 - *fetch lanes* run loads that may need Redis or a peer.
 
-A load waits for the store that it depends on. If another job is fetching a load's chunk, the
-load waits for that job, and then finds the chunk in the CPU tier if the tier keeps the chunk. A
-load into blocks that a forward pass still uses waits for that pass, but occupies no lane, and its
-deadline has not begun, as recompute would wait too. Of loads that can run, small ones overtake
+A load waits for the store that it depends on. A load that may fetch also waits while another job
+fetches one of its chunks, and then finds it in the CPU tier if the tier keeps it. A load into
+blocks that a forward pass still uses waits for that pass, but occupies no lane, and its deadline
+begins only then: recomputing would have to wait too. Of loads that can run, small ones overtake
 large ones that came a little earlier. A load whose deadline passes while it waits ends at once,
 even if all lanes are busy.
 
@@ -50,7 +50,7 @@ _AGE_PER_CHUNK_SECONDS = 0.010
 """A load overtakes another one that came up to this much earlier per chunk of size difference. The
 limit prevents starvation."""
 _FENCE_LOOK_SECONDS = 0.001
-"""Fences are polled, at a few microseconds each."""
+"""Seconds between two polls of the fences; a poll takes a few microseconds."""
 _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
 BY_TURN = attrgetter("turn", "job.job_id")
@@ -153,7 +153,7 @@ class WaitingJobs(list[QueuedJob]):
 
     def next(self, now: float) -> tuple[QueuedJob | None, float]:
         """Remove and return the job to begin. If none may begin: ``None``, and the seconds until
-        one may; sooner if a job ends whose store or chunks a load waits for."""
+        the next look; look sooner if a job ends whose store or chunks a load waits for."""
         if self and isinstance(self[0].job, StoreJob):  # the others come after it
             left = self[0].not_before - now
             return (None, left) if left > 0.0 else (self.pop(0), 0.0)
@@ -198,7 +198,7 @@ class JobQueue:
         self._store_delay = store_delay_seconds
         self._clock = clock
         self.is_busy = False
-        # Not a Lock: a signal could end a condition's wait before the thread holds that again.
+        # Not a Lock: a signal could end a condition's wait before the thread has reacquired it.
         self._lock = threading.RLock()
         self._store_came = threading.Condition(self._lock)  # for the store lane
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
@@ -367,7 +367,7 @@ class JobQueue:
         try:
             pause = between_stores()
         except Exception:  # the next call may succeed
-            logger.exception("Offering chunks to Redis again failed")
+            logger.exception("Chunks could not be offered to Redis again")
         finally:
             self._lock.acquire()
         self._between_at = self._clock() + pause

@@ -6,7 +6,7 @@ call of the copier. Each run of a job (its chunks of one part) is one store, or 
 pieces. Loads read the CPU tier directly; if Redis, a peer or another rank may have to be read, they
 go through :mod:`lmcache_connector.worker.lmcache_remote`, and copy chunks while more are coming.
 
-Threads: lanes call ``store``, ``load`` and ``compare`` at once, the engine's step ``load_in_step``.
+Threads: lanes call ``store``, ``load``, ``compare`` concurrently, the step ``load_in_step``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LoadInStep:
 
 @dataclass(slots=True)
 class RunTransfer:
-    """A run of a job, or a piece of one, between a tier and ``paged``, a paged cache; its result.
+    """The transfer of a run, or of a piece of one, between a tier and the paged cache ``paged``.
 
     A load ends at ``deadline``, a reading of the tiers' clock in seconds. ``source``: the only
     instance to read from; if trusted, its values stay in the CPU tier. Without ``asks_all``, the
@@ -184,7 +184,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         transfer.num_chunks = end
 
     def batched_to_gpu(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("LMCacheEngine only stores")
+        raise NotImplementedError("LMCacheEngine is used for stores only")
 
     to_gpu = from_gpu = batched_to_gpu
 
@@ -236,7 +236,7 @@ class LMCacheEngineAdapter:
             self.cpu.ledger.on_noted_use = self.writes.want
 
     def store(self, job: StoreJob, queued: QueuedJob) -> list[RunTransfer]:
-        """Copy chunks that the CPU tier lacks out of the paged cache; blocks the calling thread.
+        """Copy out of the paged cache what the CPU tier lacks; blocks the calling thread.
 
         Chunks that the tier had are reported as events, since the scheduler side may not know of
         them. Chunks go on to Redis as ``job.redis_keys`` says. Chunks that another rank stores, and
@@ -290,7 +290,7 @@ class LMCacheEngineAdapter:
                 num_bytes = len(coming) * transfer.paged.geometry.chunk_bytes
             with cpu.expecting(job.claim.tenant, num_bytes) if num_bytes else nullcontext():
                 self._retrieve(transfer)
-            if num_bytes:  # count them to the tenant: the next piece evicts chunks of this one
+            if num_bytes:  # as the tenant's: the next piece evicts chunks of this one
                 cpu.use(job)
             if transfer.num_chunks < len(keys):
                 first, *others = keys[transfer.num_chunks :]
@@ -349,8 +349,8 @@ class LMCacheEngineAdapter:
         return transfer
 
     def close(self, seconds: float, *, unmap: bool = True) -> None:
-        """Give queued writes to Redis ``seconds``, then drop everything. ``unmap``: see
-        :meth:`SharedMemory.close`; in vain if a thread of Redis has not ended."""
+        """Allow ``seconds`` for queued writes to Redis, then drop everything. ``unmap``: see
+        :meth:`SharedMemory.close`; ignored if a thread of the Redis tier has not ended."""
         if self._redis is not None and not self._redis.close(seconds):
             logger.warning("A thread of the Redis tier has not ended: memory is kept for it")
             unmap = False

@@ -1,7 +1,7 @@
 """Reads chunks that the CPU tier lacks from other ranks, peers and Redis.
 
-Memory objects come from the CPU tier and hold one value each, in canonical order. Every object that
-is not returned is released.
+Memory objects come from the CPU tier and hold one part of a chunk each, in canonical order. Every
+object that is not returned is released.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class RemoteTiers:
         transfer: RunTransfer,
         on_arrival: OnArrival,
     ) -> list[bool]:
-        """Read each chunk into its value from the first source that has it. Returns whether each
-        was read. Every source but the last gets half of the remaining time."""
+        """Read each chunk ``names[i]`` into ``values[i]`` from the first source that has it.
+        Returns whether each was read. Every source but the last gets half of the remaining time."""
         deadline, is_cancelled = transfer.deadline, transfer.queued.cancelled.is_set
         hits, left = [False] * len(names), list(range(len(names)))
         elsewhere = [i for i in left if self._cpu.is_read_from_owner(names[i])]

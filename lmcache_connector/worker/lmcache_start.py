@@ -1,5 +1,5 @@
-"""Starts LMCache's engine without side effects on the process, mostly vLLM's worker, in memory that
-other processes of this host may map read-only.
+"""Starts LMCache's engine without side effects on the process (usually vLLM's worker), in memory
+that other processes of this host may map read-only.
 
 LMCache allocates its CPU tier in one piece. If it is shared, that piece is a memfd: it has no name,
 so nothing is left behind, and needs no room in ``/dev/shm``. Memory that LMCache pins for a GPU is
@@ -42,8 +42,8 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""LMCache's unit of allocation, described to it as a token: parts have values of several sizes, and
-a value ends inside its last page."""
+"""LMCache's unit of allocation, described to it as a token: parts have chunks of several sizes, and
+a chunk ends inside its last page."""
 
 # No shrinking, no growing, and new mappings are read-only.
 _SEALS = 0x2 | 0x4 | 0x10
@@ -110,7 +110,7 @@ class ChunkNames(TokenDatabase):
     """Names chunks by the keys of the plan, which LMCache gets in place of tokens: the scheduler
     side has hashed the tokens. Hashing again would cost time and could disagree.
 
-    A value is described to LMCache as plain bytes: one layer and one head, a page wide.
+    A chunk is described to LMCache as plain bytes: one layer and one head, a page wide.
     ``offsets`` of a store are the pages of each chunk.
     """
 
@@ -226,7 +226,7 @@ def _in_daemon_thread(function: Callable[[], None]) -> None:
 
 
 def _stop_loop(error: BaseException) -> None:
-    """End LMCache's thread after a start that has raised ``error``: only its frames know it."""
+    """End LMCache's thread after a failed start; only the frames of ``error`` refer to it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(manager := frame.f_locals.get("self"), StorageManager):
             manager.loop.call_soon_threadsafe(manager.loop.stop)
@@ -271,7 +271,7 @@ class SharedMemory:
             try:
                 return self._allocate(size)
             except OSError as error:
-                logger.warning("Other engines read the CPU tier by a socket, unmapped: %s", error)
+                logger.warning("Other engines must read this CPU tier over a socket: %s", error)
                 return original(size, *args, **more)
 
         with _starting:

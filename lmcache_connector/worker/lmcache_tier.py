@@ -40,9 +40,9 @@ from lmcache_connector.worker.lmcache_start import (
 )
 
 _HEADERS = "lmcache_connector_headers"
-# Share of the CPU tier kept free or announced for coming chunks, and the most values announced.
+# Share of the CPU tier kept free or announced for coming chunks, and the most announced.
 _AHEAD_SHARE, _MAX_AHEAD = 1 / 8, 256
-_MAX_PLANS_AWAITED = 16  # per value
+_MAX_PLANS_AWAITED = 16  # per allocation
 
 
 class ChunkTable(
@@ -113,7 +113,7 @@ class ChunkLease:
 
     @property
     def headers(self) -> dict[Stripe, bytes]:
-        """Kept on the memory object, which LMCache creates anew for each chunk."""
+        """Sealed so far; kept on the memory object, which LMCache creates anew for each chunk."""
         found: dict[Stripe, bytes] = vars(self.memory).setdefault(_HEADERS, {})
         return found
 
@@ -225,7 +225,7 @@ class CpuTier:
 
     @property
     def num_chunks(self) -> int:
-        """Values: one per chunk and part."""
+        """Memory objects: one per chunk and part."""
         return len(self._table.chunks)
 
     @property
@@ -258,7 +258,7 @@ class CpuTier:
         """Expect ``num_bytes`` of the tenant inside the ``with``."""
         with self._backend.cpu_lock:
             self.ledger.expect(tenant, num_bytes)
-        self.announce_ahead(num_bytes)  # else each value would wait for a plan of its own
+        self.announce_ahead(num_bytes)  # else each allocation would wait for its own plan
         try:
             yield
         finally:
@@ -307,7 +307,7 @@ class CpuTier:
         return bool(self._changed or self.written)
 
     def tell(self, keys: Iterable[bytes]) -> None:
-        """Report of these chunks whether they are here."""
+        """Report whether these chunks are here."""
         self._changed.extend(keys)
 
     def tell_missed(self, key: bytes) -> None:
@@ -354,5 +354,5 @@ def _chunk_key(key: CacheEngineKey) -> bytes:
 
 
 def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
-    """A view of the value in the object's bytes, without the rest of its last page."""
+    """A view of the chunk's bytes in the object, without the rest of the last page."""
     return memoryview(memory.byte_array).cast("B")[: geometry.chunk_bytes]

@@ -52,7 +52,7 @@ def probe_keys(config: ConnectorConfig, root: Mapping[str, object]) -> list[byte
 
 
 class RedisProbe:
-    """Measures on request, and once at start; never without a ``tier`` or ``keys``.
+    """Measures on request, and once at start; only with a ``tier`` and ``keys``.
 
     ``keys``: chunks of one part to read, the same in every instance of the model; as many are used
     as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_updates``: whether :meth:`take` has
@@ -98,7 +98,7 @@ class RedisProbe:
         return result or ()
 
     def first(self, seconds: float) -> tuple[Fetched, ...]:
-        """The first measurement; while it is under way, a failure after ``seconds``."""
+        """The first measurement; while under way, a failure that took ``seconds``. Never waits."""
         return (Fetched(Tier.REDIS, 0, seconds, True),) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ value can vanish: the server restarted, a purge, expiry. While memory holds a ch
 would write it again. So chunks that requests use (`want`) are offered now and then, and chunks
 whose write failed (`ended`) again. An offer is a normal write: if the value exists, it costs one
 query, and renews the lifetime if so configured. While writes fail, a chunk is offered less and less
-often, and never given up.
+often, but as long as it is in memory and among the last 65,536 tracked.
 
 Offers have a bounded rate and come after new writes. The store lane makes them between jobs.
 """
@@ -69,7 +69,7 @@ class _State(NamedTuple):
 
 
 class Offers:
-    """Decides when to offer which chunk (pure), for the last 65,536 chunks wanted or written. Not
+    """Decides when to offer which chunk (no I/O), for the last 65,536 chunks wanted or written. Not
     thread-safe; times are readings of one clock."""
 
     def __init__(self, pace: Pace) -> None:

@@ -1,8 +1,8 @@
 """Lists, reads and removes values in Redis, with little effect on serving instances.
 
 SCAN finds keys, never KEYS. Commands are pipelined, up to about a thousand at a time. UNLINK
-removes values, so that memory is freed in the background. On Redis 7.2 and Valkey, reading a value
-here does not mark it as recently used.
+removes values, so that memory is freed in the background. From Redis 7.2 on, and on Valkey,
+reading a value here does not mark it as recently used.
 
 For command-line tools: one thread, calls block within bounds, and failures raise `RedisAdminError`,
 without credentials.
@@ -67,7 +67,7 @@ _HINTS = (
     ("http/", "an HTTP server answers here: correct host and port"),
     ("names no master", "correct the name of the master, the last part of the URL"),
     ("read only replica", "this server is a replica: name its master"),
-    ("unix socket", "on the engine's host, name its socket: unix:///PATH/TO/NAME.sock"),
+    ("unix socket", "run this on the engine's host, on its socket: unix:///PATH/TO/NAME.sock"),
     (
         "closed",
         "is this a Redis? It hangs up: it may need TLS (rediss://), or be in protected mode",

@@ -42,8 +42,8 @@ class WriteRefusedError(Exception):
 
 
 class SpoiledChunks:
-    """Chunks of which a value failed verification: writes write all their values, until one has.
-    Bounded; the oldest are forgotten. Thread-safe."""
+    """Chunks of which a value failed verification: writes replace all their values, until a write
+    has succeeded. Bounded; the oldest are forgotten. Thread-safe."""
 
     def __init__(self) -> None:
         self._keys: Latest[bytes, None] = Latest(_MAX_SPOILED)
@@ -72,7 +72,7 @@ class _Value:
 
 @dataclass(eq=False)
 class _Chunk:
-    """``is_spoiled``: all its values are written. ``has_failed``: a value could not be."""
+    """``is_spoiled``: write all its values. ``has_failed``: a value could not be written."""
 
     write: PendingWrite
     is_spoiled: bool

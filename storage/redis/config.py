@@ -32,7 +32,7 @@ class RedisTierConfig:
     hash_key: bytes | None = field(default=None, repr=False)
     # Lifetime of a value in Redis; None keeps it until the server evicts it.
     ttl_seconds: float | None = None
-    # Restart the lifetime of values that are read or put again (GETEX, PEXPIRE: more rights).
+    # Restart the lifetime of values read or put again. GETEX and PEXPIRE need rights of their own.
     refresh_ttl: bool = False
     connect_timeout_seconds: float = 1.0
     # How long a server may take for a short reply, or for each 64 KiB of a value read or written.
@@ -40,8 +40,8 @@ class RedisTierConfig:
     write_timeout_seconds: float = 5.0
     # Reader threads, each with one connection to each node, and writer threads (see `tier`).
     num_connections: int = 2
-    # Bytes requested and not yet received, per connection. The server may buffer as much: more than
-    # fits its CPU's cache is slower.
+    # About how many bytes may be requested and not yet received, per connection. The server may
+    # buffer as much: more than fits its CPU's cache is slower.
     window_bytes: int = 8 * MIB
     write_queue_bytes: int = 1024 * MIB
     # Values are cut to this size, header included; one with a single layer may be larger.

@@ -46,7 +46,7 @@ class Servers:
     """Shared state of a tier's servers. Thread-safe.
 
     ``clock`` returns seconds, ``random`` numbers in [0, 1). ``greet`` is called once, with the
-    first connection, to check the server's settings. ``kind``: the server's name in logs.
+    first connection, to check the server's settings. ``kind``: of the servers, for logs.
     """
 
     def __init__(

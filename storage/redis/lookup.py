@@ -35,7 +35,7 @@ _SILENT_SECONDS = 1.0
 class RedisLookup:
     """``geometries``: one per rank. A key exists only if all its values, of all ranks, exist.
     ``clock`` returns seconds. ``connect_share``: fraction of a lookup's time that may be spent
-    connecting. Owned by one thread but for what is thread-safe."""
+    connecting. Owned by one thread, except what is marked thread-safe."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class NodeLookup:
     is_trial: bool = False
 
     def is_late(self) -> bool:
-        """Whether the answer is missing for longer than the last awaited one took."""
+        """Whether it has taken longer than the last awaited answer, and than `LATE_SECONDS`."""
         patience = max(LATE_SECONDS, self.wire.round_trip_seconds)
         return self.answered_at is None and self.asker.clock() - self.asked_at > patience
 

@@ -118,7 +118,7 @@ class PendingRead:
             return [] if self._closed else list(self._work)
 
     def claim(self, node: Node, max_bytes: int) -> list[ValueRequest]:
-        """The next values to request from ``node``: up to ``max_bytes``, at least one if any."""
+        """The next values to request from ``node``, until they reach ``max_bytes``."""
         claimed: list[ValueRequest] = []
         size = 0
         with self._changed:

@@ -130,7 +130,7 @@ class ValueReaders:
         self, timeout: float, num_nodes: int, has_wire: Callable[[Node], bool]
     ) -> tuple[PendingRead, Node] | None:
         """Work for a reader until it calls `leave`: the oldest read and a node of it that may have
-        another reader, if possible one it ``has_wire`` to. None after ``timeout``, or closed."""
+        another reader, if possible one it ``has_wire`` to. None after ``timeout`` or `stop`."""
         most = len(self.threads) if num_nodes < 2 else max(1, len(self.threads) - 1)
         with self._changed:
             turn = self._find(most, has_wire)

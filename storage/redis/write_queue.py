@@ -122,8 +122,8 @@ class WriteQueue:
             return dropped
 
     def take(self, max_bytes: int, timeout: float, number: int = 0) -> list[PendingWrite]:
-        """The oldest writes of a lane: up to ``max_bytes``, at least one. Empty after ``timeout``
-        seconds."""
+        """The oldest writes of a lane, until they reach ``max_bytes``; at least one. Empty after
+        ``timeout`` seconds."""
         with self._lock:
             lane = self._lanes[number]
             if not lane.waiting and not self._closed:

@@ -222,7 +222,7 @@ class Writer(threading.Thread):
 
 
 def _lower_priority() -> None:
-    """Lower the calling thread's priority; except on Linux, it would be the whole process's."""
+    """Lower the calling thread's priority, on Linux; elsewhere it would be the whole process's."""
     if sys.platform != "linux":
         return
     # From the main thread's niceness: writers start others, which inherit a lowered priority.

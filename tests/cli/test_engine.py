@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +135,20 @@ def test_watch_shows_the_changes_between_two_looks(cli: Cli, engine: Engine) -> 
     assert seen["seconds"] >= 1.0
     quiet = cli("stats", "--watch", engine.url, "--count", "1", "--interval", "0.1")
     assert "DOWN" in quiet.out
+
+
+def test_an_engine_beside_one_that_hangs_is_shown_by_its_own_time(cli: Cli, engine: Engine) -> None:
+    """The first is read again only after the second has been waited for."""
+
+    def late() -> bytes:
+        time.sleep(1.0)
+        return generate_latest(engine.registry)
+
+    with served(late) as url:
+        outcome = cli(
+            "stats", "--watch", engine.url, url, "--count", "1", "--interval", "0.1", "--json"
+        )
+    assert outcome.document["engines"][0]["seconds"] >= 1.0
 
 
 def test_an_absent_engine_is_shown_as_absent(cli: Cli, engine: Engine) -> None:

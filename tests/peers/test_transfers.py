@@ -199,11 +199,16 @@ def test_the_readers_kept_are_bounded(transfers: Transfers) -> None:
 
 
 class HeardTransfers(Transfers):
-    """Transfers that record which were asked for."""
+    """Transfers that record which were asked for, and which were ended."""
 
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
         self._heard, self._names = threading.Condition(), set[str]()
+        self.ended = set[str]()
+
+    def done(self, reader: bytes, transfer_id: str) -> None:
+        super().done(reader, transfer_id)
+        self.ended.add(transfer_id)
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
@@ -283,6 +288,40 @@ def test_a_reader_does_not_wait_behind_another(
     assert coming.value is None
 
 
+def test_each_transfer_is_ended(
+    served: tuple[HeardTransfers, PeerServer],
+    watch: TransferWatch,
+    chunks: HeldChunks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many end at once: the others would keep their chunks until their leases end."""
+    monkeypatch.setattr(watch_module, "_MAX_ASKED", 1)
+    transfers, server = served
+    read = []
+    for number in range(20):
+        send(transfers, f"t{number}", (number % 5, number % 5 + 1))
+        read.append(watch.ask(at(server), f"t{number}", 60.0))
+    for awaited in read:
+        assert answer_of(awaited).cause is None
+    for awaited in read:
+        watch.done(awaited)
+    assert chunks.await_leased(lambda count: count == 0)
+
+
+def test_a_transfer_is_ended_over_a_connection_that_the_server_had_closed(
+    watch: TransferWatch, chunks: HeldChunks
+) -> None:
+    transfers = HeardTransfers(chunks)
+    send(transfers, "t", (0, 2))
+    with serving(chunks, transfers=transfers) as server:
+        awaited, port = watch.ask(at(server), "t", 60.0), server.port
+        assert answer_of(awaited).holds(KEYS[0])
+    transfers = HeardTransfers(chunks)
+    with serving(chunks, transfers=transfers, port=port):
+        watch.done(awaited)
+        assert within(10.0, lambda: transfers.ended == {"t"})
+
+
 def test_unknown_ids(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
     assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
@@ -348,8 +387,8 @@ def test_no_open_question_is_passed_over(
             each.settle(Offered())
 
     poller._clients, poller._ask = [None], ask
-    poller._work()
-    poller._work()
+    poller._work(may_connect=True)
+    poller._work(may_connect=True)
     assert asked == ["abcd", "efgh"]
 
 

@@ -165,6 +165,15 @@ def test_a_pin_waits_for_chunks_being_stored() -> None:
     assert tier.has(prompt("x", 3)) == 3
 
 
+def test_a_pin_waits_for_chunks_being_fetched() -> None:
+    """A load uses its chunks before it fetches them, and again once they are there."""
+    tier = Tier(capacity=20, pin_share=0.5)
+    tier.ledger.note(PrefixUse(Claim(pin=True), (b"x2",)))
+    tier.ledger.use(prompt("x", 3), Claim())
+    tier.store(prompt("x", 3))
+    assert tier.ledger.holdings().pinned_bytes == 3 * SIZE
+
+
 def test_pins_of_absent_chunks_expire() -> None:
     tier = Tier(capacity=20, pin_share=0.5)
     for i in range(5000):
@@ -229,6 +238,14 @@ def test_the_tenant_most_above_share_goes_first() -> None:
     order = list(tier.going())
     assert order[:7] == [f"b{i}" for i in range(12, 5, -1)]
     assert order[-1] == "c"  # within its share
+
+
+def test_bytes_being_stored_count_towards_the_share() -> None:
+    tier = Tier(capacity=20, tenant_share=0.1)
+    tier.store(prompt("a", 6), Claim(A))
+    tier.store(prompt("b", 13), Claim(B))
+    tier.ledger.expect(A, 8 * SIZE)
+    assert tier.evict() == [b"a5"]
 
 
 def test_an_idle_tenant_loses_its_share() -> None:

@@ -155,3 +155,21 @@ def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
     num_chunks = 4 if is_slow else 8
     assert adapter.get_num_new_matched_tokens(request, 0) == (num_chunks * CHUNK, True)
     assert (state.source is None) is not is_slow
+
+
+def test_an_aborted_load_counts_no_tokens(model: Path) -> None:
+    """They are neither recomputed nor saved: else disconnecting clients look like lost hits."""
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=1.0))
+    engine.add(prompt(3, 6 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    engine.add(prompt(2, CHUNK), max_tokens=2 * CHUNK)  # so that no step waits for the load
+    engine.step()
+    second = engine.add([*prompt(3, 6 * CHUNK), 1], max_tokens=1)
+    num_plans = len(engine.plans)
+    while not any(plan.loads for plan in engine.plans[num_plans:]):
+        engine.step()
+    engine.abort(second)
+    engine.run_until_idle()
+    assert engine.ranks[0].num_loaded_chunks == 0, "the load was cut off"
+    for name in ("recomputed_tokens", "prefill_saved_tokens"):
+        assert engine.adapter.tally.totals.total(name) == 0

@@ -1,6 +1,6 @@
 """Which versions of vLLM and LMCache this release supports, and how it treats newer ones.
 
-A newer version runs if possible, but shares nothing with those below: it may compute or lay out KV
+A newer version runs if possible, but shares nothing with these: it may compute or lay out KV
 differently. ``make contract`` checks that a version has every name that is used.
 """
 

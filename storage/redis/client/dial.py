@@ -40,7 +40,7 @@ CONNECTION_ERRORS = (
 )
 # The node works, but the key is, or soon will be, at another node, or its slot has no node.
 REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
-SMALL_BYTES = 64 << 10  # limit of the replies to one command, but for large ones
+SMALL_BYTES = 64 << 10  # limit of the replies to one command, unless large ones are due
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 

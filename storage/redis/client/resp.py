@@ -1,4 +1,4 @@
-"""The parts of RESP2 that tiers and peer servers implement themselves (pure)."""
+"""The parts of RESP2 that tiers and peer servers implement themselves, without I/O."""
 
 from __future__ import annotations
 

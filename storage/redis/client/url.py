@@ -76,7 +76,7 @@ class RedisAddress:
     def redact(self, error: object) -> str:
         """``error`` for a log: short, in one line, and without credentials, which messages of
         servers and libraries may repeat."""
-        # Redis repeats arguments up to 128 characters: of longer ones, parts that are not found.
+        # Redis repeats 128 characters of arguments, maybe a part of a secret: cut them all off.
         text = str(error).partition(", with args beginning with")[0] or type(error).__name__
         secrets = {self.username, self.password, *map(self.options.get, _SECRETS)}
         # The longest first: a user name may be part of the password.
