@@ -191,27 +191,30 @@ class _InstancePoller:
         self._open.clear()
         self._changed.notify()
 
+    def _must_wake(self) -> bool:
+        return bool(self._open or self._read or self.is_ended)
+
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._is_late = False
-            if not (self._open or self._read or self.is_ended):
+            if not self._must_wake():
                 self._is_idle = True
-                self._changed.wait(_IDLE_SECONDS)
+                self._changed.wait_for(self._must_wake, _IDLE_SECONDS)
                 self._is_idle = False
             self.is_ended |= not (self._open or self._read)
             return not self.is_ended
 
-    def _ask_again_if_lost(self, is_retry: bool = False) -> None:
+    def _ask_again_if_lost(self) -> None:
         """Retry once on a connection used before: the server may have closed it while idle."""
         may_retry = bool(self._clients)
         try:
-            self._work(may_connect=bool(self._open) or is_retry)
+            self._work()
         except CONNECTION_ERRORS as error:
             if not may_retry:
                 self._give_up(error)
             self._disconnect()
             if may_retry:
-                self._ask_again_if_lost(is_retry=True)
+                self._ask_again_if_lost()
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:
@@ -227,16 +230,17 @@ class _InstancePoller:
             client.close()
         self._clients, self._engine_id = [], ""
 
-    def _work(self, may_connect: bool) -> None:
+    def _work(self) -> None:
         """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
-            if not may_connect:
+            if not self._open:
                 self._read = []
                 return
             self._connect()
         with self._changed:
             asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
-            self._has_more = len(self._read) > len(read)
+            del self._read[:_MAX_ASKED]
+            self._has_more = bool(self._read)
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
             if not (each.transfer_id or each.is_cancelled):
@@ -248,9 +252,7 @@ class _InstancePoller:
             if wanted := [each for each in wanted if not each.is_cancelled]:
                 self._ask(client, wanted)
         self._is_troubled = False
-        with self._changed:
-            del self._read[: len(read)]
-            # Round robin if there are more than fit into one command
+        with self._changed:  # round robin if there are more than fit into one command
             left = (each for each in self._open if not each.is_done)
             self._open = sorted(left, key=set(asked).__contains__)
 

@@ -194,7 +194,7 @@ class Ledger:
         """
         now = self.settle()
         self._use(keys, claim, parents, now)
-        for key in filter(self._chunks.__contains__, keys if self._awaited else ()):
+        for key in keys if self._awaited else ():
             for late, at in self._awaited.pop(key, {}).items():
                 if now - at <= _STORE_SECONDS:
                     self._use([key], late, (), now)

@@ -199,16 +199,11 @@ def test_the_readers_kept_are_bounded(transfers: Transfers) -> None:
 
 
 class HeardTransfers(Transfers):
-    """Transfers that record which were asked for, and which were ended."""
+    """Transfers that record which were asked for."""
 
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
         self._heard, self._names = threading.Condition(), set[str]()
-        self.ended = set[str]()
-
-    def done(self, reader: bytes, transfer_id: str) -> None:
-        super().done(reader, transfer_id)
-        self.ended.add(transfer_id)
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
@@ -308,18 +303,22 @@ def test_each_transfer_is_ended(
     assert chunks.await_leased(lambda count: count == 0)
 
 
-def test_a_transfer_is_ended_over_a_connection_that_the_server_had_closed(
-    watch: TransferWatch, chunks: HeldChunks
+def test_a_transfer_is_ended_after_a_question_for_chunks(
+    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
-    transfers = HeardTransfers(chunks)
+    """The end of the latter does not end the thread that the former's end is left to."""
+    transfers, server = served
     send(transfers, "t", (0, 2))
-    with serving(chunks, transfers=transfers) as server:
-        awaited, port = watch.ask(at(server), "t", 60.0), server.port
-        assert answer_of(awaited).holds(KEYS[0])
-    transfers = HeardTransfers(chunks)
-    with serving(chunks, transfers=transfers, port=port):
-        watch.done(awaited)
-        assert within(10.0, lambda: transfers.ended == {"t"})
+    awaited = watch.ask(at(server), "t", 60.0)
+    assert answer_of(awaited).holds(KEYS[0])
+    asked = watch.ask(at(server), "", 60.0, KEYS)
+    assert answer_of(asked).holds(KEYS[0])
+    poller = watch._pollers[at(server)]
+    assert within(10.0, lambda: poller._is_idle)
+    watch.done(asked)
+    assert not within(0.5, lambda: poller.is_ended)
+    watch.done(awaited)
+    assert chunks.await_leased(lambda count: count == 0)
 
 
 def test_unknown_ids(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
@@ -387,8 +386,8 @@ def test_no_open_question_is_passed_over(
             each.settle(Offered())
 
     poller._clients, poller._ask = [None], ask
-    poller._work(may_connect=True)
-    poller._work(may_connect=True)
+    poller._work()
+    poller._work()
     assert asked == ["abcd", "efgh"]
 
 

@@ -165,15 +165,6 @@ def test_a_pin_waits_for_chunks_being_stored() -> None:
     assert tier.has(prompt("x", 3)) == 3
 
 
-def test_a_pin_waits_for_chunks_being_fetched() -> None:
-    """A load uses its chunks before it fetches them, and again once they are there."""
-    tier = Tier(capacity=20, pin_share=0.5)
-    tier.ledger.note(PrefixUse(Claim(pin=True), (b"x2",)))
-    tier.ledger.use(prompt("x", 3), Claim())
-    tier.store(prompt("x", 3))
-    assert tier.ledger.holdings().pinned_bytes == 3 * SIZE
-
-
 def test_pins_of_absent_chunks_expire() -> None:
     tier = Tier(capacity=20, pin_share=0.5)
     for i in range(5000):
