@@ -198,7 +198,9 @@ class PagedSequences:
                 f"their block table has {len(used)}"
             )
         if used and not 0 <= min(used) <= max(used) < there:
-            raise ValueError(f"block table: {min(used)} to {max(used)}, but {there} blocks exist")
+            raise ValueError(
+                f"block table: {min(used)} to {max(used)} is beyond the {there} blocks"
+            )
         if len(set(used)) < number:
             raise ValueError("a block table names a block twice, for different tokens")
 

@@ -40,7 +40,7 @@ def find_form(model: PreTrainedModel) -> KVForm:
     one, other = (_compute(model, last) for last in (0, 1))
     for layer in one.layers:
         if type(layer) is not DynamicLayer:
-            raise _unsupported(f"layers such as {type(layer).__name__} (sliding window, state)")
+            raise _unsupported(f"layers such as {type(layer).__name__}: sliding windows and states")
         if not layer.is_initialized:
             raise _unsupported("layers without KV of their own")
     if any(map(_differ, _early(one), _early(other))):
