@@ -5,7 +5,7 @@
     announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
 A transfer pins its chunks, within a limit that all transfers share, until every instance that
-asked for it has read it. A complete one expires once nobody has asked for ``lease_seconds``. The
+asked for it has read it or no longer needs it. A complete one expires once nobody has asked for ``lease_seconds``. The
 engine's step and the store lane report stores; the peer server's thread answers readers.
 """
 
@@ -30,12 +30,14 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 @dataclass(slots=True)
 class _Transfer:
     """``leases`` by key, ``None`` for a chunk that is not pinned. ``open_jobs``: store jobs that
-    complete the transfer; ``None``: more may follow. ``until``: expiry, on the clock."""
+    complete the transfer; ``None``: more may follow. ``until``: expiry, on the clock.
+    ``is_wanted``: not every reader is done; chunks are pinned only then."""
 
     until: float
     leases: dict[bytes, Lease | None] = field(default_factory=dict)
     open_jobs: set[int] | None = None
     readers: set[bytes] = field(default_factory=set)
+    is_wanted: bool = True
     refused: set[bytes] = field(default_factory=set)  # keys that count in `Transfers.num_refused`
 
     @property
@@ -120,6 +122,7 @@ class Transfers:
                 return IncompleteTransfer.UNKNOWN
             if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
                 transfer.readers.add(reader)
+            transfer.is_wanted = True
             transfer.until = self._clock() + self._lease_seconds
             if not transfer.is_complete:
                 return IncompleteTransfer.COMING
@@ -133,12 +136,14 @@ class Transfers:
             return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
 
     def done(self, reader: bytes, transfer_id: str) -> None:
-        """The reader no longer needs the transfer."""
+        """The reader no longer needs the transfer, complete or not. It may not have asked this rank
+        yet."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is not None and reader in transfer.readers:
+            if transfer is not None:
                 transfer.readers.discard(reader)
-                if transfer.is_complete and not transfer.readers:
+                transfer.is_wanted = bool(transfer.readers)
+                if not transfer.is_wanted:
                     self._release(transfer)
 
     def maintain(self) -> None:
@@ -193,7 +198,7 @@ class Transfers:
 
     def _lease(self, transfer: _Transfer, keys: Iterable[bytes]) -> None:
         """Pin the chunks that are cached, within ``max_bytes``."""
-        for key in keys:
+        for key in keys if transfer.is_wanted else ():
             if transfer.leases[key] is not None:
                 continue
             try:

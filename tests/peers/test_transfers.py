@@ -116,6 +116,24 @@ def test_two_readers(transfers: Transfers, chunks: HeldChunks) -> None:
     assert transfers.state(b"three", "t") == names(1)
 
 
+@pytest.mark.parametrize("has_asked", [True, False])
+def test_a_transfer_that_nobody_needs_any_more_pins_nothing(
+    transfers: Transfers, chunks: HeldChunks, has_asked: bool
+) -> None:
+    """As when clients go away while their prompts are computed; of several ranks one may not have
+    been asked yet."""
+    transfers.store_begins(7)
+    send(transfers, "t", (0, 1), 7)
+    if has_asked:
+        assert transfers.state(b"d", "t") is IncompleteTransfer.COMING
+    transfers.done(b"d", "t")
+    assert chunks.num_leased == 0
+    transfers.store_ended(7, (KEYS[0],))
+    assert chunks.num_leased == 0
+    assert transfers.state(b"another", "t") == names(0, 1)
+    assert chunks.num_leased == 2
+
+
 def test_two_transfers_of_one_chunk(transfers: Transfers, chunks: HeldChunks) -> None:
     send(transfers, "a", (0,))
     send(transfers, "b", (0,))
