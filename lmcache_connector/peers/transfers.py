@@ -4,8 +4,8 @@
 
     announced -> coming: stores in progress -> complete: chunks known -> read, or lease expired
 
-A transfer pins its chunks, within a limit that all transfers share, until every instance that
-asked for it has read it or no longer needs it. A complete one expires once nobody has asked for ``lease_seconds``. The
+A transfer pins its chunks, within a limit that all transfers share, until no instance that asked
+for it needs it any more. A complete one expires once nobody has asked for ``lease_seconds``. The
 engine's step and the store lane report stores; the peer server's thread answers readers.
 """
 
