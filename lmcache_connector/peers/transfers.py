@@ -83,7 +83,8 @@ class Transfers:
     def store_ended(self, job_id: int, keys: Sequence[bytes]) -> None:
         """The store job succeeded or failed on this rank; ``keys``: of its chunks."""
         with self._lock:
-            coming = [each for each in self._transfers.values() if not each.is_complete]
+            wanted = [each for each in self._transfers.values() if each.is_wanted]
+            coming = [each for each in wanted if not each.is_complete]
             promised = [key for key in keys if any(key in each.leases for each in coming)]
         self.seal(promised)  # slow: outside the lock, which the step takes
         with self._lock:
@@ -122,11 +123,12 @@ class Transfers:
                 return IncompleteTransfer.UNKNOWN
             if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
                 transfer.readers.add(reader)
-            transfer.is_wanted = True
             transfer.until = self._clock() + self._lease_seconds
+            if transfer.is_complete or not transfer.is_wanted:
+                transfer.is_wanted = True
+                self._lease(transfer, list(transfer.leases))  # `done` may have unpinned them
             if not transfer.is_complete:
                 return IncompleteTransfer.COMING
-            self._lease(transfer, list(transfer.leases))  # an earlier `done` may have unpinned them
             is_read_from_owner = self._chunks.is_read_from_owner  # pinned and reported there
             kept = (
                 key

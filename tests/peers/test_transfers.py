@@ -134,6 +134,20 @@ def test_a_transfer_that_nobody_needs_any_more_pins_nothing(
     assert chunks.num_leased == 2
 
 
+def test_a_reader_that_comes_back_finds_what_was_stored_before(
+    transfers: Transfers, chunks: HeldChunks
+) -> None:
+    transfers.store_begins(7)
+    send(transfers, "t", (0, 1, 5), 7)
+    transfers.state(b"d", "t")
+    transfers.done(b"d", "t")
+    assert transfers.state(b"d", "t") is IncompleteTransfer.COMING
+    assert chunks.num_leased == 2, "pinned while the rest is coming"
+    chunks.data[KEYS[5]] = chunk_data(5)
+    transfers.store_ended(7, (KEYS[5],))
+    assert chunks.num_leased == 3
+
+
 def test_two_transfers_of_one_chunk(transfers: Transfers, chunks: HeldChunks) -> None:
     send(transfers, "a", (0,))
     send(transfers, "b", (0,))
