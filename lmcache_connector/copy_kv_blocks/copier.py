@@ -48,7 +48,7 @@ class QueuedCopy:
 
 
 class Copier(Protocol):
-    """Copies blocks for one device. Construction, or the first copy, compiles kernels for seconds.
+    """Copies blocks for one device. Construction or the first copy compiles kernels, in seconds.
 
     ``shares_cores``: copies run on the cores that compute the model.
     """
@@ -64,7 +64,7 @@ class Copier(Protocol):
         """Make ``copies``, for example one per KV cache group; returns the bytes copied.
 
         Copies start when ``after`` is reached, and block the calling thread, but not the GIL, until
-        the bytes have arrived. Raises :class:`CopyError` before any copy.
+        the bytes have arrived. Raises what :meth:`BlockCopy.plan` raises, before any copy.
         """
 
     def enqueue(self, copies: Sequence[BlockCopy]) -> QueuedCopy:

@@ -26,8 +26,8 @@ Measured on an AMD EPYC (family 26) with cold memory: equal at 2 MiB, streaming 
 class CpuCopier:
     """Copies on the calling thread. Thread-safe.
 
-    The first one compiles the kernel, in one to two seconds. numba must not be imported earlier:
-    vLLM's CPU worker does not start after that.
+    The first ``CpuCopier`` compiles the kernel, in one to two seconds. numba must not be imported
+    before: if it is, vLLM's CPU worker does not start.
     """
 
     shares_cores = True
@@ -61,8 +61,8 @@ class CpuCopier:
 
 @functools.cache
 def _compile() -> Callable[..., None]:
-    """The kernel that runs a whole plan. Addresses are integers that the plan has checked. Its
-    2 MiB are never freed."""
+    """The kernel that runs a whole plan. Addresses are integers that the plan has checked. The
+    compiled kernel takes 2 MiB, which are never freed."""
     import numba  # not at import: see CpuCopier
 
     copy_run, finish = compile_copy_run()
@@ -155,7 +155,7 @@ def compile_copy_run() -> tuple[Any, Any]:
 
 
 def _intrinsics() -> tuple[Any, Any]:
-    """LLVM IR that numba cannot express.
+    """Operations that numba cannot express, in LLVM IR.
 
     ``stream_lines(dst, src)`` copies STREAM_BYTES with non-temporal stores; ``dst`` is aligned to
     LINE_BYTES. ``finish()`` orders these stores before any signal that the copy is done.

@@ -36,7 +36,7 @@ INNER_DST_STRIDE = tl.constexpr(int(Move.INNER_DST_STRIDE))
 RUN_BYTES = tl.constexpr(int(Move.RUN_BYTES))
 
 
-# Not specialised: otherwise each new count would compile a kernel in the middle of a copy.
+# Not specialised: else a count of 1 or a multiple of 16 would compile a kernel during a copy.
 @triton.jit(do_not_specialize=["num_rows", "first_row"])
 def _copy_rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     moves,

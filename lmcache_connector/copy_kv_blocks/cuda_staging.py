@@ -142,6 +142,8 @@ def _layer_runs(plan: CopyPlan, move: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 _BATCH_SINCE_CUDA = 12080
 """``cuMemcpyBatchAsync`` with CUDA 12.8's arguments; later drivers keep this entry point."""
 _SRC_ACCESS_ORDER_STREAM = 1
+_MAX_BATCH = 4096
+"""Copies per call. Drivers have crashed and hung with 50,000 (vLLM's issue 49276)."""
 
 
 class CudaError(RuntimeError):
@@ -188,29 +190,22 @@ class CudaDriver:
         self._check(self._library.cuMemcpyAsync(dst, src, num_bytes, stream))
 
     def copy_many(self, dst: Int64s, src: Int64s, num_bytes: Int64s, stream: int) -> None:
-        """Start many copies, with one call if the driver has it (CUDA 12.8)."""
+        """Start many copies, with one call if the driver has it (CUDA 12.8) and ``stream`` is not
+        the default one (0), which that call refuses."""
         if len(dst) == 0:
             return
-        if self._batch is None:
+        if self._batch is None or stream == 0:
             for to, start, size in zip(dst.tolist(), src.tolist(), num_bytes.tolist(), strict=True):
                 self.copy(to, start, size, stream)
             return
         attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         first, failed = c_size_t(0), c_size_t(0)
-        dst, src, num_bytes = (np.ascontiguousarray(array) for array in (dst, src, num_bytes))
-        self._check(
-            self._batch(
-                dst.ctypes.data,
-                src.ctypes.data,
-                num_bytes.ctypes.data,
-                len(dst),
-                byref(attributes),
-                byref(first),
-                1,
-                byref(failed),
-                stream,
-            )
-        )
+        table = np.stack((dst, src, num_bytes))
+        for start in range(0, len(dst), _MAX_BATCH):
+            part = [np.ascontiguousarray(row) for row in table[:, start : start + _MAX_BATCH]]
+            columns = [row.ctypes.data for row in part]
+            options = byref(attributes), byref(first), 1, byref(failed)
+            self._check(self._batch(*columns, len(part[0]), *options, stream))
 
     def _find_batch(self) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
         address, status = c_void_p(), c_int()

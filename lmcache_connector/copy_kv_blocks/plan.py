@@ -1,8 +1,8 @@
 """A checked copy between two block spaces, as tables of integers.
 
 All errors of a copy are found here, before the first byte is copied. The result is a table with one
-move per layer, and the rows to apply the moves to. No entry is per run, so planning a copy of a
-million runs takes as much Python as planning one.
+move per layer, and the rows to apply the moves to. It has no entry per run, so planning a copy of
+a million runs executes no more Python code than planning one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockCopy:
 
     def plan(self, src_device: torch.device, dst_device: torch.device) -> CopyPlan:
         """Check the copy and prepare it for a copier between these devices: addresses are valid on
-        their device only. Raises :class:`CopyError`."""
+        their device only. Raises :class:`CopyError`, or :class:`LayoutError` from the layouts."""
         src, dst = self.src, self.dst
         if (src.device, dst.device) != (src_device, dst_device):
             raise CopyError(
@@ -116,7 +116,7 @@ def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:
 
 
 def _check_memory(src_spans: Int64s, dst_spans: Int64s) -> None:
-    """Check that no byte is written twice, or both written and read."""
+    """Check that no destination chunks overlap, and that source and destination do not."""
     if (dst_spans[1:, 0] < dst_spans[:-1, 1]).any():
         raise CopyError("destination chunks overlap in memory")
     first = np.searchsorted(dst_spans[:, 1], src_spans[:, 0], side="right")

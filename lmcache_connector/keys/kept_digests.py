@@ -54,15 +54,13 @@ class KeptDigests:
     def load(self) -> dict[str, str]:
         """Digests by signature, oldest first; empty if the file is missing or not trusted."""
         try:
-            descriptor = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(self._file, "rb", opener=_open) as handle:
+                if _is_ours(os.fstat(handle.fileno())):
+                    return _parse(handle.read(_MAX_BYTES + 1))
         except OSError:
             return {}
-        with os.fdopen(descriptor, "rb") as handle:
-            if not _is_ours(os.fstat(descriptor)):
-                logger.warning("Ignoring %s: it is not a file that only we can write", self._file)
-                return {}
-            data = handle.read(_MAX_BYTES + 1)
-        return _parse(data)
+        logger.warning("Ignoring %s: it is not a file that only we can write", self._file)
+        return {}
 
     def add(self, digests: Mapping[str, str]) -> None:
         """Add entries; keeps the newest ``MAX_ENTRIES``."""
@@ -81,6 +79,10 @@ class KeptDigests:
             draft.replace(self._file)
         except OSError as error:
             logger.warning("The digests of weights cannot be kept in %s: %s", self._folder, error)
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _is_ours(found: os.stat_result) -> bool:

@@ -2,7 +2,7 @@
 
 ::
 
-    key_0     = H(root)                root: everything that makes the KV of a request unique
+    key_0     = H(root)                root: all that KV depends on besides tokens and extras
     key_{i+1} = H(key_i || tokens of chunk i as little-endian u32 || extras of chunk i)
 
 Chunk ``i`` (from 0) is named by ``key_{i+1}``. A chunk's tokens have a fixed length, so the start
@@ -28,7 +28,7 @@ from typing import Any
 from blake3 import blake3
 
 CHUNK_KEY_BYTES = 32
-"""Keys are never shortened, so that collisions cannot be found."""
+"""Nobody can find collisions, even if the last byte is a part's number: see ``part_key``."""
 FORMAT_VERSION = 1
 IDENTITY_VERSION = 2
 """Version of the root's content: engines of different versions share nothing. 2: weights are named
@@ -44,8 +44,8 @@ class PrefixHasher:
     """Makes the chunk keys of one model on one instance.
 
     ``model_root``: what all requests share (namespace, model fingerprint, ...), a mapping of plain
-    JSON values. ``secret``: of any length; ``None`` leaves BLAKE3 unkeyed. ``lookahead``: number of
-    later tokens that the KV of a token depends on.
+    JSON values. ``secret``: any length; BLAKE3 is unkeyed if it is ``None`` or empty.
+    ``lookahead``: number of later tokens that the KV of a token depends on.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PrefixHasher:
 
     def tail_key(self, parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
         """Key of a tail that follows ``parent``. ``token_ids`` end with the lookahead; ``extra``
-        covers the same tokens. Raises ``OverflowError`` as `extend`."""
+        covers the same tokens. Raises ``OverflowError`` like `extend`."""
         count = (len(token_ids) - self.lookahead).to_bytes(4, "little")
         tokens = _little_endian_u32(token_ids)
         return bytes(self._hash(_TAIL_DOMAIN + parent + count + tokens + extra).digest())
@@ -115,7 +115,7 @@ class PrefixHasher:
 
 
 def canonical_bytes(value: object) -> bytes:
-    """Unique bytes of a plain JSON value: sorted keys, no spaces. Raises ``TypeError`` else."""
+    """Unique bytes of a plain JSON value. Raises ``TypeError`` or ``ValueError`` for others."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -16,8 +16,8 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 class MultimodalSpan:
     """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``.
 
-    ``content_hash``: the item and how its placeholder uses it. ``encoder_input``: the item's input
-    to the model's encoder.
+    ``content_hash`` names the item and its placeholder's length and mask. ``encoder_input`` names
+    the item's input to the model's encoder.
     """
 
     content_hash: str
@@ -50,7 +50,7 @@ class RequestIdentity:
 
     @property
     def kv_root(self) -> bytes:
-        """The root without the salt, which separates tenants, not KV, and the weights' name."""
+        """The root without the weights' name and the salt: a salt separates tenants, not KV."""
         separating = ("salt", "weights")
         return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
 
@@ -66,8 +66,8 @@ class RequestIdentity:
         return " and ".join(word for word, present in words.items() if present) or "plain"
 
     def extras(self, start: int, end: int) -> bytes:
-        """The part of a chunk key besides tokens, for tokens ``[start, end)``. Offsets are relative
-        to the chunk, as in vLLM's block hashes, so that a span has the same part behind any prefix.
+        """What a chunk key covers besides the tokens ``[start, end)``. Offsets are relative to the
+        chunk, as in vLLM's block hashes: the same image gives the same extras after any prefix.
         """
         spans = [
             [span.content_hash, span.start - start]
@@ -82,8 +82,8 @@ class RequestIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a transferred prompt behind its last full chunk: tokens of chunk ``chunk`` up to
-    token ``end``, under a key of its own."""
+    """The end of a transferred prompt, from the last chunk border before its last token: tokens of
+    chunk ``chunk`` up to, but not including, token ``end``, under a key of its own."""
 
     chunk: int
     end: int
@@ -123,7 +123,7 @@ class RequestKeys:
         self.keys += self._hasher.extend(parent, token_ids[start : end + lookahead], extras)
 
     def name_tail(self, prompt: Sequence[int], *, loads: bool) -> None:
-        """Name the tail of a transferred prompt. Its last token is computed by the receiver."""
+        """Name the tail of a transferred prompt, whose last token the receiver computes."""
         size, lookahead = self._hasher.chunk_size, self._hasher.lookahead
         end = len(prompt) - max(1, lookahead)
         chunk = end // size

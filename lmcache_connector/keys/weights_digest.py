@@ -2,7 +2,7 @@
 
 The same model folder under another path, served name or host has the same digest; a changed byte or
 file name changes it. File names count because loaders choose files by name, and an index refers to
-names. Files that no loader computes with are ignored.
+names. Files in ``IGNORED_FILES`` do not count, for the reasons given there.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Blocks have the names of vLLM's own events, so a block has one name in GPU memory and in the tiers.
 A chunk is in a tier once all ranks that store it have put it there. A chunk in Redis is reported as
-removed when Redis answers a lookup or load that it lacks it, when its lifetime ends, or after
-``MAX_REDIS_CHUNKS`` others were written or used: the chunk may still exist, but only a router's
-credit is lost.
+removed when a lookup or load finds that Redis lacks it, when its lifetime ends, or after
+``MAX_REDIS_CHUNKS`` others were written or used. In the last case the chunk may still exist;
+routers then only fail to count it.
 
 Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
 is in a tier, or that an open job may put there.
@@ -24,7 +24,7 @@ from lmcache_connector.plans import RankReport, Tier
 
 MAX_REDIS_CHUNKS = 1 << 16
 MAX_LEFT_BEHIND = 512
-"""Most removals, after a reset or the end of lifetimes, reported per call."""
+"""Chunks reported as removed per call at most, after a reset or the end of lifetimes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class KvEventLog:
                 self.gone(Tier.CPU, report.rank, event.key)
 
     def gone(self, tier: Tier, rank: int, key: bytes) -> None:
-        """The rank's copy has left the tier, or the owner's if the rank had and needs none."""
+        """The rank's copy has left the tier; if it neither had nor needs one, the owner's."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -159,7 +159,7 @@ class KvEventLog:
         self._chunks = {key: chunk for key, chunk in self._chunks.items() if not chunk.is_over}
 
     def clear(self) -> None:
-        """No chunk stored so far can be hit any more."""
+        """Report all chunks as removed, since the keys of some or all have changed."""
         if self._chunks:
             self.untaken.append(self._chunks)
         self._chunks, self._in_redis = {}, OrderedDict()

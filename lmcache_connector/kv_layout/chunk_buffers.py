@@ -21,12 +21,12 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 
 
 class ChunkBuffers:
-    """Chunks in host memory in the canonical form, seen as blocks.
+    """Chunks in host memory, laid out as :class:`ChunkGeometry` says, and seen as blocks.
 
     Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses[i]``: start of the
     ``geometry.chunk_bytes`` of chunk ``i``; ``owners`` keeps the memory alive. ``block_size`` is in
-    tokens. ``layers``: positions in the geometry of the paged cache's layers, in its order;
-    ``None``: all. A KV cache group has its own block ids, and some of a part's layers. ``planes``:
+    tokens. ``layers``: for each layer of the paged cache, in its order, the position in the
+    geometry; ``None``: all. A KV cache group has only some of a part's layers. ``planes``: those
     of the paged cache. Raises :class:`LayoutError` for sizes that do not fit together.
     """
 
@@ -63,8 +63,8 @@ class ChunkBuffers:
 
 BlockSpace = PagedLayout | ChunkBuffers
 """One side of a copy. Both have a ``device``, ``num_blocks`` of ``block_size`` tokens, the memory
-used (``spans``), and ``layers``, from which :func:`layer_table` makes a table of rows of up to
-``row_tokens`` tokens. ``addresses`` has the anchors of rows, see :func:`rows_of`."""
+used (``spans``), and ``layers``, of which :func:`layer_table` makes a table for rows of at most
+(a paged cache: exactly) ``row_tokens`` tokens. ``addresses``: anchors of rows, see `rows_of`."""
 Layers = LayerTable | tuple[ChunkGeometry, tuple[int, ...], tuple[Plane, ...]]
 
 

@@ -14,7 +14,7 @@ Strides come from the tensors and sizes from the KV cache spec. :class:`LayoutEr
 unless they are proved to agree. That no two layers of a block share memory is left to the
 self-test, which writes different bytes to each.
 
-Some backends do not lay out one head's part of a block token after token (see :class:`Plane`). A
+Some backends do not lay out one head's share of a block token by token (see :class:`Plane`). A
 table then has one entry per layer and plane, and "token" above means a run of a plane. A chunk has
 the layout of one block as large as the chunk, so that chunks do not depend on the block size.
 """
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 class LayoutError(ValueError):
-    """Memory is not proved to be what the KV cache spec says."""
+    """A layout that is not supported, or that cannot be verified against the KV cache spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Part of a head's memory in a block: ``[num_runs][tokens][run_token_bytes]``. For example, K
-    with tokens innermost has one run of 2 bytes per token for each element of the head.
+    """Some of a head's memory in a block: ``[num_runs][tokens][run_token_bytes]``. For example,
+    16-bit K with tokens innermost has a run per element of the head, with 2 bytes for each token.
     """
 
     num_runs: int
@@ -56,7 +56,7 @@ class LayerSpec:
     """One layer according to vLLM's KV cache spec.
 
     ``content_bytes`` is the K and V of one token of one KV head; ``block_size`` is in tokens.
-    ``planes`` follow one another in a head's part of a block; none: token after token.
+    ``planes`` follow one another in a head's share of a block; without planes, tokens do.
     """
 
     num_kv_heads: int
@@ -121,12 +121,12 @@ class PagedLayout:
     def from_kv_caches(
         cls, kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, LayerSpec]
     ) -> PagedLayout:
-        """View the tensors that vLLM registered, one per layer, in the order of ``specs``. All
-        layers share block ids. Raises :class:`LayoutError` for anything not proved.
+        """View the tensors that vLLM registered, one per layer, in the order of ``specs``. The
+        layers must share block ids. Raises :class:`LayoutError` for what cannot be verified.
         """
         if not specs or kv_caches.keys() != specs.keys():
             odd = sorted(kv_caches.keys() ^ specs.keys())
-            raise LayoutError(f"layers of the KV cache and of its spec differ: {odd or 'none'}")
+            raise LayoutError(f"layers of KV cache and spec differ: {odd or 'there are none'}")
         for name, spec in specs.items():
             _check_layer(name, kv_caches[name], spec)
         tensors = [kv_caches[name] for name in specs]

@@ -85,9 +85,9 @@ class PartLayout:
     ``groups[i]``: its layers in KV cache group ``part.groups[i]``, on the calling rank.
     ``geometries``: of all ranks in order (TP within PP), with the part's layers in model order,
     whatever their groups. A recurrent state has chunks of one token, and one head per rank that
-    holds a piece of it. ``num_kv_heads``: of one rank. ``planes``: a block's layout in memory where
-    strides do not tell. ``formats``: element format of each layer. The bytes of ``mixed_tokens``
-    tokens may be interleaved.
+    holds a piece of it. ``num_kv_heads``: of one rank. ``planes``: a block's layout in memory, if
+    strides cannot describe it. ``formats``: element format of each layer. Bytes may be interleaved
+    within each group of ``mixed_tokens`` tokens.
     """
 
     part: Part

@@ -37,8 +37,8 @@ class BlocksInUse:
     With several batches under way, vLLM frees a request's blocks while its last passes are queued.
     A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
-    ``num_batches`` steps are under way at once. ``is_told``: vLLM reports all blocks that it frees,
-    unlike those behind windows and states; if not, and with several batches, all count as in use.
+    ``num_batches`` steps are under way at once. ``is_told``: vLLM reports each block that it frees.
+    It does not behind windows and states: with several batches, all blocks then count as in use.
     """
 
     def __init__(self, num_batches: int, *, is_told: bool) -> None:

@@ -47,13 +47,13 @@ class Hit:
 
 
 def is_prefix_only(parts: Sequence[Part]) -> bool:
-    """Whether the model has one part with full attention: any leading run of chunks is a hit."""
+    """Whether the model's only part is full attention: any leading run of chunks is a hit."""
     return len(parts) == 1 and parts[0].rule is Rule.PREFIX
 
 
 def first_token_to_load(part: Part, num_local_tokens: int, end_token: int) -> int:
-    """Start of the blocks that a load of this part up to ``end_token`` fills: of the block with the
-    first token needed, but not before the ``num_local_tokens`` that vLLM has."""
+    """The token from which a load of this part up to ``end_token`` fills blocks: the start of the
+    block with the first token needed, but not before the ``num_local_tokens`` that vLLM has."""
     return max(part.first_needed(end_token) // part.block_size * part.block_size, num_local_tokens)
 
 
@@ -119,10 +119,10 @@ _WINDOWS_BETWEEN_ENDS = 8
 class PlannedEnds:
     """Where hits are likely to end, so that windows are stored there and not elsewhere.
 
-    With windows of 1,024 tokens in five layers of six, windows before every chunk would take five
-    times the bytes of the rest. Hits end where an earlier prompt ended, where two prompts diverge,
-    or in an answer. In a prompt that no other has shared yet, windows are stored at regular
-    intervals: ``window_interval`` is the most tokens between two; ``None``: 8 windows."""
+    If five layers of six have windows, windows before the end of every chunk would take five times
+    the bytes of the sixth layer. Hits end where an earlier prompt ended, where two prompts diverge,
+    or in an answer. In between, windows are stored at regular intervals of ``window_interval``
+    tokens, rounded up to whole chunks; ``None``: 8 times the widest window."""
 
     def __init__(self, parts: Sequence[Part], chunk_size: int, window_interval: int | None) -> None:
         self._chunk_size = chunk_size
@@ -131,9 +131,9 @@ class PlannedEnds:
         self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
     def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
-        """Whether a hit at a planned end needs this chunk of a window. A tail needs no other chunk,
-        since it directly follows such an end. ``junction``: number of leading chunks shared with
-        other prompts."""
+        """Whether a hit at the next planned end needs this chunk of a window. A hit with a tail
+        needs no chunks beyond these, since the tail directly follows a planned end. ``junction``:
+        number of leading chunks shared with other prompts."""
         size, end = self._chunk_size, self._next(num_prompt_tokens, junction, chunk)
         return chunk in chunks_to_load(part, size, 0, end * size)
 

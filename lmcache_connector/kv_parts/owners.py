@@ -50,8 +50,8 @@ def _holders(groups: Alike, place: int, reads: Sequence[Collection[int]]) -> set
 
 @dataclass(eq=False)
 class Share:
-    """What one rank stores of the KV that it holds; everything without ``owners``. ``reads``: ranks
-    whose memory this rank reads, unless the rank ``is_away`` at the moment."""
+    """What one rank stores of the KV that it holds: everything if ``owners`` is ``None``.
+    ``reads``: ranks whose memory this rank reads, except those that ``is_away`` at the moment."""
 
     rank: int
     owners: Owners | None = None

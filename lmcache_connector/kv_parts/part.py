@@ -47,8 +47,8 @@ class Part:
     span: int = 0
 
     def first_needed(self, end: int) -> int:
-        """The first token whose KV token ``end`` needs; ``end`` if none. A state needs the block of
-        the token before, which holds its snapshot."""
+        """The first token whose KV is needed to compute token ``end``; ``end`` if none is. A state
+        needs the block of the token before, which holds its snapshot."""
         if self.rule is Rule.PREFIX:
             return 0
         if self.rule is Rule.WINDOW:
@@ -81,9 +81,9 @@ def parents_of_part(
     keys: Sequence[bytes],
     num_owners: int = 1,
 ) -> tuple[bytes, ...]:
-    """Per chunk, the key of the preceding chunk with the same part and owner; empty for the first.
-    ``chunk_keys``: all keys of the request; ``keys``: those of ``chunks``. Returns nothing for
-    parts whose chunks are usable alone."""
+    """For each of ``chunks``, this part's key of the last chunk before it with the same owner, or
+    ``b""``. ``chunk_keys``: all keys of the request; ``keys``: those of ``chunks``. An empty tuple
+    for parts whose chunks are usable alone."""
     if parts[part].rule is not Rule.PREFIX:
         return ()
     found, num_parts = list[bytes](), len(parts)

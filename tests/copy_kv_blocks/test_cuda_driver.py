@@ -60,7 +60,7 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
     if (current != (CUcontext)&contexts) return CUDA_ERROR_INVALID_CONTEXT;
-    if (stream != STREAM) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream && stream != STREAM) return CUDA_ERROR_INVALID_HANDLE;
     memcpy((void *)to, (void *)from, size);
     return CUDA_SUCCESS;
 }
@@ -71,6 +71,7 @@ static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t 
     CUmemcpyAttributes plain = {CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
     if (num_attributes != 1 || firsts[0] || memcmp(attributes, &plain, sizeof plain) || !failed)
         return CUDA_ERROR_INVALID_VALUE;
+    if (!stream || count > 4096) return CUDA_ERROR_INVALID_VALUE;  /* the former as CUDA does */
     num_batches++;
     *failed = SIZE_MAX;
     for (size_t i = 0; i < count; i++) {
@@ -130,6 +131,17 @@ def test_every_argument_arrives(library: ctypes.CDLL, request: pytest.FixtureReq
     assert (target == expected).all()
     num_batches = ctypes.c_int.in_dll(library, "num_batches").value
     assert num_batches == ("13010" in request.node.name)
+
+
+@pytest.mark.parametrize("stream", [0, STREAM], ids=["default stream", "stream"])
+def test_ten_thousand_copies(library: ctypes.CDLL, stream: int) -> None:
+    driver = CudaDriver(3)
+    driver.bind()
+    source = np.random.default_rng(0).integers(256, size=(10_000, 8), dtype=np.uint8)
+    target = np.zeros_like(source)
+    driver.copy_many(addresses(target), addresses(source), np.full(10_000, 8), stream)
+    driver.close()
+    assert (target == source).all()
 
 
 def test_an_error_is_raised_in_words(library: ctypes.CDLL) -> None:

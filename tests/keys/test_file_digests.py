@@ -167,6 +167,11 @@ def test_a_cache_file_that_others_can_write_is_ignored(
     assert reads == [file]
 
 
+def test_a_folder_in_its_place_is_ignored(folder: Path) -> None:
+    (folder / "digests.json").mkdir(parents=True)
+    assert KeptDigests(folder).load() == {}
+
+
 def test_the_cache_is_bounded(folder: Path) -> None:
     kept = KeptDigests(folder)
     kept.add({f"1:{i}:3:4:5": "0" * 64 for i in range(MAX_ENTRIES)})
