@@ -31,7 +31,7 @@ def batches(
     max_size: int,
     max_items: int | None = None,
 ) -> Iterator[list[ItemT]]:
-    """Consecutive items, per batch one to ``max_items``, as many as fit into ``max_size``."""
+    """Batches of consecutive items: as many as fit into ``max_size``, but 1 to ``max_items``."""
     batch, size = list[ItemT](), 0
     for item in items:
         more = size_of(item)

@@ -42,7 +42,7 @@ class ChangeCount:
         return self._number[0]
 
     def add(self) -> None:
-        """Count a call before it changes anything, and again after it."""
+        """Call this before each call that may change weights, and again after it."""
         self._number[0] += 1
 
     def close(self) -> None:

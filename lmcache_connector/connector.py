@@ -97,11 +97,11 @@ def _warn_once(text: str) -> None:
 class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV in CPU memory and in Redis, below the GPU. docs/settings.md lists its settings.
 
-    A call for a side that is not there raises ``RuntimeError``. Exceptions of a side cost hits, not
-    the engine, except in a load inside a step: vLLM relies on the KV of its tokens.
+    A call that needs a missing side raises ``RuntimeError``, or does nothing. Exceptions of a side
+    cost hits, not the engine, except in a load inside a step: vLLM relies on the KV of its tokens.
 
-    Most steps only decode, and have no plan. Their calls return at once: after a forward pass this
-    code is not in the processor's caches, and every call, even of a property, costs a microsecond.
+    Most steps only decode, and have no plan. Then methods return at once: a forward pass evicts
+    this code from the processor's caches, so each call, even of a property, costs a microsecond.
     """
 
     _does_both: ClassVar[bool] = False  # load and store, whatever the role
@@ -147,7 +147,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Always false. vLLM calls this while it builds its configuration, long before it loads the
-        model, so unusable settings end the start here."""
+        model, so this is where unusable settings are refused."""
         check_settings({"kv_connector": cls.__name__, "kv_connector_extra_config": extra_config})
         return False
 
@@ -274,17 +274,17 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @returns_on_failure()
     def _before_reset(self) -> None:
-        """Complete the copies of the last step. If the user steps the engine, no further step may
-        come before the reset hands out the blocks that stores read."""
+        """Complete the copies of the last step, because after the reset vLLM may reuse the blocks
+        that stores read. An engine that its user steps may make no step before the reset."""
         for worker in self._workers_here():
             worker.finish_stores()
         self._scheduler_side.before_reset()
 
     @returns_on_failure(answer=False)
     def reset_cache(self) -> bool:
-        """Reset the names of the weights, and stop all copies: after a reset vLLM may free the
-        paged cache (sleep mode). Engines in other processes first step until no store runs; an
-        engine stepped by its user, with all ranks in this process, makes no such step."""
+        """Reset the name of the weights, and stop the copies of workers in this process: vLLM may
+        free the paged cache next (sleep mode). An engine core in a process of its own first steps
+        until no store runs; an engine that its user steps, in the same process, does not."""
         self._scheduler_side.reset_cache()
         return all(worker.stop_copies() for worker in self._workers_here())
 
@@ -435,15 +435,15 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return set(output.finished_sending), set(output.finished_recving)
 
     def _with_lost(self, output: StepOutput, unheard: dict[int, StepOutput]) -> StepOutput:
-        """``output``, and earlier outputs that vLLM has lost: its user interrupted vLLM before it
-        updated its scheduler from them, and goes on."""
+        """``output`` and earlier outputs that vLLM has lost, because its user interrupted it before
+        it updated its scheduler from them, and then went on stepping."""
         last_heard = self._num_steps - self._vllm_config.max_concurrent_batches
         for number in [each for each in reversed(unheard) if each <= last_heard]:
             lost = unheard.pop(number)
             if isinstance(get_kv_transfer_group(), MultiConnector):  # has counted these already
                 lost = replace(lost, finished_sending=frozenset())
             output = output.after(lost)
-            # Later steps may have been heard before this one.
+            # vLLM may have processed outputs of later steps first: report the present state.
             self._worker_side.report_all([e.key for made in lost.reports for e in made.events])
         if output.reports:
             unheard[self._num_steps] = output
@@ -480,7 +480,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
-        """Costs the open jobs and, in calls after ``handle_preemptions``, jobs of the plan, too."""
+        """Cancel open jobs and, if ``call`` follows ``handle_preemptions``, jobs of ``plan``."""
         self._failures.note(call, error)
         try:
             self._worker_side.start_over(call, plan)
@@ -532,7 +532,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def _connectors_here(self) -> list[LMCacheTieredConnector]:
-        """This engine's connectors of the worker role in the scheduler's process, if any."""
+        """This engine's worker connectors in the scheduler's process. Sets their ``_unheard``."""
         if not has_kv_transfer_group():
             return []
         found = get_kv_transfer_group()
@@ -546,7 +546,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note_lost_step(self, connector: LMCacheTieredConnector) -> None:
         """The last step did not arrive, so it has failed: the engine's user interrupted vLLM before
-        the step's first call, and goes on. Workers of other processes notice by its number."""
+        the step's first call, and goes on. Workers elsewhere notice the gap in the step numbers."""
         if connector._is_in_step:  # the step before has failed, too
             connector._step_failed()
         connector._step, connector._has_started_loads = self._sent, False

@@ -1,5 +1,5 @@
-"""Errors of users, each in one clear sentence; the log of our own failures, which vLLM never sees;
-and the set-up of our log lines."""
+"""Exceptions whose message tells users what to change; the log of our own failures, which vLLM
+never sees; and the set-up of our log lines."""
 
 from __future__ import annotations
 

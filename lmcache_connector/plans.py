@@ -146,7 +146,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob(_Runs):
-    """Copy full chunks out of the paged cache.
+    """Copy full chunks, or a tail, out of the paged cache.
 
     ``redis_keys``: chunks to write on to Redis, whether or not this job copies them; ``None``: the
     chunks that it copies. A rank that has not loaded ``adapter`` copies nothing. ``is_awaited``:
@@ -279,8 +279,8 @@ class StepPlan:
         )
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
-        """Loads beside the steps, and stores planned before the last load, in planning order. A
-        load may need such a store, whose request has finished: its passes ran in earlier steps."""
+        """Asynchronous loads, and stores planned before the last load, in planning order. A load
+        may need such a store: the store's request has finished, its passes ran in earlier steps."""
         if not self.loads:
             return []
         jobs: list[LoadJob | StoreJob] = [job for job in self.loads if not job.in_step]
@@ -444,8 +444,8 @@ class StepOutput:
     reports: tuple[RankReport, ...] = ()
 
     def after(self, lost: StepOutput) -> StepOutput:
-        """This output, with what vLLM has not heard of an earlier step. vLLM may have heard of
-        later ones, so chunks count as leaving until they are reported again."""
+        """This output and that of an earlier step, which vLLM has lost. vLLM may have processed
+        later ones, so the lost one's chunks count as leaving until they are reported again."""
         return StepOutput(
             lost.finished_sending | self.finished_sending,
             lost.finished_recving | self.finished_recving,

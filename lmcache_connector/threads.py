@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
-"""As long as a worker's idle step waits at most for a job to end."""
+"""The most that an idle step waits; a worker's idle step waits as long for a job to end."""
 
 
 def start_thread(
@@ -145,7 +145,7 @@ PENDING: Final = Pending.PENDING
 
 class StepWait:
     """The time that one engine step may wait for other threads, for all requests together:
-    ``seconds``, or 5 ms if that is more and no request runs (``is_idle``)."""
+    ``seconds``; if no request runs (``is_idle``), at least 5 ms unless ``seconds`` is 0."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_idle = True

@@ -96,7 +96,7 @@ class WeightNames:
         self._ask_again_at = clock() + _ASKED_SECONDS
         self._give_up_at: float | None = None
         self._is_external = False  # an external reset happened since the weights were named
-        self._names: Latest[str, str] = Latest(_MAX_NAMES)  # by digest, of all weights so far
+        self._names: Latest[str, str] = Latest(_MAX_NAMES)  # by digest, of the latest weights
         self._digest_before = ""  # at the last external reset
         self._label = ""
         self._label = self._new_label = self._read()  # a label at start names no update
@@ -119,7 +119,7 @@ class WeightNames:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether ranks were asked recently and have not answered; steps carry the answers."""
+        """Whether ranks were asked recently and have not answered, so that steps must go on."""
         return not self.name and self._clock() < self._asked_until
 
     def reset(self, *, is_external: bool) -> None:
@@ -226,7 +226,7 @@ class WeightNames:
                 return files, ""  # the bytes are as before, whatever has changed on disk
         loaded_after = min(each.loaded_after for each in ranks)
         if (changed := self._files.changed_since(loaded_after)) is not None:
-            remedy = "after a restart without such a change, the files name them"
+            remedy = "restart without such a change to name the weights by their files"
             return own, f"{changed} changed while the weights were loaded, or later ({remedy})"
         if key:
             self._keep({key: digest})
@@ -236,7 +236,7 @@ class WeightNames:
         try:
             return self._read_label()
         except ConfigError as error:
-            logger.error("%s. The weights have no label.", error)
+            logger.error("%s. The weights get no new label.", error)
             return self._label
 
 

@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The time limit of a test that is run again, which pytest-timeout sets for the first run only:
-    a test that hung twice would hang the suite."""
+    """Set the time limit again for a test that is run again: pytest-timeout sets it for the first
+    run only, so a test that hangs in its second run would hang the suite."""
     if getattr(item, "execution_count", 1) > 1:
         import pytest_timeout
 

@@ -148,7 +148,7 @@ def connector(recorder: Recorder) -> LMCacheTieredConnector:
 
 
 def planner_of(engine_id: str = "one", **scheduler: Any) -> Any:
-    """The scheduler's side of an engine's connector, with these of its scheduler."""
+    """The scheduler side of an engine's connector. ``scheduler``: attributes of its `Scheduler`."""
     planner: Any = object.__new__(LMCacheTieredConnector)
     planner._scheduler = SimpleNamespace(**scheduler)
     planner._guard = SchedulerGuard(planner._scheduler, FailureLog())
@@ -214,7 +214,7 @@ def scheduled(plan: str) -> Any:
 def test_a_step_that_drafts_ends_after_its_results(
     connector: LMCacheTieredConnector, recorder: Recorder, speculates: bool
 ) -> None:
-    """Drafters without KV, too: vLLM copies recurrent states there."""
+    """Beside drafters without KV, too: vLLM copies recurrent states after the results."""
     config = SimpleNamespace(speculative_config=object() if speculates else None)
     made = {"_worker": None, "_vllm_config": config, "_make_worker": lambda caches: recorder}
     for name, value in made.items():
@@ -344,7 +344,7 @@ def test_a_report_that_vllm_has_lost_is_told_again(
     for number, output in enumerate(outputs, start=1):
         loads = [3, number] if number == told_again else [number]
         assert output.finished_recving == {f"load {load}" for load in loads}
-        # MultiConnector counts the connectors that have told it, and has counted this one.
+        # MultiConnector counts the connectors that reported a send, and has counted this one.
         sends = [number] if has_neighbours else loads
         assert output.finished_sending == {f"load {load}" for load in sends}
         assert isinstance(output.kv_connector_worker_meta, ReportMetadata)

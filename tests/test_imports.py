@@ -52,7 +52,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     },
 )
 MAX_LAYERS = 8
-# Packages that may import fewer of the packages below.
+# Packages that may import only these of the lower packages.
 ONLY = {
     package: set(names.split())
     for package, names in {
@@ -79,10 +79,10 @@ ALLOWED = {
     "vllm": (
         f"{OWN}/__init__.py",  # the entry point, also in engines without our connectors
         f"{OWN}/vllm_compat/*.py",
-        f"{OWN}/integrations/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
+        f"{OWN}/integrations/vllm_tier.py",  # a class that vLLM loads, and no module of ours
     ),
     "lmcache": (f"{OWN}/worker/lmcache_*.py",),
-    "redis": ("storage/redis/client/*.py",),  # bounded, and only with a Redis
+    "redis": ("storage/redis/client/*.py",),  # bounded replies; imported only with a Redis
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),
     "prometheus_client": (f"{OWN}/cli/*.py",),
@@ -245,7 +245,7 @@ def test_every_import_is_allowed() -> None:
     assert [w for file in files for w in wrong_arrows(file, (ROOT / file).read_text())] == []
 
 
-def test_vllm_is_named_in_one_package() -> None:
+def test_vllm_is_named_only_where_its_import_is_allowed() -> None:
     others = [f for f in source_files() if not any(fnmatch(f, each) for each in ALLOWED["vllm"])]
     assert {f: names for f in others if (names := vllm_names((ROOT / f).read_text()))} == {}
 
@@ -282,7 +282,7 @@ def test_every_file_has_a_package() -> None:
 
 
 def test_layers_are_few_and_packages_within_their_budgets() -> None:
-    """A larger budget is a change of the table, which shows the sum."""
+    """A larger budget needs a change of the table ``LAYERS``."""
     assert len(LAYERS) <= MAX_LAYERS
     lines: Counter[str] = Counter()
     for file in source_files():

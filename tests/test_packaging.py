@@ -125,7 +125,7 @@ def test_an_install_replaces_neither_vllm_nor_torch(metadata: Message) -> None:
     assert not base & USERS_OWN
 
 
-def test_our_requirements_pin_no_torch() -> None:
+def test_lmcache_pins_neither_torch_nor_vllm() -> None:
     """LMCache requires torch. With a pin, an install could replace the user's build."""
     from importlib.metadata import requires
 

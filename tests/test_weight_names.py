@@ -175,7 +175,7 @@ def test_a_new_label_names_weights_changed_since_the_last_external_reset() -> No
     labelled = engine.reset("two", is_external=True)
     assert labelled.startswith("label:")
     engine.label = "step 2"
-    assert engine.reset("two", is_external=True) == labelled, "its bytes say no"
+    assert engine.reset("two", is_external=True) == labelled, "equal bytes keep their name"
     assert engine.reset("three", is_external=True) not in (labelled, "sha256:files")
     assert engine.names.name.startswith("label:")
     assert engine.reset("four", is_external=True).startswith("memory:"), "an old label"
@@ -207,7 +207,7 @@ def test_a_call_that_may_change_weights_ends_their_name_until_read() -> None:
     engine.version = 2
     assert engine.answer("one") == "sha256:files"
     engine.names.learn(1, WeightsInMemory(4, 0, "two of rank 1"))
-    assert not engine.names.name, "read by the time it is told"
+    assert not engine.names.name, "the call ends the name, although a digest comes with it"
 
 
 def test_a_request_waits_one_second_however_often_weights_change() -> None:

@@ -9,7 +9,7 @@ one; a chunk beyond either is wrong.
 
 The limit is a few times the largest *noise*, measured while the instance runs: the error of chunks
 that it computed twice itself. A floor allows for larger differences between batches, ranks or
-hardware. Before any measurement, a prior applies, which wrong settings exceed many times over.
+hardware. A *prior* is the upper bound, and the limit before any measurement and below 16 bits.
 
 A mismatch separates the *root*: everything that KV depends on before the first token, i.e. the
 model and the request's adapter. Salts are no part of a root: they separate tenants whose KV is the
@@ -161,9 +161,9 @@ MAX_FIRST_TRIES = 4
 
 
 class AuditSampler:
-    """Audits hits of each *subject* until one has a verdict, then ``share`` of all hits.
-
-    A share of 0 turns all audits off. ``random()`` returns a number in ``[0, 1)``.
+    """Audits hits of each *subject* (a kind of hit: ``AuditSubject``) until one has a verdict, or
+    ``MAX_FIRST_TRIES`` had none, then ``share`` of all hits. A share of 0 turns all audits off.
+    ``random()`` returns a number in ``[0, 1)``.
     """
 
     def __init__(self, share: float, random: Callable[[], float]) -> None:
@@ -203,8 +203,8 @@ MAX_ROOTS = 4096
 
 
 class RootEpochs:
-    """The current name in the keys of each root. ``name``: the weights' name. ``new_nonce()``
-    returns a unique string.
+    """What the keys of each root contain now: ``name``, the name of the weights, or a nonce.
+    ``new_nonce()`` returns a unique string.
 
     Remembers up to ``MAX_ROOTS`` separated roots; beyond that, all roots are separated.
     """

@@ -4,8 +4,8 @@ vLLM copies its blocks to memory and back, evicts there, and names blocks by its
 tier stores those bytes and returns them, verified, or a miss. Everything runs in the scheduler's
 process, whose thread waits for a network only when vLLM resets its cache or shuts down.
 
-vLLM decides what a name covers: it hashes adapters by name and images by their hash. The rest of
-the identity is what vLLM tells a tier about the model, the weights of a folder by content, and the
+vLLM decides what a name covers: adapters count by name, images by their ``mm_hash``. The rest of
+the identity is what vLLM tells a tier about the model, the content of a weights folder, and the
 user's names for everything else. Hashes shorter than 256 bits are refused: whoever can make two
 prompts collide could serve one the KV of the other.
 """
@@ -82,7 +82,7 @@ class TierSettings(ConnectorConfig):
         if "namespace" not in self.model_fields_set:
             yield (
                 "'namespace': field required: vLLM tells a tier neither --quantization nor "
-                "--hf-overrides, so name a namespace for instances of equal settings"
+                "--hf-overrides, so give instances with other settings another namespace"
             )
         yield from super().problems()
 
@@ -151,8 +151,8 @@ class RedisSecondaryTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Ends within ``load_deadline_seconds``; nothing touches the memory afterwards. The memory
-        of misses then holds garbage."""
+        """Ends at ``load_deadline_seconds`` or soon after; nothing touches the memory after that.
+        The memory of misses may hold garbage then."""
         deadline = time.monotonic() + self._load_seconds
         keys, buffers = self._keys(job_metadata.keys), self._slots(job_metadata)
         end = self._begin(job_metadata)
@@ -286,7 +286,7 @@ class _Lookups(AsyncLookupManager):
         return self._exist(keys)
 
     def mark_miss(self, keys: Collection[OffloadKey]) -> None:
-        """Skips keys being asked again, for which vLLM 0.32 asserts that no answer comes."""
+        """Skips keys with an open lookup: vLLM 0.32 asserts that no marked key gets an answer."""
         answered = LookupPhase.RESOLVED
         known = {key: state for key in keys if (state := self._lookup_state.get(key)) is not None}
         super().mark_miss([key for key, state in known.items() if state.phase is answered])
@@ -303,8 +303,8 @@ def _identity(spec: OffloadingSpec, model_digest: str) -> dict[str, object]:
         weights = folder_identity(Path(config.model.name), user_cache_folder())
     if not weights:
         raise ConfigError(
-            "'model_digest': set a name of your own, another one for each revision: vLLM does not "
-            f"tell a tier which weights it loads as {config.model.name!r}, no folder of weights"
+            "'model_digest': set a name of your own, one for each revision: vLLM does not tell "
+            f"a tier which weights it loads as {config.model.name!r}, which is not a weights folder"
         )
     mapped = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
     return {

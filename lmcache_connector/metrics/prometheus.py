@@ -80,8 +80,8 @@ class TieredStats(KVConnectorStats):
         self.data = Samples().to_data()
 
     def aggregate(self, other: KVConnectorStats) -> Self:
-        """Add another rank's or interval's samples. Returns ``self``, with new ``data``: several
-        readers of one interval's data each add later ones."""
+        """Add another rank's or interval's samples. Returns ``self`` with a new ``data``, because
+        others may hold the old one, and add to it on their own."""
         total = Samples()
         for data in (self.data, other.data):
             total.merge(Samples(**data))

@@ -28,7 +28,7 @@ class Samples:
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
         """Add to a counter. Raises ``ValueError`` for a negative amount; 0 records nothing."""
         if amount < 0:
-            raise ValueError(f"{name} must not shrink, not even by {-amount}")
+            raise ValueError(f"counter {name} cannot decrease by {-amount}")
         if amount:
             key = sample_key(name, *labels)
             self.counters[key] = self.counters.get(key, 0) + amount
@@ -71,8 +71,8 @@ class Samples:
         return self.observations.get(sample_key(name, label), [])
 
     def to_data(self) -> dict[str, Any]:
-        """The samples as dictionaries, strings, numbers and lists: arguments of another object,
-        which shares these dictionaries."""
+        """The samples as dictionaries of numbers and lists: keyword arguments for another
+        ``Samples``, which then shares these dictionaries."""
         return {name: getattr(self, name) for name in ("counters", "gauges", "observations")}
 
 

@@ -34,7 +34,7 @@ _MAX_KNOWN, _MAX_EXPECTED, _MAX_WARNINGS = 1024, 4096, 1024
 _LOOK_SECONDS = 0.5
 """How often files of queued requests' adapters are checked: vLLM may read them again."""
 _STALE_SECONDS = 5.0
-"""Longer than any step: the engine was paused, and files may have changed meanwhile."""
+"""A read older than this is repeated: no step takes as long, so the engine was paused."""
 
 # -- on the disk -----------------------------------------------------------------------------------
 
@@ -59,8 +59,8 @@ class AdapterDigests:
         self._known: Latest[AdapterStamp, str] = Latest(_MAX_KNOWN)
 
     def digest(self, folder: Path, stamp: AdapterStamp | None = None) -> str:
-        """``stamp``: the files' state to digest. Raises ``OSError`` if they are unreadable or
-        differ from it, before or after.
+        """``stamp``: of the files to digest. Raises ``OSError`` if they are unreadable, or have
+        another stamp at the end.
         """
         stamp = stamp or adapter_stamp(folder)
         digest = self._known.get(stamp) or _digest_files(stamp)
@@ -138,14 +138,14 @@ class Adapters:
         return question
 
     def forget(self) -> None:
-        """Discard the reports, which may have been misunderstood, and ask again."""
+        """Discard the reports, which a failed call may have processed in part, and ask again."""
         self._lists.clear()
         self._expected.clear()
         self.ask()
 
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
-        """Returns adapters that were assumed loaded while another one was: KV computed under their
-        names so far may be another adapter's."""
+        """Returns the adapters under whose names KV may have been computed so far although another
+        adapter was loaded."""
         before = self._lists.get(rank)
         self._lists[rank] = adapters
         self.acked = (*self.acked[:rank], adapters.number, *self.acked[rank + 1 :])

@@ -64,7 +64,7 @@ def item_digest(item: Any) -> str:
 class EmbedsDigest:
     """Digests of prompt embeddings by token range, cached.
 
-    ``embeds``: [tokens, hidden size], on the host. ``is_token``: positions with a token id instead;
+    ``embeds``: [tokens, hidden size], on the host. ``is_token[i]``: row i stands for a token id;
     ``None``: none. A range shorter than ``chunk_size`` tokens has the digest of the whole chunk.
     """
 
@@ -112,7 +112,7 @@ def _feed(hasher: blake3, value: Any) -> int:
         _feed_plain(hasher, ["sequence", len(value)])
         return sum(_feed(hasher, each) for each in value)
     if value is None:
-        raise NoContentError("a value is not here")
+        raise NoContentError("a value is missing in this process")
     if not isinstance(value, bool | int | float | str):
         raise NoContentError(f"a {type(value).__name__} cannot be read")
     _feed_plain(hasher, [type(value).__name__, repr(value)])

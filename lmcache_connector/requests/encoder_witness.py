@@ -36,8 +36,8 @@ class EncoderWitness:
     ) -> None:
         """Record which outputs the step about to run frees, and which it encodes.
 
-        ``find(request_id)``: the request and the spans of its items, one each, ``None`` if their
-        content is unknown; ``None`` for an unknown request.
+        ``find(request_id)`` returns the request and the spans of its items, one per item (``None``
+        if their content is unknown), or ``None`` for an unknown request.
         """
         for identifier in output.free_encoder_mm_hashes:
             self._inputs.pop(identifier, None)

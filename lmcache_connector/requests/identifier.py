@@ -104,8 +104,8 @@ class RequestIdentifier:
         return opened.found
 
     def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
-        """The request and its multimodal items (``None`` unless it is identified); ``None`` for a
-        plain or unknown request."""
+        """The request and the spans of its multimodal items (``None`` unless it is identified);
+        ``None`` in place of the pair for a plain or unknown request."""
         opened = self._open.get(request_id)
         if opened is None:
             return None

@@ -3,7 +3,7 @@
 KV may be shared only if the key contains every field that could change it. So each field of the
 classes below is in one of two tables: ``KEYED`` for fields that go into the key or make a request
 bypass the tiers, ``NOT_PART_OF_IDENTITY`` for fields that cannot change the KV of given tokens at
-given positions. :class:`UnknownFields` finds fields in neither table, of a newer vLLM:
+given positions. :class:`UnknownFields` finds fields in neither table, as a newer vLLM may have:
 requests that use them bypass the tiers.
 """
 
@@ -144,7 +144,7 @@ class UnknownFields:
         used = {(class_name, name) for name in names if _is_set(getattr(part, name, None))}
         for field in sorted(used - self._warned):
             logger.warning(
-                "This vLLM has a field %s.%s that this release does not know: requests that use it "
+                "vLLM has a field %s.%s that lmcache-connector does not know: requests that use it "
                 "bypass the KV cache tiers.",
                 *field,
             )

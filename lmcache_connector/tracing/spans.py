@@ -1,8 +1,8 @@
 """Spans for lookups, loads, stores and audits, if vLLM exports traces.
 
 A client that sends a ``traceparent`` has a trace; vLLM passes its headers on with the request. A
-span is created when its operation has ended, with both times, so no span stays open, and no other
-process is involved. Runs on the scheduler's thread.
+span is created when its operation has ended, with its start and end time, so none stays open. No
+other process is involved. Runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Spans:
         return self._tracer is not None
 
     def begin(self, request: Request, operation: str) -> None:
-        """``operation``: ``lookup``, or ``load``, ``store`` or ``audit`` with the job's id. A
-        second beginning before the end is ignored."""
+        """``operation``: ``lookup``, or a job's kind and id, as in ``load 7``. A second beginning
+        before the end is ignored."""
         if self.is_on and request.trace_headers:
             self._begun.setdefault(request.request_id, {}).setdefault(operation, self._clock_ns())
 

@@ -25,7 +25,7 @@ from tests.support.clock import Clock
 
 CHUNK_TOKENS, CHUNK_BYTES = 256, 1 << 20
 PROMPT = 32 * CHUNK_TOKENS
-RECOMPUTE = 0.8192  # seconds of PROMPT
+RECOMPUTE = 0.8192  # seconds to compute PROMPT
 KEYS = [bytes([i]) * 32 for i in range(32)]
 
 
@@ -400,4 +400,4 @@ def test_a_trial_of_a_model_with_a_window_in_every_layer(clock: Clock) -> None:
     assert decided().num_chunks == 0
     clock.now += 200.0
     assert decided().num_chunks == 4
-    assert decided().num_chunks == 0  # a trial, then
+    assert decided().num_chunks == 0  # so the load before was a trial

@@ -191,8 +191,8 @@ def test_no_other_coefficients_fit_better(
 
 
 def begins_after(num_batches: int, step: int, load: int) -> int:
-    """The schedule in the module's docstring, simulated: how much later than step 0, planned at 0,
-    the step begins that computes the rest after the load."""
+    """The schedule in the docstring of ``cost_model/steps.py``, simulated. Returns how much later
+    than step 0, planned at 0, the step begins that computes the rest after the load."""
 
     def ended(number: int) -> int:
         return (number + num_batches) * step

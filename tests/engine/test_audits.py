@@ -62,8 +62,8 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 def retrained(
     start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path_factory: Any
 ) -> Iterator[VllmInstance]:
-    """Other rows in the embedding, the same name. Both engines on one host would notice at
-    start."""
+    """Other rows in the embedding, the same name. It would notice that at start if it knew what the
+    other engine has kept on this host."""
     folder = tmp_path_factory.mktemp("models") / "retrained"
     build_retrained_model(folder, tiny_model, STRENGTH)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 4}
@@ -82,7 +82,7 @@ def prompt(request: pytest.FixtureRequest) -> list[int]:
     return tokens
 
 
-def test_an_audit_finds_a_right_hit(one: VllmInstance, prompt: list[int]) -> None:
+def test_an_audit_confirms_a_right_hit(one: VllmInstance, prompt: list[int]) -> None:
     before = one.call(audits)
     cold = one.serve(prompt)
     one.reset_prefix_cache()
@@ -110,7 +110,7 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert changes(retrained, before).get("mismatch") == 1
     told = [each for each in retrained.log.splitlines() if "Audit: the KV stored for" in each]
     assert "for a plain request of" in told[-1]
-    # From now on nothing is shared, in both directions.
+    # From now on the retrained engine loads no chunk of the other.
     retrained.reset_prefix_cache()
     right = retrained.serve(prompt)
     assert right.external_hit_tokens == 0

@@ -1,4 +1,4 @@
-"""Steps that fail: nothing of them is stored. What Redis does, the simulation has."""
+"""Nothing of a step that fails is stored. tests/simulation has the failures of Redis."""
 
 from __future__ import annotations
 

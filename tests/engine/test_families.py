@@ -85,7 +85,7 @@ def assert_loaded(
         {place for place in served.layer_digests if place.first_token < end}
         for served in (cold, hit)
     )
-    # The cold run may have freed a state, or all blocks before the border of an attention's chunk.
+    # The cold run may have freed a state, or with chunked attention all blocks before a border.
     assert {place.layer for place in kept & found} == {place.layer for place in kept} != set()
     wrong = differences(hit.layer_digests, cold.layer_digests)
     assert [p for p in wrong if p.first_token < end and p.first_token not in but] == []
@@ -158,14 +158,14 @@ def test_all_but_the_last_token_is_transferred(one: VllmInstance) -> None:
 
 
 def test_the_weights_are_named_by_files(one: VllmInstance) -> None:
-    """All computation before has left their name as it was."""
+    """No test before this one has changed their name."""
     one.reset_prefix_cache()
     assert one.call(weights_name).startswith("sha256:")
 
 
 @pytest.mark.soak  # an engine of its own
 def test_vllms_own_hits_may_end_inside_a_block(start: StartInstance, tmp_path: Path) -> None:
-    """With a unit smaller than a block vLLM continues from a state inside a block. Chunks of such a
+    """With a match unit below a block vLLM continues from a state inside a block. Chunks of such a
     request are right."""
     folder = build_family("qwen3-next", tmp_path / "states")
     args = FAMILIES["qwen3-next"].engine_args | {"max_num_batched_tokens": 512}

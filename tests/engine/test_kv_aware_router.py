@@ -22,7 +22,7 @@ BLOCK_SIZE = 32
 # vLLM's own cache has room for four of each server's conversations.
 NUM_CONVERSATIONS, NUM_TOKENS, KV_CACHE_BYTES = 16, 700, 12 << 20
 HIT_TOKENS = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
-SMALL_GIB = 0.012  # five of them
+SMALL_GIB = 0.012  # each CPU tier: five conversations
 CREDITS = {"cpu": 0.8, "redis": 0.3}  # the router's value of a token in each tier; vLLM's cache: 1
 
 pytestmark = [

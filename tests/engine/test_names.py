@@ -1,5 +1,5 @@
-"""Whatever makes KV unique, on real engines: salts, adapters, embeddings and pictures, and names
-without meaning: counters, clients' words, numbers.
+"""What separates KV, on real engines: salts, and the content of adapters, embeddings and pictures.
+Names do not: counters, words of clients, numbers of adapters.
 
 vLLM itself answers wrongly where a client gives two pictures one name, or an adapter is retrained
 under its path. That stays between client and instance: such KV must never get the key of other
@@ -86,8 +86,8 @@ def asked_again(instance: VllmInstance, request: Ask) -> tuple[Served, Served]:
 
 
 def test_a_picture_is_its_content(seeing: tuple[VllmInstance, VllmInstance]) -> None:
-    """Both processes give their first picture the same name. The chunk with a picture's last token
-    depends on it, and all chunks after."""
+    """Both processes give their first picture the same name. Chunks with tokens of a picture depend
+    on it, and so do all chunks after them."""
     one, other = seeing
     wanted = Ask("", words(1), image=1)
     cold = written(one, wanted)
@@ -199,7 +199,7 @@ def serve_beside(probe: EngineProbe, adapted: Ask, plain: Ask) -> None:
 def test_kv_into_which_an_adapter_leaks_is_not_stored(
     adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
 ) -> None:
-    """On CPUs, vLLM computes requests without an adapter with that of another in their step."""
+    """On CPUs, vLLM also applies an adapter to requests without one in the same step."""
     engine, other = adapted
     path = str(build_adapter(tmp_path / "leaking", 5))
     plain = Ask("plain-", random_prompt(11, 700), salt="leak")

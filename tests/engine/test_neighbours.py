@@ -1,4 +1,4 @@
-"""Beside vLLM: no step after ``generate()``, pauses, other connectors."""
+"""No step after ``generate()``, pauses, and other connectors and engines beside ours."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_one_rank_under_an_external_launcher(start: StartInstance) -> None:
 
 
 def an_engine_before(model: str) -> None:
-    """An engine whose start fails behind the connector's; then one that serves, and ends."""
+    """An engine whose start fails after the connector's; then one that serves, and ends."""
     import zmq
     from vllm.config.kv_events import KVEventsConfig
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -176,7 +176,7 @@ def test_the_second_engine_of_a_process(start: StartInstance, tiny_model: Path) 
 
 
 def refusal_of_another(probe: EngineProbe, model: str) -> str:
-    """The message that refuses a second engine; its attempt overwrites the paged cache."""
+    """The message that refuses a second engine. Also overwrites the first one's paged cache."""
     try:
         EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
     except UnsupportedError as error:

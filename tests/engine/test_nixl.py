@@ -32,7 +32,7 @@ from tests.support.redis.servers import Server
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None or importlib.util.find_spec("nixl_cu13") is None,
-    reason="runs where the wheels nixl and nixl-cu13 are installed: there are some for Linux",
+    reason="runs where nixl and nixl-cu13 are installed: their wheels are for Linux",
 )
 NUM_TOKENS = 1300
 FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE

@@ -51,7 +51,7 @@ def test_a_chunk_is_stored_once_and_loaded_by_both(two: VllmInstance) -> None:
     assert hit.external_hit_tokens == HIT
     assert () != hit.block_digests == cold.block_digests
     assert counts.total("failed_loads") == before.total("failed_loads")
-    # Each chunk, by the rank that does not own it and does not keep it.
+    # Each chunk was mapped by the one rank that does not own it.
     mapped = counts.total("peer_mapped_chunks") - before.total("peer_mapped_chunks")
     assert mapped == NUM_CHUNKS
     assert [size for size, _ in two.call(stored_on_ranks)] == used

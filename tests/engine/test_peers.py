@@ -34,7 +34,7 @@ def pair(
         # The engine's own address is among them, as behind a headless service.
         transfers = [kv_transfer(peer_listen=own, peers=addresses) for own in addresses]
     with start(transfers[0]) as one, start(transfers[1]) as two:
-        for writer, reader in ((one, two), (two, one)):  # one of them started first
+        for writer, reader in ((one, two), (two, one)):  # the first to start must find the other
             # No tight limit on a busy machine: tests/peers/test_host.py has two seconds.
             seeds = count(100)
             assert within(30.0, lambda: finds(writer, reader, next(seeds)))  # noqa: B023
@@ -72,7 +72,7 @@ def test_each_loads_the_others_chunks(
         assert came == [5, 5 * CHUNK_SIZE, 5 if is_mapped else 0]
         assert hit.external_hit_tokens == 5 * CHUNK_SIZE
         assert () != hit.block_digests == cold.block_digests
-        # It has its own copies now, and stores the chunks after them.
+        # With copies of its own by now, it hits as many tokens again.
         reader.reset_prefix_cache()
         again = reader.serve([*prompt, *random_prompt(9, CHUNK_SIZE)])
         assert again.external_hit_tokens == 5 * CHUNK_SIZE

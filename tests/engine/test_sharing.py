@@ -148,7 +148,7 @@ def forget_on_rank(worker: Any, keys: list[bytes]) -> None:
         get_kv_transfer_group()._worker._tiers.engine.cpu.forget(key)
 
 
-@pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers
+@pytest.mark.soak  # two more ranks; tests/worker and tests/kv_layout test the layers of a stage
 def test_pipeline_ranks_share_with_equal_pipelines_only(
     start: StartInstance,
     transfer: dict[str, Any],

@@ -90,9 +90,9 @@ def serve(engine: VllmInstance, prompt: list[int]) -> tuple[Served, tuple[int, i
 
 
 def assert_equal(hit: tuple[Served, Any], cold: tuple[Served, Any], end: int, left: int) -> None:
-    """``end``: of the hit. Its answer, its accepted drafts, and all KV before its end. ``left``:
-    tokens of the prompt after it. If it is one, vLLM computes that beside drafts that it made up,
-    and drafts elsewhere from then on."""
+    """The hit's answer, its accepted drafts and all KV before its ``end``. ``left``: tokens of the
+    prompt after ``end``. If one is left, vLLM computes it beside made-up drafts, and later drafts
+    start at other tokens than in the cold run."""
     assert hit[0].external_hit_tokens == hit[0].cached_tokens == end
     assert hit[0].token_ids == cold[0].token_ids
     assert left == 1 or hit[1][1] == cold[1][1]
@@ -100,8 +100,8 @@ def assert_equal(hit: tuple[Served, Any], cold: tuple[Served, Any], end: int, le
 
 
 def assert_same_kv(one: Served, other: Served, end: int) -> None:
-    """Of every layer before token ``end``. What vLLM leaves in a state for drafts that were never
-    made is not looked at behind it."""
+    """Of every layer before token ``end``. What vLLM leaves beyond it in a state, for drafts that
+    were never made, is not compared."""
     before = [
         {place for place in served.layer_digests if place.first_token < end}
         for served in (one, other)
@@ -112,7 +112,7 @@ def assert_same_kv(one: Served, other: Served, end: int) -> None:
     assert [place for place in wrong if place in both] == []
 
 
-PROMPTS = [[*random_prompt(seed, 40)] * 60 for seed in range(2)]  # of which n-grams are found
+PROMPTS = [[*random_prompt(seed, 40)] * 60 for seed in range(2)]  # repeated: n-grams match
 
 
 @pytest.mark.parametrize("beyond", [1, 100], ids=lambda n: f"border+{n}")
@@ -137,9 +137,9 @@ def test_a_hit_goes_on_as_a_cold_run_does(
 def test_a_state_that_ends_among_drafts_is_that_of_vllms_own_cache(
     engine: VllmInstance, method: str, chunk_size: int
 ) -> None:
-    """Answers cross a block's end at every place of a step, in rows that move as a request is
-    aborted. vLLM keeps the state there if no draft beyond it was accepted; what it has kept goes on
-    as what was stored. Beside a head it hits nothing of a turn so short, and the connector does."""
+    """Answers cross a block's end at each position of a step, in rows that move when a request is
+    aborted. vLLM keeps the state there if no draft beyond it was accepted; a turn goes on from it
+    as from the stored one. With a head, only the connector hits anything of a turn so short."""
     num_kept, before = 0, engine.call(draft_counts)
     for seed, tokens in enumerate(PROMPTS):
         prompts = [[100 + i, seed, *tokens][: chunk_size - i] for i in range(3, 7)]

@@ -69,7 +69,7 @@ def test_keys_are_the_same_in_every_process_and_never_change() -> None:
 
 
 def test_instances_of_two_identity_versions_miss_each_other() -> None:
-    """Version 1 named weights by a label or an audit alone."""
+    """In version 1, only a label or an audit told changed weights apart."""
     model = {"namespace": "n", "weights": "w"}
     roots = [
         {"salt": "s", "lora": None},

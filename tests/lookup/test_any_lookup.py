@@ -83,7 +83,7 @@ HELD = {chunk_key(0): Tier.REDIS}
 
 
 def test_a_lookup_with_too_little_time_changes_nothing_for_the_next(far: BackgroundLookup) -> None:
-    """The second of two at once has what the first leaves."""
+    """Of two lookups at once, the second has the time that the first leaves."""
     for _ in range(2):
         asked, late = far.submit([chunk_key(0)]), far.submit([chunk_key(1)])
         assert late.wait(30.0)
@@ -123,8 +123,8 @@ def try_for(lookup: AnyLookup, seconds: float) -> None:
 
 
 def test_a_trial_delays_no_lookup(slow: tuple[AnyLookup, SlowLink]) -> None:
-    """It is waited for only if the server would else be late, and not asked: that teaches how long
-    its answers take."""
+    """It gives way unless its answer is late: a late server would not be asked by the next lookup.
+    Waiting then teaches how long its answers take."""
     lookup, link = slow
     try_for(lookup, 0.1)
     assert lookup.answered == [Tier.REDIS], "no answer took as long before"

@@ -143,12 +143,12 @@ def test_a_tier_that_did_not_answer_is_no_quicker_than_before(
     tier.gate.set()
     for took, is_answered, seconds in [
         (0.5, True, 0.5),
-        (0.1, False, 0.5),  # the rest of its time, after other lookups
+        (0.1, False, 0.5),  # other lookups left it no more time
         (1.0, False, 1.0),
         (4.5, True, 4.5),
         (0.5, False, 4.5),
         (0.2, True, 0.2),
-        (4.9, False, inf),  # all its time
+        (4.9, False, inf),  # nearly all of its 5 s
         (0.0, False, inf),  # a late server is not asked
         (0.3, True, 0.3),
     ]:
@@ -161,7 +161,7 @@ def test_a_tier_that_did_not_answer_is_no_quicker_than_before(
 def test_slow_tiers_are_tried_while_nothing_is_looked_up(
     remote: BackgroundLookup, tier: GatedLookup, clock: Clock
 ) -> None:
-    """Ever less often, and for their duration alone."""
+    """Ever less often; a trial only measures how long a lookup takes."""
     tier.gate.set()
     keys = [bytes([i]) * 32 for i in range(64)]
     assert answer(remote.submit(keys)) != MISS
@@ -186,13 +186,13 @@ def test_slow_tiers_are_tried_while_nothing_is_looked_up(
     tier.answered = [Tier.PEER]
     assert answer(remote.submit(keys)) != MISS
     assert remote.expected_seconds == {Tier.PEER: 0.002, Tier.REDIS: inf}
-    assert not within(0.6, lambda: bool(tier.tried)), "any prompt waits for the peers"
+    assert not within(0.6, lambda: bool(tier.tried)), "peers are quick enough for any prompt"
 
 
 def test_a_request_that_asks_nothing_hastens_the_next_trial(
     remote: BackgroundLookup, tier: GatedLookup, clock: Clock
 ) -> None:
-    """Requests without a lookup are no idleness: else their Redis stays slow for a minute."""
+    """Such requests do not count as idle time, or Redis would count as slow for a minute."""
     tier.gate.set()
     assert answer(remote.submit(KEYS)) != MISS
     for pause in (0.25, 0.5):

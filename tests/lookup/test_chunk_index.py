@@ -1,4 +1,4 @@
-"""The index of chunks, prompts sent to workers, and chunks in use that Redis may want."""
+"""The index of chunks, and the uses of prompts that are sent to workers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_owners_chunk_stays_when_a_copy_is_evicted() -> None:
     assert A not in index
 
 
-def test_the_first_store_of_another_rank() -> None:
+def test_the_first_chunk_that_a_rank_stores_for_others_is_found() -> None:
     index = shared_by_two()
     index.plan([A, KEYS[2]], job_id=1)
     assert index.has_each([A, KEYS[2]]) == [True, True]

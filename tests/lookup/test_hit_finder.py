@@ -1,4 +1,4 @@
-"""Whether a step waits for Redis: one slow answer does not end it for good."""
+"""Whether a step waits for Redis: after one slow answer, later steps wait again."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def asked_for(scene: Scene, asked: RequestLookup) -> list[tuple[int, int]]:
     return [(part_of(key, 2), chunks.index(key[:-1])) for key in asked.asked_keys]
 
 
-def test_both_parts_missing_in_memory_are_looked_up(windowed: Scene) -> None:
+def test_chunks_of_both_parts_missing_in_memory_are_looked_up(windowed: Scene) -> None:
     windowed.tier.seconds = [0.0]
     asked = windowed.new_request(1)
     admit(windowed, asked, 0, 0, 1, 3)

@@ -53,7 +53,7 @@ def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> It
 
 @contextmanager
 def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
-    """A lookup that a thread maintains, as on the scheduler side."""
+    """A lookup as on the scheduler side, where a thread maintains it; here `holds` does."""
     peers = PeerLookup(CONFIG, [PARTS], topology(path, own))
     with closing(AnyLookup({Tier.PEER: peers}, time.monotonic)) as lookup:
         yield lookup
@@ -168,7 +168,7 @@ def replace_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("remove", [remove_name, shutil.rmtree, replace_folder])
-def test_a_cleaner_of_the_folder_parts_engines_for_seconds(
+def test_a_cleaner_of_the_folder_separates_engines_for_seconds(
     path: Path, remove: Callable[[Path], None]
 ) -> None:
     """Cleaners of /tmp remove old files, and names of live sockets with them."""

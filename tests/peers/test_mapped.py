@@ -1,4 +1,4 @@
-"""Chunks copied from the memory of another process: right bytes, or else the socket's."""
+"""Chunks copied from the memory of another process; if bytes are wrong, the socket is used."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _num_mapped() -> int:
 
 
 def test_leases_of_a_silent_client_expire(path: Path, chunks: HeldChunks) -> None:
-    with owner(path, chunks, Limits(stall_seconds=0.2)), asking(path) as ask:
+    with owner(path, chunks, Limits(stall_seconds=2.0)), asking(path) as ask:
         names = [b"lmc:{default:" + chunk_key(0).hex().encode() + b"}"]
         suffix = _suffixes()
         said = ask(b"LEASE", *(name + end for name in names for end in suffix))
@@ -161,14 +161,14 @@ def test_leases_of_a_silent_client_expire(path: Path, chunks: HeldChunks) -> Non
         assert chunks.await_leased(lambda count: count == 0, 10.0)
 
 
-def test_a_lease_ends_the_last_but_one(path: Path, chunks: HeldChunks) -> None:
-    """The last one is still being copied."""
+def test_each_lease_ends_the_one_before_the_last(path: Path, chunks: HeldChunks) -> None:
+    """A new lease ends the one before the last, because the last is still being copied."""
     with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
         name = b"lmc:{default:" + chunk_key(0).hex().encode() + b"}" + _suffixes()[0]
         for number in range(4):
             assert ask(b"LEASE", name).startswith(b"$136")
             assert chunks.num_leased == min(number + 1, 2)
-        assert ask(b"RELEASE") == b"+OK\r\n", "it may let go though all that may be leased is"
+        assert ask(b"RELEASE") == b"+OK\r\n", "answered although all that may be leased is leased"
         assert chunks.num_leased == 0
         assert ask(b"LEASE", b"nonsense") == b"$136\r\n" + PLACE.pack(NOWHERE, b"") + b"\r\n"
 
@@ -201,7 +201,7 @@ def test_one_command_leases_no_more_than_a_share(
     with owner(path, chunks):
         folder = HostFolder(path)
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(folder.address(name_of("one")))  # a path may be too long
+            sock.connect(folder.address(name_of("one")))  # the path itself may be too long
             tags = [chunk_tag("default", key) + b":0-4:0" for key in chunks.data]
             sock.sendall(command(b"LEASE", *tags))
             assert chunks.await_leased(lambda count: count == 2)
@@ -215,7 +215,7 @@ def test_one_command_leases_no_more_than_a_share(
 def test_a_chunk_larger_than_a_command_may_lease_is_copied(
     path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_values: int
 ) -> None:
-    """A batch takes several values of it, or begins with the end of another one."""
+    """A batch has several values of one chunk, or the end of one and the start of the next."""
     monkeypatch.setattr(commands, "_MAX_LEASED_BYTES", GEOMETRY.chunk_bytes // 2)
     value_bytes = GEOMETRY.chunk_bytes // len(PLAN.stripes_of(chunk_key(0)))
     monkeypatch.setattr(mapped, "_BATCH_BYTES", num_values * value_bytes)
@@ -356,7 +356,7 @@ def _trickle(listener: socket.socket) -> None:
 def test_batches_before_the_deadline_are_hits(
     path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch, num_batches: int
 ) -> None:
-    """The last of them is copied, and its reply is read: the connection stays of use."""
+    """The last of them is copied and its reply is read, so the connection can be used again."""
     monkeypatch.setattr(mapped, "_BATCH_BYTES", 1)
     keys, num_asked = [chunk_key(i) for i in range(6)], 0
     sent = Wire.send

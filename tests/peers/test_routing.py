@@ -13,7 +13,7 @@ from lmcache_connector.net.address import Address
 from lmcache_connector.peers import heartbeat
 from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.peers.routing import Receive, Router, Send, may_dial
-from tests.support.clock import within
+from tests.support.clock import wait_until
 from tests.support.redis.servers import free_port
 
 OWN = Address("127.0.0.1", 7000)
@@ -121,9 +121,13 @@ def test_allowed_hosts(host: str, hosts: tuple[str, ...], may: bool) -> None:
             router.part_in("r", consume(remote_host=host))
 
 
-def test_a_heartbeat_survives_without_its_router() -> None:
+def test_a_heartbeat_goes_on_without_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heartbeat, "_is_serving", lambda _: True)
+    asked = count_requests(monkeypatch)
     mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
-    Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()
+    beat = Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"")
+    wait_until(lambda: asked["/register"] >= 3, "three registrations")
+    beat.close()
 
 
 def test_a_heartbeat_takes_no_proxy_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +144,19 @@ def test_a_heartbeat_takes_no_proxy_from_the_environment(monkeypatch: pytest.Mon
     beat.close()
 
 
+def count_requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The requests that a heartbeat makes from now on, by path."""
+    asked = Counter[str]()
+    really = heartbeat._open
+
+    def count(request: Request) -> None:
+        asked[request.selector] += 1
+        really(request)
+
+    monkeypatch.setattr(heartbeat, "_open", count)
+    return asked
+
+
 @pytest.mark.parametrize(("start_seconds", "num_told"), [(60.0, 0), (-1.0, 1)])
 def test_an_api_that_never_listens_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
@@ -148,18 +165,11 @@ def test_an_api_that_never_listens_is_told_once(
     num_told: int,
 ) -> None:
     monkeypatch.setattr(heartbeat, "_START_SECONDS", start_seconds)
-    asked = Counter[str]()
-    now = heartbeat._open
-
-    def count(request: Request) -> None:
-        asked[request.selector] += 1
-        now(request)
-
-    monkeypatch.setattr(heartbeat, "_open", count)
+    asked = count_requests(monkeypatch)
     mine = Registration("kv_both", f"127.0.0.1:{free_port()}", "127.0.0.1:14589", "e")
     beat = Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"")
-    within(20.0, lambda: asked["/health"] >= 3)
-    num_records = len(caplog.records)  # leaving tells more
+    wait_until(lambda: asked["/health"] >= 3, "three questions")
+    num_records = len(caplog.records)  # leaving the router logs more
     beat.close()
     assert num_records == num_told
 

@@ -139,7 +139,7 @@ def test_names_are_listed_to_its_user_on_its_host_alone(
             assert len(set(client.scan_iter(f"lmc:{{default:{one}*"))) == 4
             assert list(client.scan_iter("lmc:{other:*")) == []
             with pytest.raises(redis.ResponseError, match="too long"):
-                client.scan(match="*0" * 129)  # 256 KiB took seconds to compile
+                client.scan(match="*0" * 129)  # one of 256 KiB took seconds to compile
 
 
 # -- bounds of a client's cost -------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_clients_that_read_nothing_are_dropped(chunks: HeldChunks) -> None:
             sock.close()
 
 
-def test_trickling_readers_lose(chunks: HeldChunks) -> None:
+def test_trickling_readers_are_dropped(chunks: HeldChunks) -> None:
     big = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)
     held = HeldChunks([])
     held.data = {chunk_key(0): chunk_data(0, big)}
@@ -276,7 +276,7 @@ def test_trickling_readers_lose(chunks: HeldChunks) -> None:
         assert held.num_leased == 0
 
 
-def test_half_a_command_ends(chunks: HeldChunks) -> None:
+def test_a_client_that_sends_half_a_command_is_dropped(chunks: HeldChunks) -> None:
     clock = Clock(0.0)
     with serving(chunks, clock=clock) as server, dial(server) as sock:
         sock.sendall(get(1) + get(0)[:-5])

@@ -97,7 +97,7 @@ def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
 
 @pytest.mark.parametrize("num_peers", [0, 1, 2])
 def test_chunks_that_no_peer_has_count_as_no_failure(num_peers: int) -> None:
-    """The cost model would load nothing from peers for a while: they seem to have stalled."""
+    """Otherwise the cost model would take the peers for stalled, and not use them for a while."""
     with ExitStack() as stack:
         servers = [stack.enter_context(serving(HeldChunks([0]))) for _ in range(num_peers)]
         tier = stack.enter_context(reading(at(*servers)))
@@ -121,7 +121,7 @@ def test_only_chunks_that_a_peer_has_arrive(monkeypatch: pytest.MonkeyPatch) -> 
         keys, arrived, readers = [chunk_key(i) for i in range(3)], list[int](), tier._readers
 
         def reading_on(*wanted: Any) -> ReadResult:
-            """One of the threads is not done yet when all chunks have arrived."""
+            """As if a reader thread were still busy when all chunks have arrived."""
             result = ValueReaders.read(readers, *wanted)
             wanted[-1](len(wanted[0]))
             return result
@@ -183,7 +183,7 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
             bad = stack.enter_context(serving(HeldChunks(range(8)), engine_id=name)).port
         tier = stack.enter_context(reading(at(bad, good), read_timeout_seconds=0.3))
         assert read_once_connected(tier, range(4)).hits == [True] * 4
-        if trouble == "itself":  # is no peer
+        if trouble == "itself":  # it is not its own peer
             once_dialled(lambda: at(bad)[0] in tier._topology._own)
         else:
             once_dialled(lambda: dict(tier._servers.states()).get(at(bad)[0]) is CircuitState.OPEN)
@@ -284,7 +284,7 @@ def test_a_look_up_does_not_wait_for_a_late_peer() -> None:
 
 @dataclass
 class LateLookup:
-    """Asks one peer that holds chunks 1, 2 and 4; two chunks make a question. Its time stands."""
+    """Asks one peer that holds chunks 1, 2 and 4, two per command. Its clock is the test's."""
 
     peer: HeldReplies
     clock: Clock = field(default_factory=Clock)
@@ -305,7 +305,7 @@ class LateLookup:
         return asked.wire
 
     def finds(self, indices: Sequence[int], let: int = 0) -> list[bool]:
-        """Whether the peer holds each, once it has sent so many bytes."""
+        """Whether the peer holds each. First let through ``let`` bytes of its held replies."""
         asked = self.ask(indices)
         if let:
             self.peer.let(let)
@@ -326,7 +326,7 @@ def late() -> Iterator[LateLookup]:
 
 @pytest.mark.parametrize("comes", ["before", "while asked"])
 def test_a_peer_answers_one_look_up_after_the_other(late: LateLookup, comes: str) -> None:
-    """However its answers are cut, on one connection."""
+    """On one connection, wherever the stream of its answers is cut."""
     peers = late.topology.peers
     answers = len(b"+01\r\n+1\r\n+1\r\n"), len(b"+01\r\n+0\r\n")
     wires = set[Wire]()

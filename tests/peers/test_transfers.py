@@ -57,14 +57,14 @@ def names(*indices: int) -> bytes:
 def send(
     transfers: Transfers, name: str, indices: Sequence[int], *job_ids: int, held: str = ""
 ) -> None:
-    """Announce a transfer, then complete it, with ``job_ids`` as its stores."""
+    """Announce a transfer and its chunks. It is complete once the stores ``job_ids`` have ended."""
     transfers.apply([TransferUpdate(name)])
     transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
     transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
 
 
 def test_chunks_of_a_transfer_are_sealed_as_they_are_stored(transfers: Transfers) -> None:
-    """No other chunk is. The lock that the engine's step takes is not held."""
+    """Only these are, and while the lock that the engine's step takes is not held."""
     sealed = list[bytes]()
 
     def seal(keys: Iterable[bytes]) -> None:
@@ -148,7 +148,7 @@ def test_a_reader_that_comes_back_finds_what_was_stored_before(
     assert chunks.num_leased == 3
 
 
-def test_two_transfers_of_one_chunk(transfers: Transfers, chunks: HeldChunks) -> None:
+def test_a_chunk_stays_for_its_second_transfer(transfers: Transfers, chunks: HeldChunks) -> None:
     send(transfers, "a", (0,))
     send(transfers, "b", (0,))
     transfers.state(b"d", "a")
@@ -298,7 +298,7 @@ def test_a_reader_does_not_wait_behind_another(
     chunks: HeldChunks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither for the other's answer, nor with its own ``DONE``."""
+    """Neither its question nor its ``DONE`` waits until the other is answered."""
     monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
@@ -321,7 +321,7 @@ def test_each_transfer_is_ended(
     chunks: HeldChunks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many end at once: the others would keep their chunks until their leases end."""
+    """Even if more end at once than one command holds: the rest would stay leased until expiry."""
     monkeypatch.setattr(watch_module, "_MAX_ASKED", 1)
     transfers, server = served
     read = []
@@ -338,7 +338,7 @@ def test_each_transfer_is_ended(
 def test_a_transfer_is_ended_after_a_question_for_chunks(
     served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
-    """The end of the latter does not end the thread that the former's end is left to."""
+    """``done`` for the question does not end the thread, which must still end the transfer."""
     transfers, server = served
     send(transfers, "t", (0, 2))
     awaited = watch.ask(at(server), "t", 60.0)
@@ -368,7 +368,7 @@ def test_chunks_of_a_peer(served: tuple[HeardTransfers, PeerServer], watch: Tran
     assert coming.value is None
 
 
-def test_unreachable(watch: TransferWatch) -> None:
+def test_an_unreachable_source_is_told_as_such(watch: TransferWatch) -> None:
     source = Address("127.0.0.1", free_ports(1))
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
 
@@ -426,7 +426,7 @@ def test_no_open_question_is_passed_over(
 def test_silent_sources_take_a_bounded_number_of_threads(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although nobody waits for them any more."""
+    """Although no request waits for their answers any more."""
     monkeypatch.setattr(watch_module, "_MAX_POLLERS", most := 3)
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("", 0)))
@@ -476,10 +476,10 @@ def test_a_new_engine_at_a_port_is_noticed(
 
 
 @pytest.mark.parametrize("engine_id", ["one", "two"])
-def test_other_instances_learn_no_names(
+def test_other_instances_learn_no_transfer_ids(
     watch: TransferWatch, chunks: HeldChunks, engine_id: str
 ) -> None:
-    """Another instance may listen at the port of a rank."""
+    """No transfer ids. Another instance may listen at the port where a rank is expected."""
     transfers, first = HeardTransfers(chunks), free_ports(2)
     ranks: dict[str, Any] = {"ranks": [PARTS] * 2, "transfers": transfers}
     with (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,9 +15,11 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent, Claim
 from lmcache_connector.retention.leaving import LeavingChunks
 from lmcache_connector.retention.ledger import Ledger, Limits
+from tests.support.clock import wait_until
 
 KEYS = [bytes([i]) * 32 for i in range(24)]
 CAPACITY = 10  # chunks
+LONG = 120.0  # seconds that no wait of these tests takes
 
 
 class Counted:
@@ -185,20 +188,29 @@ def test_an_announced_chunk_that_is_used_again_is_not_evicted() -> None:
     assert first in rank.held
 
 
+@contextmanager
+def waiting(leaving: LeavingChunks, acked: int) -> Iterator[list[bool]]:
+    """A thread that waits for a plan, and what its wait returned once the block has ended it."""
+    ends: list[bool] = []
+    thread = threading.Thread(target=lambda: ends.append(leaving.wait(acked, LONG)), daemon=True)
+    thread.start()
+    wait_until(lambda: bool(leaving._plan_came._waiters), "a wait that begins")  # type: ignore[attr-defined]
+    yield ends
+    thread.join(LONG / 2)
+
+
 def test_a_wait_for_a_plan_ends_with_it_or_between_steps() -> None:
     leaving = LeavingChunks(lambda keys: None)
     assert not leaving.wait(0)  # nothing was announced
     assert not leaving.announce(KEYS[:1])
     _, number = leaving.report(KEYS[:1])
-    waits: list[bool] = []
-    waiting = threading.Thread(target=lambda: waits.append(leaving.wait(0)))
-    waiting.start()
-    leaving.note_acked(number)
-    waiting.join(5.0)
+    with waiting(leaving, 0) as ends:
+        leaving.note_acked(number)
+    assert ends == [True]
     assert leaving.announce(KEYS[:1])
     assert leaving.wait(0)  # the plan has arrived
     leaving.announce(KEYS[1:2])
-    leaving.await_plans(may_come=False)
-    started = time.monotonic()
-    assert not leaving.wait(number)
-    assert time.monotonic() - started < 0.5
+    with waiting(leaving, number) as ends:
+        leaving.await_plans(may_come=False)
+    assert ends == [False]
+    assert not leaving.wait(number, LONG)  # would hang

@@ -37,7 +37,7 @@ def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -
 
 
 def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
-    """The chunk keys of a prompt that its instance stores now."""
+    """Serve a prompt; returns the chunk keys under which it was stored last."""
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
     engine.run_until_idle()
     return [job.keys for plan in engine.plans for job in plan.stores][-1]
@@ -118,7 +118,7 @@ def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_cach
 
 
 def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
-    """Eight at once, nothing cached: no more steps than without a connector."""
+    """Eight at once, nothing cached: no more steps than for a producer, which loads nothing."""
     steps = {}
     for role in ("kv_both", "kv_producer"):  # a producer never loads
         engine = calm(model, Shape(num_blocks=80, role=role))
@@ -135,8 +135,8 @@ def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
 def test_redis_takes_the_place_of_a_named_instance_where_its_load_pays(
     model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool, num_steps: int
 ) -> None:
-    """Otherwise the prompt would be computed that the instance has half of. Redis answers after
-    ``num_steps`` steps: later than the instance."""
+    """Where it does not pay, the half that the instance has is loaded. Redis answers ``num_steps``
+    steps after the instance."""
     engine = calm(model, Shape(redis=True, num_blocks=100))
     adapter, costs = engine.adapter, engine.adapter.policy.model
     costs.mode = "auto"

@@ -38,8 +38,8 @@ def prompt(num_tokens: int) -> list[int]:
 def first_steps(
     model: Path, seconds: float, lora: LoRARequest | None, length: int
 ) -> tuple[int, int]:
-    """The steps in which a request runs first that queues behind others, and one that comes after
-    it. Other prompts fill every step, of ``seconds`` each."""
+    """The first step of a request that queues behind others, and that of one that comes after it.
+    Other prompts fill every step, of ``seconds`` each."""
     engine, clock = engine_of(model)
     for number in range(6):
         engine.add([number, *prompt(length * STEP_TOKENS)], 1)
@@ -139,7 +139,7 @@ def test_loads_that_come_to_nothing_stop_nobody(model: Path, policy: SchedulingP
 
 
 def test_loads_that_come_to_nothing_stop_no_urgent_request(model: Path) -> None:
-    """It has a hit, for which vLLM never sees room while it waits for nothing else."""
+    """It has a hit, but vLLM refuses its load as long as those blocks are reserved."""
     engine = loads_that_come_to_nothing(model, SchedulingPolicy.PRIORITY)
     urgent = engine.add([4, *prompt(100)], 1, priority=0)
     engine.run_until_idle()

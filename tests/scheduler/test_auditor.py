@@ -47,7 +47,7 @@ def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
     assert audits(engine) == {"match": 2}
     job = audit_jobs(engine)[-1]
     assert job.may_fetch
-    (before_it,) = job.runs[0].parents  # in memory, it is used with the audited chunk
+    (before_it,) = job.runs[0].parents  # a use of the audited chunk counts for it, too
     assert before_it in engine.ranks[0].tier
     assert before_it != job.keys[0]
     assert engine.ranks[0].num_stored_chunks == before, "the audited chunk is not stored"

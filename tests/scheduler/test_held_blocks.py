@@ -67,7 +67,7 @@ def test_slow_stores_cost_no_preemptions_and_hardly_a_step(
 
 
 class Held:
-    """What stores of windows hold of a pool of 40 blocks, one block each, outside of any step."""
+    """What stores of windows hold of a pool of 40 blocks, two blocks each, outside of any step."""
 
     def __init__(self, model: Path) -> None:
         self.clock = Clock(0.0)
@@ -138,7 +138,7 @@ def long_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_most_answers_are_stored_where_blocks_are_scarce(model: Path, prefix_caching: bool) -> None:
-    """Some blocks are needed by requests that run: none is preempted for a store."""
+    """Not all: some blocks are needed by requests that run."""
     shape = Shape(num_blocks=24, prefix_caching=prefix_caching, tier_chunks=1000)
     engine = ShadowEngine(model, shape, 0, Faults(slow=0.5))
     for prompt in long_prompts(30):

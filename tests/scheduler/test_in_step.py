@@ -44,7 +44,7 @@ def num_loads(engine: ShadowEngine) -> int:
 @pytest.mark.parametrize("length", [CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 9])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_first_plan_of_a_request_loads_its_hit(model: Path, name: str, length: int) -> None:
-    """Also of a prompt that is a hit as a whole, but for windows, which need what is before."""
+    """Even if the whole prompt is a hit; but with windows, such a hit ends a chunk earlier."""
     engine = engine_with(model, SHAPES[name], prompt(1, length))
     request_id = engine.add(prompt(1, length), 3)
     engine.step()
@@ -94,7 +94,7 @@ def test_states_are_loaded_beside_the_steps(model: Path) -> None:
 
 
 def test_what_may_have_changed_unseen_is_loaded_beside_the_steps(model: Path) -> None:
-    """As by a call that changes the weights: whoever has its report may decide by it again."""
+    """As by a call that changes the weights; after its report, loads are inside steps again."""
     engine = engine_with(model, SHAPES["two ranks"], prompt(1, 3 * CHUNK))
     count = engine.ranks[1].changes
     assert count is not None

@@ -59,7 +59,7 @@ def stored(engine: ShadowEngine, part: int) -> list[int]:
 
 def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
     """A window of 40 tokens reaches into two chunks of 32. Hits may end every four windows, and at
-    the end of the prompt; where another prompt parts from it only the next one finds a window."""
+    the end of the prompt. Where a second prompt diverges, only a third one finds a window."""
     engine = calm(model, WIDE)
     tokens = prompt(1, 10 * CHUNK + 3)
     assert serve(engine, tokens) == 0
@@ -71,7 +71,7 @@ def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
 
 
 def test_of_an_answer_every_window_is_stored(model: Path) -> None:
-    """The next turn goes on wherever it broke off."""
+    """The next turn continues wherever the answer ended."""
     engine = calm(model, WIDE)
     serve(engine, prompt(0, 6 * CHUNK + 3), max_tokens=3 * CHUNK)
     (first,) = engine.requests.values()
@@ -99,7 +99,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
 
 
 def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
-    """Where a prompt ends, and where another parted from it; of all groups or none."""
+    """Where a prompt ends, of both groups: without either there is no hit."""
     shape = replace(WIDE, groups=("s", "full", "s"), chunk_size=BLOCK_SIZE)
     engine = calm(model, shape)
     tokens = prompt(1, 10 * BLOCK_SIZE + 3)
@@ -110,7 +110,7 @@ def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
 
 
 def test_where_prompts_part_the_next_one_finds_a_state(model: Path) -> None:
-    """Of what they share vLLM's own cache knows nothing any more."""
+    """vLLM's own cache has forgotten what they share."""
     shape = replace(WIDE, groups=("s", "full"), chunk_size=BLOCK_SIZE, max_batched_tokens=256)
     engine = calm(model, shape)
     shared = prompt(1, 6 * BLOCK_SIZE + 3)
@@ -164,7 +164,7 @@ def test_beside_a_head_a_prompt_has_a_state_at_its_last_border(
 
 
 def test_beside_a_head_a_prompt_has_this_state_without_a_look_for_hits(model: Path) -> None:
-    """Which an instance that only stores never takes. One that only loads needs no such state."""
+    """An instance that only stores looks for no hits. One that only loads needs no such state."""
     writer = calm(model, replace(HEAD, role="kv_producer", redis=True))
     serve(writer, prompt(1, 163))
     reader = calm(model, replace(HEAD, role="kv_consumer", redis=True))
@@ -240,7 +240,7 @@ def drafts_of(engine: ShadowEngine, request_id: str, count: int) -> list[int]:
 
 
 def drop(engine: ShadowEngine, part: int, chunk: int) -> None:
-    """Out of memory, and nobody is told."""
+    """Remove a chunk from the ranks' memory, and tell nobody."""
     keys = [
         run.keys[run.chunks.index(chunk)]
         for plan in engine.plans
@@ -258,7 +258,7 @@ def drop(engine: ShadowEngine, part: int, chunk: int) -> None:
 def test_what_is_left_of_a_hit_that_was_not_whole_is_loaded_the_second_time(
     model: Path, part: int, chunk: int, second: int
 ) -> None:
-    """Without windows all that arrives counts; with them, nothing does unless all arrives."""
+    """With windows, nothing of a load counts unless all of it arrives."""
     engine = calm(model, WIDE)
     tokens = prompt(1, 10 * CHUNK + 3)
     serve(engine, tokens)
@@ -306,10 +306,12 @@ def test_an_audit_leaves_the_last_chunk_to_compute_where_the_hit_may_end_before(
 
 @pytest.mark.parametrize("groups", [("c64",), ("c64", "c96")])
 def test_where_nothing_is_needed_there_is_no_load(model: Path, groups: tuple[str, ...]) -> None:
-    """After a run of chunked attention: a load without a key would end the engine."""
+    """At a border of chunked attention no earlier KV is read. An empty load would end vLLM."""
     engine = calm(model, replace(WIDE, groups=groups, prefix_caching=False))
     for _ in range(2):
-        serve(engine, prompt(1, 6 * CHUNK + 3))
+        assert serve(engine, prompt(1, 6 * CHUNK + 3)) == 0
+    assert engine.ranks[0].num_stored_chunks > 0
+    assert engine.ranks[0].num_loaded_chunks == 0
 
 
 def test_a_reset_that_preempts_is_not_refused_for_a_pin(model: Path) -> None:

@@ -133,8 +133,8 @@ class Planning:
 
 
 def test_a_smaller_local_hit_gets_a_decision_and_a_deadline_of_its_own() -> None:
-    """Under memory pressure vLLM evicts what it had of a request that still waits. The load that
-    was allowed 10 ms takes 40 then: it was discarded, and recomputed in full."""
+    """Under memory pressure vLLM evicts what it had of a request that still waits. With the former
+    deadline of 10 ms, a load of 40 ms would be discarded, and all of it recomputed."""
     planning = Planning()
     almost_all = (NUM_CHUNKS - 1) * CHUNK
     assert planning.offer(almost_all) == CHUNK
@@ -179,7 +179,7 @@ def test_answers_are_stored_if_that_is_wanted(
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then(model: Path) -> None:
+def test_while_requests_run_metrics_are_taken_now_and_then(model: Path) -> None:
     engine = wide(model, Shape())
     adapter, now = engine.adapter, 100.0
     adapter.clock = lambda: now

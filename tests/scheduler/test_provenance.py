@@ -43,8 +43,8 @@ def test_a_client_that_leaves_while_another_connector_loads_leaves_nothing_to_st
 
 @pytest.mark.parametrize("audited", [False, True])
 def test_other_keys_do_not_close_the_gap_another_connector_left(model: Path, audited: bool) -> None:
-    """vLLM computes again what was missing, and with asynchronous scheduling the last of it from a
-    token that it has dropped. ``audited``: the request goes on under other keys meanwhile."""
+    """vLLM computes again what was missing, but with asynchronous scheduling it has lost a token
+    of it. ``audited``: the request goes on under other keys meanwhile."""
     engine = ShadowEngine(model, Shape(beside=1, depth=3), 0, CALM)
     tokens = PROMPT[: engine.shape.chunk_size - 1]
     request_id = engine.add(tokens, 1, offer=Offer(BLOCK_SIZE, False, Arrival.FAILED))
@@ -146,7 +146,7 @@ def test_all_copies_of_a_block_that_nothing_vouches_for_leave_vllms_cache(model:
 def test_turns_of_a_conversation_are_stored_after_its_blocks_lost_their_lineages(
     model: Path,
 ) -> None:
-    """Turns that end inside a chunk: each goes on in blocks of the turns before it."""
+    """Lineages: their recorded inputs. Turns end inside a chunk, and the next continues there."""
     engine = ShadowEngine(model, Shape(chunk_size=4 * BLOCK_SIZE, num_blocks=200), 0, CALM)
     turns = [prompt(5, num_tokens) for num_tokens in range(20, 201, 20)]
     for tokens in turns[:3]:
@@ -210,7 +210,7 @@ def test_steps_without_the_drafter_leave_nothing_to_store(model: Path) -> None:
 def test_kv_into_which_an_adapter_leaks_is_not_stored(
     model: Path, monkeypatch: pytest.MonkeyPatch, bypasses: bool
 ) -> None:
-    """That of another request in the step; that request's own KV is stored."""
+    """Of another request in the same step. KV of the adapter's own request is stored."""
     monkeypatch.setattr("lmcache_connector.scheduler.build.adapters_leak", lambda config: True)
     engine = ShadowEngine(model, Shape(num_blocks=60), 0, CALM)
     adapted = engine.add(prompt(6, 4 * BLOCK_SIZE), 5, adapter="lora-a", bypasses=bypasses)

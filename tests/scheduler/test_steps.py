@@ -95,11 +95,11 @@ def test_vllm_asks_again_until_the_ranks_have_reported(model: Path, role: str) -
 
 
 MAX_FRAMES = 13
-"""Of all calls that vLLM's scheduler makes in one step. It was 45, and 4 more for each request."""
+"""Python frames of the product in vLLM's calls per step. It was 45, and 4 more per request."""
 
 
 def engine_of(model: Path, num_requests: int, shape: Shape) -> ShadowEngine:
-    """All decode, and are in the middle of a block."""
+    """Its requests all decode, in the middle of a block."""
     engine = ShadowEngine(model, shape, 0)
     for number in range(num_requests):
         name = engine.add([number] * (BLOCK_SIZE + 1), 6 * BLOCK_SIZE)
@@ -111,7 +111,7 @@ def engine_of(model: Path, num_requests: int, shape: Shape) -> ShadowEngine:
 
 
 def frames_of_a_step(engine: ShadowEngine) -> Counter[str]:
-    """That vLLM's scheduler brings about; the step plans nothing."""
+    """Of the product, in calls by vLLM's scheduler, in a step that plans nothing."""
     frames: Counter[str] = Counter()
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def test_a_quiet_step_takes_few_frames(model: Path, groups: tuple[str, ...], dep
     assert frames.total() <= MAX_FRAMES, frames
 
 
-def test_requests_add_none(model: Path) -> None:
+def test_requests_add_no_frames(model: Path) -> None:
     shape = Shape(num_blocks=200)
     few, many = (frames_of_a_step(engine_of(model, count, shape)) for count in (1, 6))
     assert few == many
@@ -182,7 +182,7 @@ def test_several_prompts_count_as_one_that_reads_as_much(model: Path) -> None:
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_step_in_which_another_connector_loads_is_not_timed(model: Path, is_async: bool) -> None:
-    """vLLM starts all loads before the forward pass then, and ours ended the measurement there."""
+    """Such a load adds to the step's time: vLLM starts all loads before the forward pass then."""
     engine = ShadowEngine(model, Shape(beside=1), 0)
     offer = Offer(BLOCK_SIZE, is_async, Arrival.RIGHT)
     engine.add(prompt(1, 126), 1, offer=offer)

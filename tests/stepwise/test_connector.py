@@ -124,7 +124,7 @@ def test_another_process_loads_only_its_own_models_kv_from_redis(
 
 
 def test_redis_is_asked_again_after_it_was_slow(valkey: Server) -> None:
-    """And not while it is slow: a later prompt, which can wait, would queue behind others."""
+    """But not while it is slow: lookups of prompts that can wait would queue behind the others."""
     settings = {"redis_url": valkey.url, "compute_or_load": "auto", "redis_admission": "reused"}
     seeds, submit = itertools.count(40), BackgroundLookup.submit
     try_soon = BackgroundLookup.try_soon
@@ -229,7 +229,7 @@ ALTERATIONS = pytest.mark.parametrize("how", ["training mode", "autocast", "forw
 def test_altered_steps_are_neither_stored_nor_loaded(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Most complete no chunk, which a later step does that nothing alters."""
+    """Most altered steps complete no chunk; a later, unaltered step completes it."""
     tokens, blocks = tokens_of(27, 140), tuple(range(9))
     model = SteppedModel(dropout=0.5)
     with SteppedEngine({}, model=model) as engine:
@@ -275,7 +275,7 @@ def test_an_engine_may_alternate_between_plain_and_altered_steps(
 
 
 def test_hooks_of_modules_put_in_between_count() -> None:
-    """The first step with such a module has a prompt; others compute tokens one by one."""
+    """The first step with a swapped-in module is a prompt; later ones compute single tokens."""
     tokens, blocks = tokens_of(30, 70), tuple(range(5))
     with SteppedEngine({}) as engine:
         layers = engine.model.get_submodule("qkv")
@@ -347,8 +347,8 @@ def test_generated_tokens_are_not_stored_if_that_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("is_from_redis", [False, True])
 def test_a_tenant_keeps_its_share_of_the_cpu_tier(valkey: Server, is_from_redis: bool) -> None:
-    """Another one's prompts fill the tier, which holds about 80 chunks, twice. A Redis admits only
-    what the first engine stored."""
+    """Another tenant's prompts fill the tier, which holds about 80 chunks, twice. With a Redis, the
+    second engine loads what the first one stored."""
     prompts = [(tokens_of(30 + n, 10 * CHUNK), "other" if n else "one") for n in range(17)]
     steps = [sequence(tokens, range(20), cache_salts=(salt,)) for tokens, salt in prompts]
     redis = {"redis_url": valkey.url} if is_from_redis else {}
@@ -425,15 +425,15 @@ def test_a_start_that_fails_leaves_nothing_behind(
 def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
     monkeypatch: pytest.MonkeyPatch, waits: str, is_repeated: bool
 ) -> None:
-    """Who interrupts it may go on, with other KV in the same blocks. ``is_repeated``: a
-    second interrupt comes before the copies have ended: the caller's next step ends them."""
+    """A caller that interrupts a wait may go on with other KV in the same blocks. ``is_repeated``:
+    a second interrupt comes before the copies have ended; the caller's next step ends them."""
     is_load, tokens, blocks = waits == "wait_for_result", tokens_of(60, 100), range(20, 27)
     copying, go = threading.Event(), threading.Event()
     copy_now, cancel = CpuCopier.copy, JobQueue.cancel
     queues: list[JobQueue] = []
 
     class Interrupt(BaseException):
-        """pytest's own would end it."""
+        """A KeyboardInterrupt would end pytest."""
 
     interrupts = [Interrupt()] if is_repeated else []
 
@@ -455,7 +455,7 @@ def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
         cancel(queue, *args)
         go.set()
 
-    with torch.inference_mode(), SteppedEngine({}) as engine:  # no tensor counts its writes
+    with torch.inference_mode(), SteppedEngine({}) as engine:  # its tensors count no writes
         engine.step(sequence(tokens if is_load else tokens_of(61, 40), range(7)))
         monkeypatch.setattr(JobQueue, "cancel", cancel_and_let_go)
         with monkeypatch.context() as patch:
@@ -483,7 +483,7 @@ def test_chunks_whose_store_was_interrupted_are_stored_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Interrupt(BaseException):
-        """pytest's own would end it."""
+        """A KeyboardInterrupt would end pytest."""
 
     def interrupt(_: object) -> None:
         raise Interrupt

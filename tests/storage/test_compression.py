@@ -1,4 +1,4 @@
-"""Compressed payloads decompress bit by bit; chunks of any other kind never reach blosc2."""
+"""Compressed payloads decompress bit for bit; malformed blosc2 chunks never reach blosc2."""
 
 from __future__ import annotations
 

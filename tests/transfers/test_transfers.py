@@ -187,7 +187,7 @@ def test_aborts_on_either_side(engines: Engines, steps: int) -> None:
     rest(engines)
     cold, served = engines.hand_over(prompt[:700])
     if not sums_are_alike(second):
-        pytest.skip("runs to its end on a CPU on which a token's KV does not depend on its step")
+        pytest.skip("compared only on a CPU on which a token's KV does not depend on its step")
     assert () != served.served.block_digests == cold.served.block_digests
 
 
@@ -204,8 +204,8 @@ def spoil(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("towards", Direction, ids=lambda each: str(each.value))
 def test_altered_bytes_are_a_miss(engines: Engines, way_name: str, towards: Direction) -> None:
-    """Store finding 3: a recompute, and little memory. With shared memory the prefill engine's KV
-    is loaded all the same: it does not cross the socket."""
+    """A recompute, and little memory. With shared memory the prefill engine's KV is loaded all the
+    same: it does not cross the socket."""
     (first, port), (second, _) = engines.prefill[0], engines.decode[0]
     prompt = random_prompt(92 + (towards is Direction.REPLY), 2001)
     own = second.call(ask, Ask(f"own-{towards.value}", prompt))
@@ -229,8 +229,7 @@ def test_altered_bytes_are_a_miss(engines: Engines, way_name: str, towards: Dire
 
 
 def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
-    """Store findings 2, 3 and 12: strangers get no KV, take little memory and time, and change
-    nothing in the KV cache."""
+    """Strangers get no KV, take little memory and time, and change nothing in the KV cache."""
     first, _ = engines.prefill[0]
     prompt = fresh(engines, 700)
     cold = first.call(prefill, Ask(engines.name(), prompt, 1))
@@ -268,8 +267,8 @@ def check_computed(engines: Engines, seed: int) -> None:
 
 
 def test_weights_are_compared_and_resets_are_not(engines: Engines) -> None:
-    """Store finding 4: the number of resets does not matter. The second decode engine is not
-    updated: later tests cannot use it."""
+    """The number of resets does not matter. The second decode engine is not updated: later tests
+    cannot use it."""
     (first, _), (second, _) = engines.prefill[0], engines.decode[0]
     for _ in range(2):
         second.reset_prefix_cache()
@@ -296,7 +295,7 @@ def test_an_update_without_a_reset_ends_transfers(engines: Engines) -> None:
     second.reset_prefix_cache()
     own = second.call(ask, Ask("own-125", prompt))
     second.call(forget)
-    for _ in range(2):  # the second time the weights are read
+    for _ in range(2):  # by the second time, the weights have been read
         cold, served = engines.hand_over(prompt)
         assert cold.served.cached_tokens > 0
         assert served.served.external_hit_tokens == 0

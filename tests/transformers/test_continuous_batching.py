@@ -177,7 +177,7 @@ def test_a_hook_registered_during_a_pass_counts(model: Path) -> None:
 
 
 def test_passes_of_other_threads_are_not_the_managers(model: Path) -> None:
-    """Autocast is of one thread: there, the model computes something else."""
+    """Autocast applies to one thread: a pass there computes other KV, but is not the manager's."""
     tokens = prompt(11, 300)
     with batching(model, {}) as (manager, tiers):
         answers(manager, {"first": tokens})
@@ -188,7 +188,7 @@ def test_passes_of_other_threads_are_not_the_managers(model: Path) -> None:
 
 
 def test_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 5.17, which has no such module."""
+    """5.17 lacks a module that is needed."""
     older = "transformers.generation.continuous_batching.cache_allocators"
     monkeypatch.setitem(sys.modules, older, None)
     monkeypatch.delitem(sys.modules, TieredBatching.__module__)
@@ -217,7 +217,7 @@ def test_an_interrupted_close_is_called_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: type[KVTiers | TieredBatching]
 ) -> None:
     class Interrupt(BaseException):
-        """pytest's own would end it."""
+        """A KeyboardInterrupt would end pytest."""
 
     def interrupt(_: object) -> None:
         raise Interrupt

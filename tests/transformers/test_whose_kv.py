@@ -292,7 +292,7 @@ def test_a_forked_process_bypasses_the_tiers() -> None:
         assert generate_right(model, tiers, PROMPT) == CHUNKS
 
 
-def test_misuse_raises_one_sentence() -> None:
+def test_misuse_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="a model in memory"):
         KVTiers("a name", SMALL)
     with pytest.raises(ConfigError, match="a dict"):

@@ -1,4 +1,4 @@
-"""Blocks packed by vLLM's own CPU kernel, of any size, make the same chunks and read each other."""
+"""Blocks of any size, packed by vLLM's CPU kernel, become the same chunks, and chunks blocks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_blocks_of_one_size_become_those_of_another(
 def test_what_follows_a_tail_is_cleared_and_nothing_else(
     copier: CpuCopier, block_size: int, end: int
 ) -> None:
-    """Where the kernel keeps tokens in order, to the byte; elsewhere after the block."""
+    """From the tail's end if the kernel keeps tokens in order, else from the end of its block."""
     packing = find_packing(BF16, block_size, CHUNK)
     assert packing.mixed_tokens in (1, block_size)
     cache = PackedCache(block_size, seed=1)
@@ -145,7 +145,7 @@ def test_what_follows_a_tail_is_cleared_and_nothing_else(
 def test_blocks_that_no_runs_explain_are_moved_as_they_are(
     monkeypatch: pytest.MonkeyPatch, scramble: int
 ) -> None:
-    """The kernel is vLLM's; two elements of one block of 32 tokens change places afterwards."""
+    """vLLM's kernel packs; afterwards one row of K in one block of 32 tokens is reversed."""
     from vllm import _custom_ops as ops
 
     pack = ops.cpu_attn_reshape_and_cache

@@ -21,7 +21,7 @@ from tests.support.vllm_configs import kv_cache
 
 @pytest.fixture(scope="module")
 def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE head: as much of it as is looked at."""
+    """An EAGLE head, with only the files that these tests read."""
     folder = tmp_path_factory.mktemp("head")
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -62,7 +62,7 @@ def test_up_to_which_length_a_step_writes_the_drafters_kv(
     model: Path, head: Path, monkeypatch: pytest.MonkeyPatch,
     method: str, is_v2: bool, max_len: int | None,
 ) -> None:  # fmt: skip
-    """Model runner V2 gives a head all positions of its model; V1 skips it."""
+    """Near ``max_model_len`` V1 skips the drafter; V2 gives a head all positions of its model."""
     config = configured(model, head, method, max_model_len=100)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
     assert described(config).drafted_len == (max_len or config.model_config.max_model_len - 2)

@@ -40,9 +40,9 @@ from lmcache_connector.vllm_compat.identity_tables import (
 )
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
-# Set on the way, not declared.
+# A value that no field has.
 OTHER = "another value"
-# What is excused sometimes, with a value for which it is.
+# Fields that are excused for some values only, each with such a value.
 OTHERS: dict[str, Any] = {
     "max_model_len": 512,
     "original_max_model_len": 512,
@@ -53,7 +53,7 @@ OTHERS: dict[str, Any] = {
 
 @functools.cache
 def config() -> VllmConfig:
-    """With all of its parts. Built when tests are collected: its fields are their parameters."""
+    """With all parts. Built at collection, because its fields are the parameters of tests."""
     folder = build_tiny_model(Path(tempfile.mkdtemp()) / "tiny", TINY)
     found = vllm_config(folder)
     found.lora_config = LoRAConfig()
@@ -78,7 +78,7 @@ def parts() -> list[tuple[str, ...]]:
 
 
 def fields() -> list[tuple[str, ...]]:
-    """Paths of all fields of these, without what they derive from themselves when asked."""
+    """Paths of all fields of these parts, except cached properties."""
     known = parts()
     return [
         (*path, name)
@@ -126,7 +126,7 @@ def test_a_field_is_excused_with_a_reason_or_part_of_the_key(path: tuple[str, ..
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(FullAttentionSpec), ids=lambda f: f.name)
-def test_so_is_a_field_of_a_kv_cache_spec(field: Any) -> None:
+def test_a_field_of_a_kv_cache_spec_is_excused_or_part_of_the_key(field: Any) -> None:
     spec = full_attention()
     if field.name in ("block_size", "dtype", "head_size", "num_kv_heads"):
         other: Any = {"block_size": 32, "head_size": 64, "num_kv_heads": 1}.get(field.name, OTHER)
@@ -140,7 +140,7 @@ def test_so_is_a_field_of_a_kv_cache_spec(field: Any) -> None:
 
 # -- max_model_len -------------------------------------------------------------------------------
 
-# Read by hand: they size buffers, or bound the tokens of an image in a test prompt.
+# Checked by hand: the length only sizes buffers, or bounds an image's tokens in a test prompt.
 READ = {
     "deepseek_v2.py": "of the indexer's buffers",
     "gemma3_mm.py": "get_encoder_cudagraph_budget_range",
@@ -212,7 +212,7 @@ def test_a_field_that_changes_nothing_is_left_out(kind: str, field: str, value: 
         ("vllm.config.cache.CacheConfig", "something_new", False),
     ],
 )
-def test_any_other_keeps_versions_apart(kind: str, field: str, value: object) -> None:
+def test_any_other_field_keeps_versions_apart(kind: str, field: str, value: object) -> None:
     form = {"is": kind, field: value}
     assert same_form(form) == form
 

@@ -52,9 +52,9 @@ def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPa
     assert sum(whole) == 2, "what was loaded at start, and what the last reset asks for"
 
 
-def test_a_call_ends_the_first_read_after_a_question_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer resets a new engine and updates it at once: the files did not give what the call
-    leaves."""
+def test_an_update_ends_the_first_read_also_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer resets a new engine and updates it at once: weights after the call are not those of
+    the files."""
     started, go_on = threading.Event(), threading.Event()
 
     def slow(models: Any, packed: Any, is_over: Callable[[], bool]) -> str | None:
@@ -172,7 +172,7 @@ def test_calls_that_come_in_every_step_do_not_have_the_weights_read_all_the_time
     for _ in range(20):
         worker.apply_model(lambda: None)
         weights._reading.wait(0.05)
-    assert num_reads[0] == 1, "since then it rests"
+    assert num_reads[0] == 1, "after a read there is a pause"
     told = weights.take()
     assert told is not None
     assert told.digest is None, "requests compute until it is known"
@@ -277,7 +277,7 @@ def test_weights_that_cannot_be_read_for_a_while_have_their_name_again() -> None
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_an_update_of_several_calls_is_read_at_its_end(is_whole: bool) -> None:
-    """What its backend writes between two of them, on a thread of its own, no call tells."""
+    """No call announces what its backend writes between two calls, on a thread of its own."""
     model, steps = torch.nn.Linear(4, 6), list[str]()
 
     def step(name: str) -> None:
@@ -307,7 +307,7 @@ def test_an_update_of_several_calls_is_read_at_its_end(is_whole: bool) -> None:
 
 
 def told_of_now(weights: LoadedWeights) -> WeightsInMemory:
-    """Once all reads have ended that were begun."""
+    """What is told once all reads begun so far have ended."""
     assert weights._reads.submit(lambda: None).wait(30)
     told = weights.take()
     assert told is not None
@@ -315,7 +315,7 @@ def told_of_now(weights: LoadedWeights) -> WeightsInMemory:
 
 
 def told_of_other(model: torch.nn.Module) -> str | None:
-    """By a worker that has never had any but these weights."""
+    """The digest of a worker that has never had other weights."""
     weights = LoadedWeights(rank_of(model))
     told = told_of(weights)
     weights.close()
@@ -351,7 +351,7 @@ def test_sleep_takes_memory_away_once_nobody_reads_it(monkeypatch: pytest.Monkey
 
 
 def test_weights_are_not_read_while_waking_up_has_failed() -> None:
-    """On a GPU nothing may be mapped where they were: to read there would end the engine."""
+    """On a GPU their addresses may be unmapped: a read of them would end the engine."""
     model, has_room = torch.nn.Linear(4, 6), [False]
 
     def wake_up(tags: list[str] | None = None) -> None:

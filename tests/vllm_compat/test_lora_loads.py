@@ -1,4 +1,4 @@
-"""What vLLM has loaded, seen at its own loader."""
+"""Which adapters vLLM has loaded, as seen at its own loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG: Any = SimpleNamespace()
 
 
 class Manager(LRUCacheWorkerLoRAManager):
-    """vLLM's own, but for what it does with the files: ``while_loading`` happens to them."""
+    """vLLM's own, except that it does not read the files: it calls ``while_loading`` instead."""
 
     def __init__(self, lora_config: Any = CONFIG) -> None:
         self.lora_config = lora_config

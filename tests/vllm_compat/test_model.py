@@ -77,7 +77,7 @@ def test_heads_that_ranks_cannot_share_evenly_are_refused(
         describe(config, kv_cache(full_attention(1)))
 
 
-def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path) -> None:
+def test_configurations_of_stages_add_up_to_that_of_the_whole_model(model: Path) -> None:
     """One has full attention, the other a window: neither contradicts the other."""
     full = full_attention()
     windowed = replace(full, sliding_window=64)
@@ -120,7 +120,7 @@ def positions(found: ModelDescription, part: int) -> list[list[int]]:
 
 
 def test_windows_in_many_groups_are_one_part(model: Path) -> None:
-    """Gemma 3: five layers with a window, then one without. vLLM makes six groups of twelve."""
+    """Gemma 3: five layers with a window, then one without. vLLM makes six groups of the twelve."""
     found = described(model, grouped(([window()] * 5 + [full()]) * 2))
     prefix, windows = (layout.part for layout in found.parts)
     assert prefix.rule is Rule.PREFIX
@@ -147,7 +147,7 @@ def test_what_drafts_read_again_belongs_to_the_window(model: Path) -> None:
 
 
 def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
-    """Gemma 4: a token takes half the bytes where there is a window, so its blocks hold twice."""
+    """Gemma 4: with a window a token takes half the bytes, so a block holds twice as many."""
     found = described(model, grouped([window(), full(head_size=64)]))
     prefix, windows = found.parts
     assert (prefix.part.block_size, windows.part.block_size) == (16, 32)
@@ -155,7 +155,7 @@ def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
         (256,),
         (128,),
     )
-    assert prefix.planes != windows.planes, "CPU attention packs other heads in another way"
+    assert prefix.planes != windows.planes, "CPU attention packs heads of other sizes in other ways"
 
 
 def state(**sizes: Any) -> MambaSpec:
@@ -211,7 +211,7 @@ def test_states_of_other_forms_have_other_keys(model: Path, form: dict[str, Any]
 def test_states_of_another_order_have_other_keys(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where both sides of a state are equal, its shape does not tell."""
+    """If both dimensions of a state are equal, its shape does not show their order."""
     found = {}
     for order in ("SD", "DS"):
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)
@@ -255,7 +255,7 @@ def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
 
 
 def test_stages_with_layers_that_keep_no_kv_are_refused(model: Path) -> None:
-    """Which stage has how many that do is not known to the others."""
+    """A stage does not know how many layers with a KV cache the other stages have."""
     with pytest.raises(UnsupportedError, match="layers without a KV cache of their own"):
         described(model, kv_cache(full_attention()), pipeline_parallel_size=2)
 
@@ -275,7 +275,7 @@ def test_an_index_beside_the_latents_is_part_of_them(model: Path) -> None:
 
 
 def test_the_schedulers_process_finds_the_same_part(model: Path) -> None:
-    """It hears of the ranks how wide the layers are: see RankStart."""
+    """The ranks tell it how wide the layers are: see RankStart."""
     (layout,) = described(model, latents_with_index("scheduler")).parts
     (ranks_own,) = described(model, latents_with_index()).parts
     assert layout.part == ranks_own.part

@@ -51,7 +51,7 @@ def test_two_versions_of_a_plugin_are_two_models(
     assert "a_plugin" not in sys.modules, "this process may not be one that loads models"
 
 
-def test_vllms_own_models_have_no_code_beside_it(model: Path) -> None:
+def test_vllms_own_models_have_no_code_of_their_own_in_the_key(model: Path) -> None:
     found = identity.configuration_digests(vllm_config(model), kv_cache(), [None])
     assert "model_code" not in found
 
@@ -80,7 +80,7 @@ def test_a_library_between_two_releases_goes_by_its_files(monkeypatch: pytest.Mo
 def test_a_class_of_the_users_script_goes_by_that_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that is run has no place among what can be imported."""
+    """A script that is run, as ``__main__``, cannot be found by import."""
     found = []
     for name, text in (("one", "scale = 1"), ("two", "scale = 2"), ("copy", "scale = 1")):
         script = ModuleType("__main__")

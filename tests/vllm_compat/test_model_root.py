@@ -93,7 +93,7 @@ def plain(model: Path) -> str:
     ],
     ids=lambda args: ",".join(args),
 )
-def test_how_an_instance_runs_is_no_part_of_it(
+def test_how_an_instance_runs_is_no_part_of_the_root(
     model: Path, plain: str, args: dict[str, Any]
 ) -> None:
     assert fingerprint(model, **args) == plain
@@ -125,7 +125,9 @@ def test_how_an_instance_runs_is_no_part_of_it(
     ],
     ids=lambda args: ",".join(f"{k}={v}" for k, v in args.items())[:60],
 )
-def test_what_changes_kv_bytes_is_part_of_it(model: Path, plain: str, args: dict[str, Any]) -> None:
+def test_what_changes_kv_bytes_is_part_of_the_root(
+    model: Path, plain: str, args: dict[str, Any]
+) -> None:
     assert fingerprint(model, **args) != plain
 
 
@@ -140,7 +142,7 @@ def test_what_changes_kv_bytes_is_part_of_it(model: Path, plain: str, args: dict
         ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4"),
     ],
 )
-def test_variables_that_change_arithmetic_are_part_of_it(
+def test_variables_that_change_arithmetic_are_part_of_the_root(
     model: Path, plain: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -211,7 +213,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda args: next(iter(args)) if isinstance(args, dict) else "",
 )
-def test_how_pictures_are_prepared_is_part_of_it(
+def test_how_pictures_are_prepared_is_part_of_the_root(
     seeing: Path, args: dict[str, Any], is_same: bool
 ) -> None:
     plain = fingerprint(seeing, max_model_len=2048)
@@ -258,7 +260,9 @@ def test_the_length_does_not_count_where_angles_follow_from_positions(
     assert one == two
 
 
-def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_counts_for_models_nobody_has_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plugin may register a class of its own under a known name."""
     from vllm.model_executor.models import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""What a load did not bring is computed, under every policy that vLLM has for failed loads."""
+"""What a load did not bring is computed, although vLLM's policy for failed loads is "fail"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = [100 + i for i in range(150)]
 
 
 @pytest.mark.parametrize("known_tokens", [0, 80])
-def test_no_request_fails_and_the_policy_stays_the_users(model: Path, known_tokens: int) -> None:
+def test_no_request_fails_and_the_policy_fail_stays(model: Path, known_tokens: int) -> None:
     """``known_tokens``: which vLLM's own prefix cache has."""
     faults = Faults(slow=0.0)
     engine = ShadowEngine(model, Shape(), 0, faults)

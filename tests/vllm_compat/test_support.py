@@ -62,7 +62,7 @@ def test_one_group_of_full_attention_is_supported(model: Path) -> None:
 def test_a_scheduler_per_rank_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
 ) -> None:
-    """All would have to decide alike, and ours go by the time."""
+    """All schedulers would have to decide alike, but ours decide by measured times."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM sets it and leaves it so
     config = vllm_config(model, tensor_parallel_size=2, distributed_executor_backend=backend)
@@ -132,7 +132,7 @@ def test_what_vllm_rebuilds_or_keeps_elsewhere_is_refused(
     ids=["tokens that are being compressed", "compressed tokens"],
 )
 def test_kv_of_deepseek_v4_is_refused(model: Path, number: int, what: str) -> None:
-    """Which vLLM's own layers describe: no CPU without AMX runs the model."""
+    """vLLM's own layers describe it, as the model does not run on CPUs without AMX."""
     config = vllm_config(model)
     with set_current_vllm_config(config):
         layers: list[Any] = [
@@ -158,7 +158,7 @@ def test_tokens_that_are_spread_over_ranks_are_refused(model: Path, kind: str) -
 
 
 def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> None:
-    """On CPUs without AMX, what a hit is followed by was computed as if it began the prompt."""
+    """On CPUs without AMX, vLLM would compute what follows a hit as if the prompt began there."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
     config = DeepseekV3Config(**sizes, architectures=["DeepseekV3ForCausalLM"])
     config.save_pretrained(tmp_path)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.model_executor import models as vllm_models
+import vllm
+from vllm.model_executor.models import ModelRegistry
 
 from lmcache_connector.vllm_compat import weights as weights_module
 from lmcache_connector.vllm_compat.weights import weights_identity
@@ -51,7 +52,7 @@ def test_each_format_counts_the_files_it_reads(folder: Path) -> None:
 def test_what_is_read_from_elsewhere_is_not_named_by_the_folder(
     folder: Path, caplog: pytest.LogCaptureFixture, load_format: str
 ) -> None:
-    """``npcache`` reads what it made of the files at its first start, whatever they hold now."""
+    """``npcache`` reads the copy that it made at its first start, whatever the files hold now."""
     with caplog.at_level(logging.WARNING):
         assert identity(folder, load_format) == f"remote:{folder}@None"
     assert "by name and revision alone" in caplog.text
@@ -154,29 +155,42 @@ def test_a_file_that_says_how_to_quantize_counts(folder: Path, tmp_path: Path) -
 
 READS = re.compile(
     r"secondary_weights|allow_patterns_overrides|subfolder|load_file|torch\.load\(|safe_open"
-    r"|get_hf_file_bytes|hf_hub_download|snapshot_download"
+    r"|get_hf_file_|hf_hub_download|snapshot_download"
 )
 READ = {
     "adapters.py": "a projector of pooling models",
     "clef_omni.py": "a pooling model, from the same folder",
     "cosmos3.py": "WEIGHTS_IN_SUBFOLDERS",
     "cosmos3_edge.py": "WEIGHTS_IN_SUBFOLDERS",
-    "funaudiochat.py": "a processor, of what requests are named by",
+    "dots3_note/common/processor.py": "JSON of a processor, whose output identifies requests",
+    "dots3_note/nvidia/multimodal.py": "a placeholder's token, and what config.json says of towers",
+    "funaudiochat.py": "a processor, whose output identifies requests",
     "jina.py": "pooling models",
     "kimi_audio.py": "WEIGHTS_IN_SUBFOLDERS",
-    "llava_onevision2.py": "a processor, of what requests are named by",
+    "llava_onevision2.py": "a processor, whose output identifies requests",
     "mimo_audio.py": "WEIGHTS_IN_SUBFOLDERS, as a part of mimo_v2_omni",
+    "moss_audio.py": "JSON of a processor, whose output identifies requests",
+    "nemotron_vl.py": "JSON of a pooling model's processor",
     "qwen3_dflash.py": "a drafter",
     "roberta.py": "pooling models",
     "ultravox.py": "WEIGHTS_OF_OTHERS",
 }
-"""Read by hand."""
+"""Checked by hand: what each reads, or the table that covers it."""
 
 
 def test_models_that_read_more_than_their_folders_weights_are_known() -> None:
-    (folder,) = vllm_models.__path__
-    files = Path(folder).glob("*.py")
-    assert {file.name for file in files if READS.search(file.read_text())} <= READ.keys()
+    """All models are in the packages that are searched, some of them in folders of their own."""
+    packages, reading = ("vllm.model_executor.models", "vllm.models"), set[str]()
+    for package in packages:
+        folder = Path(vllm.__path__[0], *package.split(".")[1:])
+        reading |= {
+            file.relative_to(folder).as_posix()
+            for file in folder.rglob("*.py")
+            if READS.search(file.read_text())
+        }
+    assert {"cosmos3.py", "dots3_note/common/processor.py"} <= reading <= READ.keys()
+    for model in ModelRegistry.models.values():
+        assert model.module_name.startswith(packages)
 
 
 # -- files that change while they are loaded -------------------------------------------------------
@@ -207,7 +221,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def tick() -> None:
-    """Until files get another time than those that were written before."""
+    """Wait until new files get a later time than files written before."""
     with tempfile.TemporaryFile(buffering=0) as file:
         before = os.fstat(file.fileno()).st_ctime_ns
         while os.fstat(file.fileno()).st_ctime_ns == before:
@@ -268,7 +282,7 @@ def link_there_and_back(scene: Scene) -> None:
 
 
 def download(scene: Scene, name: str) -> Path:
-    """As huggingface_hub does: the blob has its content's digest as name, then comes a link."""
+    """As huggingface_hub does: first a blob named by its content's digest, then a link to it."""
     blobs = scene.snapshots.parent / "blobs"
     blobs.mkdir(exist_ok=True)
     arriving, blob = blobs / "arriving.incomplete", blobs / name

@@ -137,7 +137,7 @@ def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: 
 
 
 def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
-    """The scheduler side did not know: it would have planned another job."""
+    """Had the scheduler side known, it would have planned another job."""
     with make_instance(port) as instance:
         store, again = (store_job(number, "r", KEYS[:1], ((0, 1),)) for number in (1, 2))
         load = load_job(3, "r", KEYS[:2], ((4, 5, 6, 7),), deadline_seconds=20.0)
@@ -256,7 +256,7 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
     assert (result.outcome, result.num_chunks) == (Outcome.DEADLINE, 0)
     assert result.has_fetch_failed
     assert same(reader.blocks(range(80)), before)
-    link.set()  # now the bytes come, and find the blocks somebody else's
+    link.set()  # now the bytes come, when the blocks may be another request's
     reader.run(StepPlan(loads=(load(2, range(20, 39), 80),)))
     assert reader.wait_for(2).outcome is Outcome.DONE
     assert same(reader.blocks(range(80, 80 + 38)), stored(written, range(20, 39)))
@@ -296,7 +296,8 @@ def test_a_load_that_ends_early_tells_whether_redis_lacks_a_chunk(
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
-    with make_instance(free_port() if is_away else valkey.port) as instance:
+    with make_instance(free_port() if is_away else valkey.port, probe=True) as instance:
+        assert started(instance).measured[-1].has_failed == is_away
         wait_until(lambda: instance.worker.redis_is_away == is_away, "state of the server")
 
 
@@ -342,7 +343,7 @@ def probed(instance: SteppedWorker) -> Fetched:
 
 
 MAX_FRAMES = 17
-"""Of all calls that vLLM's model runner makes in one step. It was 44."""
+"""Python frames of the product, for all calls of vLLM's model runner in a step. It was 44."""
 
 
 @pytest.fixture
@@ -355,7 +356,7 @@ def instance(valkey: Server) -> Iterator[SteppedWorker]:
 def connector(
     model: Path, instance: SteppedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LMCacheTieredConnector]:
-    """vLLM's runner finds it."""
+    """A connector with the worker side, put where vLLM's model runner looks for it."""
     connector = object.__new__(LMCacheTieredConnector)
     connector._scheduler, connector._worker = None, instance.worker
     connector._step = connector._step_output = connector._scheduler = connector._guard = None

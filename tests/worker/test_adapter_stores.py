@@ -1,4 +1,4 @@
-"""A rank stores for a LoRA adapter what it has computed with that very adapter."""
+"""A rank stores for a LoRA adapter only what it has computed with that very adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MINE = AdapterRef(1, "mine")
 
 
 class Loads(LoraLoads):
-    """What has been loaded is said by the test. ``has_updates``: it was asked for."""
+    """The test says what has been loaded. ``has_updates``: a question is open."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -124,7 +124,7 @@ def test_questions_are_answered_with_the_step_and_plans_say_what_was_heard(
 def test_what_another_adapter_may_have_computed_is_not_stored(
     worker: SteppedWorker, loads: Loads, names: list[str | None], found: Outcome
 ) -> None:
-    """Read in place, once and back again, and the scheduler side has not heard of it yet."""
+    """Reloaded in place, also there and back again, before the scheduler side has heard of it."""
     loads.names[1] = tuple(loads.load(1) for _ in names)
     for reading, name in zip(loads.names[1], names, strict=True):
         reading.settle(name)

@@ -93,7 +93,7 @@ class Rank:
         return load_job(job_id, f"r{job_id}", KEYS[:4], (tuple(LOADED),), deadline_seconds=20.0)
 
     def finish(self, *jobs: LoadJob | StoreJob) -> None:
-        """Until all are reported, and each load's request once."""
+        """Step until all jobs are reported; each load's request must have been told of once."""
         until = time.monotonic() + 20
         while not all(job.job_id in self.results for job in jobs):
             assert time.monotonic() < until, "a job does not end"
@@ -125,7 +125,7 @@ def check_hit(rank: Rank) -> None:
 
 
 def forget(rank: Rank) -> list[torch.Tensor]:
-    """What the loads' blocks hold from now on."""
+    """Zero the blocks that loads fill, and return them."""
     for layer in rank.instance.cache.values():
         layer[list(LOADED)] = 0
     return rank.instance.blocks(LOADED)
@@ -220,7 +220,7 @@ def test_what_the_first_report_was_to_tell_is_told_by_the_next(
 
 
 def test_what_vllm_may_have_lost_is_told_again(rank: Rank) -> None:
-    """The interrupt of a user who steps the engine came before vLLM's update from a step."""
+    """As when a user who steps the engine interrupts it before vLLM's update from a step."""
     instance = rank.instance
     instance.run(StepPlan(idle=True))
     assert not any(made.start or made.weights for made in instance.run(StepPlan(idle=True)))

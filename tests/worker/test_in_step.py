@@ -143,7 +143,7 @@ def test_weights_that_changed_since_the_plan_end_the_step(rank: Rank) -> None:
 
 @pytest.mark.parametrize(("capacity", "num_chunks"), [(64, 32), (8, 4), (8, 8)])
 def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int) -> None:
-    """Not for one with each chunk: steps may be long, and a load from Redis waits as a store."""
+    """Not for one per chunk: steps may be long, and a load from Redis waits as stores do."""
     rank = Rank(capacity=capacity)
     try:
         blocks = tuple(range(num_chunks))
@@ -164,7 +164,7 @@ def test_what_needs_much_room_waits_for_few_plans(capacity: int, num_chunks: int
 
 
 def test_between_two_steps_no_store_waits_for_a_plan(rank: Rank) -> None:
-    """Nobody else would bring it: a reset waits for the stores."""
+    """No plan would come: a reset is waiting for the stores."""
     for number in range(3):
         rank.store(1 + number, 3 * number, 3)
     plan = StepPlan(stores=(store_job(9, "r", tuple(KEYS[10:16]), (tuple(range(10, 16)),)),))
@@ -212,7 +212,7 @@ def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_orde
 
 
 def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
-    """A full tier evicts what a plan has heard of, and no plan comes."""
+    """A full tier evicts only what it announced before the last plan, and no further one comes."""
     tier = RedisTier(RedisTierConfig(url=valkey.url), PartGeometries((GEOMETRY,)))
     rank = Rank(redis=tier)
     try:

@@ -38,7 +38,7 @@ PARTS = PartGeometries((GEOMETRY,))
 
 @contextmanager
 def two(path: Path) -> Iterator[tuple[Rank, Rank, PeerTier]]:
-    """One whose memory the other maps. `Rank.load` compares every byte."""
+    """Two ranks: the second maps the first's memory. `Rank.load` compares every byte."""
     found = topology(path)
     tier = PeerTier(CONFIG, PARTS, found)
     first, second = Rank(shares_memory=True), Rank(peers=tier)
@@ -67,7 +67,7 @@ def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
 def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many read it. One that was evicted and comes back with other bytes is sealed anew."""
+    """However many read it. One that was evicted and comes back is sealed anew."""
     sealed, encode = list[bytes](), chunk_codec.encode_header
 
     def counting(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
@@ -87,7 +87,7 @@ def test_a_chunk_is_sealed_once_as_long_as_it_is_kept(
         assert len(sealed) == 2 * 4 * values
 
 
-def test_others_map_it_for_reading_only() -> None:
+def test_others_map_the_memory_for_reading_only() -> None:
     rank = Rank(shares_memory=True)
     descriptor = rank.engine.cpu.memory
     assert descriptor is not None
@@ -101,7 +101,7 @@ def test_others_map_it_for_reading_only() -> None:
     rank.engine.close(0.0)
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_a_closed_tier_leaves_no_shared_memory() -> None:
     rank = Rank(shares_memory=True)
     rank.store(1, MINE)
     assert _is_mapped()
@@ -122,7 +122,7 @@ def tiers_of_one(redis: RedisTier | None = None, *, shares: bool = True) -> Rank
 def test_a_copy_that_a_shutdown_leaves_behind_ends_in_memory_that_is_there(
     monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
-    """Without it the copy would end the process, which is the user's own for an engine in it."""
+    """Otherwise the copy would crash the process: the user's own, if the engine runs in it."""
     tiers = tiers_of_one(shares=shares)
     address = _address_of(tiers)
     copying, may_go_on, copy = threading.Event(), threading.Event(), tiers.copier.copy

@@ -1,4 +1,4 @@
-"""What a rank tells of its jobs and tiers, and when it looks."""
+"""What a rank's metrics say of its jobs and tiers, and when they are taken."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Pair:
         return made
 
     def find(self) -> None:
-        """As after the start of all ranks."""
+        """Find which ranks each can read, as at start; then forget the sample."""
         for rank, tier in zip(self.ranks, self.tiers, strict=True):
             rank.engine.cpu.share.reads = tier.find_ranks(self.sample, threading.Event())
         for rank in self.ranks:
@@ -101,7 +101,7 @@ def test_each_chunk_is_in_one_memory_and_in_the_blocks_of_both(pair: Pair) -> No
     for rank, tier in zip(pair.ranks, pair.tiers, strict=True):
         assert rank.load(1, MINE) == 4  # the bytes are compared there
         assert tier.num_mapped == 2
-        assert rank.fetched == ()  # of the CPU tier, as all others see it
+        assert rank.fetched == ()  # it counts as a load from the CPU tier
     assert pair.held() == [zero, one]
     assert [rank.engine.cpu.used_bytes for rank in pair.ranks] == used
 
@@ -116,7 +116,7 @@ def test_a_load_that_was_given_up_tells_nothing_of_other_ranks(pair: Pair) -> No
 
 
 def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
-    """Its other rank has not started: nobody waits for that for ever."""
+    """The other rank has not started, and nobody waits for it for ever."""
     with ExitStack() as stack:
         pair = Pair(HostFolder(tmp_path / "host"), stack)
         rank = pair.start(0)
@@ -129,13 +129,13 @@ def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(tmp_path: Path) -> None:
-    """As on another host, whose ranks come first or last by their numbers."""
+    """As a rank on another host; here the first one by number."""
     with ExitStack() as stack:
         trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))
         for number in (1, 2):
             trio.start(number)
         given_up = threading.Event()
-        threading.Timer(0.3, given_up.set).start()
+        given_up.set()
         found = trio.tiers[0].find_ranks(trio.sample, given_up)
         assert found == {2}
 

@@ -1,4 +1,4 @@
-"""What the probe writes shrinks as KV does, so that it tells how fast values like those come."""
+"""What the probe writes compresses as KV does, so that it measures how fast such values come."""
 
 from __future__ import annotations
 

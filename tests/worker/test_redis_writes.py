@@ -70,7 +70,7 @@ class TestOffers:
     @pytest.mark.parametrize(
         ("lifetime", "granted"), [(None, 30.0), (6.0, 2.0), (90.0, 30.0), (3600.0, 30.0)]
     )
-    def test_what_expires_is_not_granted_for_long(
+    def test_values_count_as_present_for_a_third_of_their_lifetime_at_most(
         self, lifetime: float | None, granted: float
     ) -> None:
         assert Pace.for_lifetime(lifetime).granted_seconds == granted
@@ -81,7 +81,7 @@ def keys(name: bytes, count: int) -> list[bytes]:
 
 
 class Offering:
-    """Offers to nodes, which are the first byte of a chunk, as long as they have room."""
+    """Offers to nodes while they have room. The first byte of a key names its node."""
 
     def __init__(self) -> None:
         self.now = 0.0

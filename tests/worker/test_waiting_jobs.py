@@ -1,4 +1,4 @@
-"""Which of the loads that wait is next, against a look at all of them."""
+"""Which of the waiting loads is next, compared with a search through all of them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_next_load_is_the_one_that_a_look_at_all_finds(acts: list[tuple[Any,
 
 
 def test_nobody_waits_behind_an_endless_stream_of_small_loads() -> None:
-    """Two lanes that are never free for long: a load's turn comes 10 ms later for each chunk."""
+    """A lane that is never free for long: a load's turn comes 10 ms later for each chunk."""
     lanes, num_begun = Lanes(), 0
     lanes.submit(list(range(100, 150)), 0, 0, 9.0)
     large = lanes.waiting[0]

@@ -314,25 +314,25 @@ def test_connections_stay_in_use_while_a_server_refuses_new_ones(valkey_path: st
 
 
 def test_has_room_is_false_while_a_server_is_away_or_full(valkey_path: str) -> None:
-    """A chunk whose write fails is offered less often."""
+    """It spares writes that would fail: chunks whose write failed are offered less often."""
 
     def has_room() -> bool:
         return tier.has_room(chunk_key(0), 1 << 30)
 
     with running_server(valkey_path) as server, open_tier(server.url) as tier:
         assert put_all(tier, [0]) == [True]
-        wait_until(has_room, "there is room")
+        wait_until(has_room, "no room at first")
         server.kill()
         assert put_all(tier, [0]) == [False]
-        wait_until(lambda: not has_room(), "it is away")
+        wait_until(lambda: not has_room(), "there is room at a dead server")
         server.start()
-        wait_until(has_room, "it is back")
+        wait_until(has_room, "no room once the server is back")
         with server.client() as client:
             client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
             assert put_all(tier, [0]) == [False]
-            wait_until(lambda: not has_room(), "it is full")
+            wait_until(lambda: not has_room(), "there is room at a full server")
             client.config_set("maxmemory", 0)
-        wait_until(has_room, "it has room again")
+        wait_until(has_room, "no room once the limit is lifted")
 
 
 # -- a server that is slow to take writes ----------------------------------------------------------
@@ -353,16 +353,16 @@ def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> 
         ) as tier,
     ):  # fmt: skip
         wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
-        link.set(bytes_per_second=0.25 * MIB)  # 4 s for a chunk, 2.2 s for a burst of one
+        link.set(bytes_per_second=0.25 * MIB)  # 4 s a chunk; a burst of one is given 2.2 s
         assert put_all(tier, [1]) == [False]
         began = time.monotonic()
         assert not any(put_all(tier, range(2, 20)))
-        assert time.monotonic() - began < 20.0, "each has had its 2.2 s"
+        assert time.monotonic() - began < 20.0, "every write has waited out its 2.2 s"
         assert tier.stats().writes_paused
         assert tier.stats().servers[0][1] is CircuitState.CLOSED
         assert not tier.put(chunk_key(20), memoryview(chunk_data(20, LARGE)), Ends())
         link.set()
-        wait_until(lambda: get_all(tier, [0])[0] == [True], "reads went with the writes")
+        wait_until(lambda: get_all(tier, [0])[0] == [True], "reads have paused with the writes")
         assert get_all(tier, [0])[1] == [chunk_data(0, LARGE)]
 
 

@@ -103,7 +103,7 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
 
 
 def connections(server: Server) -> set[str]:
-    """Those that lookups have asked over."""
+    """Ids of the connections that lookups have used."""
     with server.client() as client:
         return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
 
@@ -121,7 +121,7 @@ def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
 
 
 def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server) -> None:
-    """The system lets others run whenever the thread asks for the time."""
+    """Whenever the thread reads the clock, the system runs other threads first: time passes."""
     lost = pause = 0.0
 
     def clock() -> float:

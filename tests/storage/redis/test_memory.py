@@ -88,7 +88,7 @@ def is_there(tier: RedisTier, index: int) -> bool:
     return put_all(tier, [index]) == [True]
 
 
-def test_chunks_that_are_there_end_no_pause_of_writes(
+def test_a_chunk_found_in_redis_does_not_end_a_pause_of_writes(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_tier(server.url, backoff_max_seconds=0.1) as tier:
@@ -97,7 +97,7 @@ def test_chunks_that_are_there_end_no_pause_of_writes(
             client.config_set("maxmemory", 1)
         for index in range(4):
             assert put_all(tier, [10 + index]) == [False]
-            wait_until(partial(is_there, tier, index), "never asked for")
+            wait_until(partial(is_there, tier, index), "the server was never asked")
             assert tier.stats().writes_paused
         with server.client() as client:
             client.config_set("maxmemory", 0)
@@ -106,14 +106,14 @@ def test_chunks_that_are_there_end_no_pause_of_writes(
     assert sum("writing is paused" in record.message for record in caplog.records) == 1
 
 
-def test_chunks_that_are_there_delay_no_write_after_a_pause(server: Server) -> None:
+def test_a_chunk_found_in_redis_delays_no_write_after_a_pause(server: Server) -> None:
     with open_tier(server.url, backoff_min_seconds=1.0, backoff_max_seconds=1.0) as tier:
         assert all(put_all(tier, [0]))
         with server.client() as client:
             client.config_set("maxmemory", 1)
             assert put_all(tier, [10]) == [False]
             client.config_set("maxmemory", 0)
-        wait_until(partial(is_there, tier, 0), "never asked for")
+        wait_until(partial(is_there, tier, 0), "the server was never asked")
         assert put_all(tier, [11]) == [True], "the next write waits for another back-off"
         assert not tier.stats().writes_paused
 

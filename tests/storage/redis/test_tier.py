@@ -54,7 +54,7 @@ def test_big_values_come_back(valkey: Server) -> None:
 
 
 def test_values_that_no_reader_accepts_are_refused_at_start() -> None:
-    """A single layer is not cut, and values of several are small."""
+    """Values of several layers are kept small, but a single layer is never split."""
     layers = (1 << 20,) * 4
     with open_tier("redis://127.0.0.1:1", ChunkGeometry(64, 0, layers, (0,), 1, "uint8")):
         pass

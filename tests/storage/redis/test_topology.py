@@ -103,9 +103,11 @@ class TestCluster:
                 wait_until(lambda: holds(tier, range(10)), "the tier did not follow the slot")
             finally:
                 cluster.migrate(slot, cluster.owner(slot), target)
-            wait_until(lambda: holds(tier, range(10)), "nor back again")
+            wait_until(lambda: holds(tier, range(10)), "the tier did not follow the slot back")
 
-    def test_a_value_that_moves_to_another_node_is_gone_for_a_tool(self, cluster: Cluster) -> None:
+    def test_a_tool_reads_a_value_that_moves_to_another_node_as_missing(
+        self, cluster: Cluster
+    ) -> None:
         with open_tier(cluster.url) as tier:
             assert all(put_all(tier, range(10)))
         slot = slot_of(0)
@@ -128,14 +130,14 @@ class TestCluster:
 
     @pytest.fixture
     def left_behind(self, binary: str, cluster: Cluster) -> Iterator[Server]:
-        """A node of the cluster whose slot map is wrong for two slots of three."""
+        """A node cut off from the cluster, whose slot map is wrong for two thirds of the slots."""
         with running_left_behind(binary, cluster.masters[0]) as server:
             yield server
 
     def test_a_node_with_an_old_map_is_asked_once(
         self, cluster: Cluster, left_behind: Server
     ) -> None:
-        """The node comes first in the URL; the owners missing from its map come second."""
+        """The node comes first in the URL; an owner missing from its map comes second."""
         url = f"redis+cluster://127.0.0.1:{left_behind.port},127.0.0.1:{cluster.masters[1].port}"
         with open_tier(url) as tier:
             wait_until(lambda: all(put_all(tier, range(30))), "chunks were not written")
@@ -148,7 +150,7 @@ class TestCluster:
             lambda: lookup.exists_prefix(keys, time.monotonic() + 5.0) == 30, "not looked up"
         )
         lookup.close()
-        assert num_looks(left_behind) <= 4  # once each
+        assert num_looks(left_behind) <= 4  # about once by each of two tiers and the lookup
 
     def test_a_lost_master_costs_look_ups_its_own_chunks_only(self, cluster: Cluster) -> None:
         """The master is silent, then gone. The connections to the others stay."""
@@ -201,7 +203,7 @@ class TestCluster:
             lookup.close()
 
     def test_a_silent_master_delays_no_writes_to_the_others(self, cluster: Cluster) -> None:
-        """One writer serves all masters, with a long time-out."""
+        """Each master has its own writer, even with one connection. Their time-out is long."""
         silent = cluster.masters[1]
         there = [i for i in range(40) if cluster.owner(slot_of(i)) is silent]
         elsewhere = [i for i in range(40) if i not in there]
@@ -295,7 +297,7 @@ def num_looks(server: Server) -> int:
 
 
 def connections(server: Server) -> set[str]:
-    """Ids of the client connections that have sent EXISTS or the last check since."""
+    """Ids of connections whose last command was EXISTS, or HELLO: the last check of new ones."""
     with server.client() as client:
         return {c["id"] for c in client.client_list() if c["cmd"] in ("exists", "hello")}
 
@@ -321,7 +323,7 @@ def make_replica(former: Server, master: Server, stack: ExitStack) -> None:
 
 
 def hang(former: Server, master: Server, stack: ExitStack) -> None:
-    """It accepts connections."""
+    """It still accepts connections, but answers nothing."""
     assert former.process is not None
     former.process.send_signal(signal.SIGSTOP)
     stack.callback(former.process.send_signal, signal.SIGCONT)
@@ -355,7 +357,7 @@ def is_loading(server: Server) -> bool:
 
 @contextmanager
 def sentinels_of(binary: str, *servers: Server) -> Iterator[str]:
-    """The addresses of sentinels that elect none; each names another server as the master."""
+    """The addresses of one sentinel per server; it names this as master and never fails over."""
     with ExitStack() as stack:
         ports = []
         for server in servers:
@@ -376,7 +378,7 @@ def has_another(server: Server, than: set[str]) -> bool:
 
 
 def expect_another_master(binary: str, happens: Change) -> None:
-    """The sentinel asked first goes on naming the server to which it happens."""
+    """The sentinel asked first goes on naming ``former``, the server that ``happens`` changes."""
     with ExitStack() as stack:
         former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in range(2))
         hosts = stack.enter_context(sentinels_of(binary, former, master))
@@ -415,7 +417,7 @@ class TestSentinel:
                 assert client.exists(*client.keys(f"*{chunk_key(20).hex()}*-*"))
 
     def test_a_silent_sentinel_is_asked_once(self, binary: str) -> None:
-        """It would delay each connection, for instance those after late reads."""
+        """If asked again, it would delay each new connection, as those made after late reads."""
         with ExitStack() as stack:
             master = stack.enter_context(running_server(binary))
             host = stack.enter_context(sentinels_of(binary, master))
@@ -447,7 +449,7 @@ class TestSentinel:
     def test_a_masters_refusal_counts_most(
         self, binary: str, trouble: Change, is_master_first: bool
     ) -> None:
-        """It keeps the circuit closed for connections that exist, and tells what to do."""
+        """It leaves the circuit closed, so existing connections go on, and it says what to fix."""
         with ExitStack() as stack:
             master = stack.enter_context(running_server(binary, {"requirepass": "secret"}))
             former = stack.enter_context(running_server(binary))
@@ -622,7 +624,7 @@ class TestAcl:
                     assert put_all(tier, range(first, first + 4)) == [True] * 4
                     buffer = memoryview(bytearray(PARTS.largest.chunk_bytes))
                     read = tier.read([chunk_key(first)], [buffer], time.monotonic() + 5.0)
-                    assert (read.hits, read.cut_off) == ([False], True), "a tier without hits"
+                    assert (read.hits, read.cut_off) == ([False], True), "a refused read is cut off"
                     assert tier.stats().servers[0][1] is CircuitState.CLOSED
             client.acl_deluser("writer")
         told = [record.getMessage() for record in caplog.records]

@@ -48,11 +48,11 @@ def test_a_node_with_a_long_lane_makes_room_for_another() -> None:
         assert queue.offer(write(name, name), SLOW) == []
     dropped = [queue.offer(write(name, 20), QUICK) for name in range(10, 15)]
     assert [names(each) for each in dropped] == [[8], [7], [6], [5], [14]]
-    assert names(queue.offer(write(15, 1), SLOW)) == [4], "a lane makes its own room else"
+    assert names(queue.offer(write(15, 1), SLOW)) == [4], "otherwise a lane makes its own room"
     assert names(queue.offer(write(16, 1), QUICK)) == [13]
 
 
-def test_writes_under_way_to_a_slow_node_drop_no_beginnings_of_others() -> None:
+def test_writes_in_progress_to_a_slow_node_drop_no_first_chunks_of_others() -> None:
     queue = WriteQueue(40)
     for name in range(3):
         queue.offer(write(name, name), SLOW)
@@ -70,7 +70,7 @@ def test_a_write_is_moved_to_its_nodes_lane() -> None:
     assert queue.lane_bytes(NO_NODE) == queue.lane_bytes(QUICK) == 10
     assert names(queue.take(100, 0.0, QUICK)) == [0]
     assert names(queue.close()) == []
-    assert not queue.move(second, QUICK), "it would be nobody's"
+    assert not queue.move(second, QUICK), "after close() nobody would write it"
     for each in (first, second):
         queue.finish(each, False)
     assert queue.num_bytes == 0

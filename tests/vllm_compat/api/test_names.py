@@ -16,7 +16,7 @@ from tests.support.vllm_configs import vllm_config
     [(1, None, False), (1, "mp", True), (2, None, True)],
 )
 @pytest.mark.parametrize("own_process", [True, False])
-def test_workers_of_an_engine_that_its_user_steps(
+def test_only_workers_of_an_engine_stepped_by_its_user_may_sleep_unseen(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     sleeps: bool,

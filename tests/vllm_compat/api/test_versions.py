@@ -71,7 +71,7 @@ def test_known_versions_are_verified(install: Callable[..., None], vllm: str, lm
 def test_what_lies_between_releases_runs_apart(
     install: Callable[..., None], vllm: str, name: str
 ) -> None:
-    """Of a build from source the number tells the release before it, not what is in it."""
+    """The number of a build from source names the release before it, not its contents."""
     install(vllm=vllm, lmcache="0.5.6")
     assert check_versions().unverified == (name,)
     (warning,) = warnings(check_versions())

@@ -1,4 +1,4 @@
-"""Connecting to Redis: keys, keep-alive, slow name resolution, and bounds of replies."""
+"""Connecting to Redis: TLS keys, keep-alive, slow name resolution, and bounds of replies."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_impossible_urls_say_why_and_keep_the_secret(url: str, message: str) -> 
 
 @pytest.mark.parametrize("character", "/?#[]")
 @pytest.mark.parametrize("url", ["redis://user:hunter2{}x@h:1", "rediss+cluster://:hunter2{}x@a,b"])
-def test_an_unencoded_password_is_told_how(url: str, character: str) -> None:
+def test_the_error_says_how_to_encode_a_password(url: str, character: str) -> None:
     with pytest.raises(ValueError, match="%23") as error:
         parse_redis_url(url.format(character))
     assert "hunter2" not in str(error.value)
