@@ -80,12 +80,12 @@ def _sums(computed: Bytes, stored: Bytes, name: str) -> tuple[float, float, floa
     ours, theirs = _numbers(computed, name), _numbers(stored, name)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = ours - theirs
-    # Infinities or NaNs of equal bits do not differ; otherwise the difference is infinite.
-    strange = ~np.isfinite(difference)
-    if strange.any():
-        width = computed.size // ours.size
-        same = (computed == stored).reshape(*ours.shape, width).all(axis=-1)
-        difference = np.where(same, np.float32(0), np.where(strange, np.inf, difference))
+    # Infinities or NaNs of equal bits do not count; otherwise the difference is infinite.
+    if (strange := ~np.isfinite(difference)).any():
+        alike = strange & (computed == stored).reshape(*ours.shape, -1).all(axis=-1)
+        difference[strange] = np.inf
+        for each in (ours, theirs, difference):
+            each[alike] = 0
     return _squares(difference), _squares(ours), _squares(theirs)
 
 

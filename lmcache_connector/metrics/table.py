@@ -105,7 +105,7 @@ _ALL = (
     counter(
         "failed_stores", "Stores that ended incomplete, over all ranks.", "reason", known=_FAILURES
     ),
-    counter("dropped_stores", "Chunks not stored: vLLM reused their blocks first."),
+    counter("dropped_stores", "Chunks not stored: blocks reused by vLLM, or weights changed."),
     counter("recomputed_tokens", "Tokens recomputed because their load failed."),
     counter("prefill_saved_tokens", "Prompt tokens loaded instead of computed."),
     counter(
@@ -166,10 +166,10 @@ _ALL = (
     gauge("roots_apart", "Roots that this instance no longer shares after a failed audit."),
     histogram("lookup_seconds", "Time of a lookup in a tier.", "tier", buckets=SECONDS_BUCKETS),
     histogram(
-        "load_seconds", "Time of a load job in a tier, per rank.", "tier", buckets=SECONDS_BUCKETS
+        "load_seconds", "Time of a load's reads (cpu: its copies).", "tier", buckets=SECONDS_BUCKETS
     ),
     histogram(
-        "store_seconds", "Time of a store job or burst, per rank.", "tier", buckets=SECONDS_BUCKETS
+        "store_seconds", "Time of a store job or batch of writes.", "tier", buckets=SECONDS_BUCKETS
     ),
     histogram(
         "load_bytes_per_second",
@@ -179,7 +179,7 @@ _ALL = (
     ),
     histogram(
         "store_bytes_per_second",
-        "Bandwidth of a store job or burst.",
+        "Bandwidth of a store job (cpu) or batch of writes (redis).",
         "tier",
         buckets=BANDWIDTH_BUCKETS,
     ),

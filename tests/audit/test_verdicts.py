@@ -224,6 +224,9 @@ def test_an_infinite_number_on_one_side_is_an_infinite_difference(strange: float
     one[0, 0, 0, 0] = strange
     assert combine(compare("bfloat16", one, one)).largest == 0
     assert combine(compare("bfloat16", one, chunk(1, "bfloat16"))).largest == float("inf")
+    other = one.clone()
+    other[0, 0, 0, 1] += 1
+    assert 0 < combine(compare("bfloat16", one, other)).largest < 0.1
 
 
 @given(st.integers(0, 99), st.sampled_from(sorted(DTYPES)))

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_connector.cost_model.cost_model import (
@@ -183,6 +183,7 @@ def test_decisions_stay_in_bounds_and_predict_a_gain(
     num_redis=st.integers(0, 23),
     redis=st.tuples(st.floats(1e6, 1e10), st.floats(0, 0.5)),
 )
+@example(num_local=13, num_redis=10, redis=(8.6e8, 0.203))  # Redis hardly pays
 def test_the_choice_is_close_to_the_best_prefix(
     num_local: int, num_redis: int, redis: tuple[float, float]
 ) -> None:
@@ -193,8 +194,9 @@ def test_the_choice_is_close_to_the_best_prefix(
     instance.calibrate()
     instance.cold_requests(3)
     if tiers:
-        # A load counts 1.3 times and must win by 5 %: 1.37. The rest is due to the borders.
-        assert instance.request(tiers).vs_best < 1.45
+        # A load counts 1.3 times, 2 % of a deadline of 3 times more, and must win by 5 %.
+        # 190,000 cases, most of them bred from the worst so far, came to 1.424.
+        assert instance.request(tiers).vs_best < (1.3 + 0.02 * 3) / 0.95
 
 
 BANDWIDTHS_MB = (1, 3, 10, 30, 100, 300, 1000)

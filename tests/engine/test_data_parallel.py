@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ def test_an_engine_loads_another_ones_chunks(api: ApiServer) -> None:
 def test_each_engine_keeps_its_own_cpu_tier(api: ApiServer) -> None:
     prompt = random_prompt(2, PROMPT_TOKENS)
     for rank in (0, 1):
-        before = hit_tokens(api, rank)
+        hits = partial(api.metric, "vllm:lmcache_hit_tokens_total", f'engine="{rank}"')
         cold = text(api, prompt, rank)
+        assert hits('tier="cpu"') == 0
         api.forget()
         assert text(api, prompt, rank) == cold
-        assert hit_tokens(api, rank) - before >= FULL_CHUNKS * CHUNK_SIZE
+        assert hits('tier="cpu"') == FULL_CHUNKS * CHUNK_SIZE

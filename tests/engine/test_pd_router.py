@@ -78,6 +78,7 @@ def check_transfers(servers: Servers, seed: int, log: Path, *arguments: str) -> 
             text = router.complete(prompt)
             servers.decode.settle(partial(has_hits, servers.decode, before + len(prompt) - 1))
             alone = json.loads(servers.prefill.complete(prompt))["choices"][0]["text"]
+            assert text != ""
             assert alone.startswith(text)
     assert servers.decode.metric(FAILED) == failed
 

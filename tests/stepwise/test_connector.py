@@ -470,7 +470,7 @@ def test_an_interrupted_wait_leaves_no_copy_in_the_callers_blocks(
         else:
             engine.model(other, engine.kv_caches)
         go.set()
-        within(30.0, lambda: queues[0].num_open == 0)
+        assert within(30.0, lambda: queues[0].num_open == 0)
         found = engine.kv_of(blocks, 100)
         engine.model(other, engine.kv_caches)
         assert torch.equal(found, engine.kv_of(blocks, 100))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -121,20 +122,24 @@ def test_an_answer_is_a_hit_of_the_next_turn(llama: Any, tiers: KVTiers) -> None
 def test_rejected_drafts_are_not_stored(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(6, 50).repeat(1, 5)
     cache = tiers.new_cache()
-    output = llama.generate(
-        ids,
-        past_key_values=cache,
-        prompt_lookup_num_tokens=10,
-        do_sample=False,
-        max_new_tokens=150,
-        min_new_tokens=150,
-    )
+    with patch.object(TieredCache, "crop", autospec=True, side_effect=TieredCache.crop) as crop:
+        output = llama.generate(
+            ids,
+            past_key_values=cache,
+            prompt_lookup_num_tokens=10,
+            do_sample=False,
+            max_new_tokens=150,
+            min_new_tokens=150,
+        )
+    assert any(call.args[1] for call in crop.call_args_list)
     tiers.finish_stores()
     known = list(cache.token_ids)
     assert known == output[0, : len(known)].tolist()
     again, before = tiers.new_cache(), tiers.counts
     llama.generate(output, past_key_values=again, **GREEDY)
-    assert tiers.counts.hit_chunks > before.hit_chunks + 1
+    assert tiers.counts.hit_chunks == before.hit_chunks + 3
+    for new, old in zip(again.tensors(), cache.tensors(), strict=True):
+        assert torch.equal(new[:, :, : 3 * CHUNK], old[:, :, : 3 * CHUNK])
 
 
 def test_another_process_without_vllm_restores_from_redis(

@@ -1,7 +1,8 @@
-"""What a load did not bring is computed, although vLLM's policy for failed loads is "fail"."""
+"""What a load did not bring is computed, whatever vLLM's policy for failed loads."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,18 @@ from tests.support.doubles.shadow_worker import Faults
 PROMPT = [100 + i for i in range(150)]
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("known_tokens", [0, 80])
-def test_no_request_fails_and_the_policy_fail_stays(model: Path, known_tokens: int) -> None:
+def test_no_request_fails_and_the_policy_stays(
+    model: Path, monkeypatch: pytest.MonkeyPatch, known_tokens: int, policy: str
+) -> None:
     """``known_tokens``: which vLLM's own prefix cache has."""
+    transfer_of = shadow_config._transfer
+    monkeypatch.setattr(
+        shadow_config,
+        "_transfer",
+        lambda shape: replace(transfer_of(shape), kv_load_failure_policy=policy),
+    )
     faults = Faults(slow=0.0)
     engine = ShadowEngine(model, Shape(), 0, faults)
     engine.add(PROMPT, max_tokens=1)
@@ -35,7 +45,8 @@ def test_no_request_fails_and_the_policy_fail_stays(model: Path, known_tokens: i
     engine.check_whole()
     transfer = engine.scheduler.vllm_config.kv_transfer_config
     assert transfer is not None
-    assert transfer.kv_load_failure_policy == "fail"
+    assert transfer.kv_load_failure_policy == policy
+    assert engine.scheduler.recompute_kv_load_failures is (policy == "recompute")
 
 
 @pytest.mark.parametrize("beside", [0, 1])

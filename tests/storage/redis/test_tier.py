@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis import pending_read
 from lmcache_connector.storage.redis.counters import WriteEnd
+from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.clock import wait_until
 from tests.support.redis.chunks import (
@@ -180,8 +181,15 @@ def test_leading_hits_have_the_bytes_that_were_put(
 def test_chunks_that_are_reported_as_arrived_are_whole(
     tier: RedisTier, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
+    """Later chunks wait until somebody has heard of the first, or the read could end before."""
     monkeypatch.setattr(pending_read, "_ARRIVAL_BYTES", 1)
-    first, told = next(_UNUSED), list[int]()
+    first, told, is_told, settle = next(_UNUSED), list[int](), threading.Event(), PendingRead.settle
+
+    def settle_and_wait(read: PendingRead, request: ValueRequest) -> None:
+        settle(read, request)
+        assert not (missing and request.chunk) or is_told.wait(5.0)
+
+    monkeypatch.setattr(PendingRead, "settle", settle_and_wait)
     put(tier, [first + i for i in range(6) if i != missing])
     buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in range(6)]
     keys, views = [chunk_key(first + i) for i in range(6)], [memoryview(b) for b in buffers]
@@ -189,9 +197,11 @@ def test_chunks_that_are_reported_as_arrived_are_whole(
     def on_arrival(count: int) -> None:
         assert buffers[:count] == [kv_data(first + i) for i in range(count)]
         told.append(count)
+        is_told.set()
 
     hits = tier.read(keys, views, time.monotonic() + 5.0, on_arrival=on_arrival).hits
     assert told == sorted(set(told))
+    assert bool(told) is (missing > 0)
     assert all(0 < count <= missing and all(hits[:count]) for count in told)
 
 

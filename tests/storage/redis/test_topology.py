@@ -241,6 +241,7 @@ class TestCluster:
                 silent.process.send_signal(signal.SIGCONT)
             for read in reads:
                 read.join(10.0)
+                assert not read.is_alive()
 
     @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
     @pytest.mark.parametrize("whose", ["a chunk's", "the probe's"])
