@@ -197,7 +197,7 @@ class PendingRead:
             while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
                 if self._num_arrived >= self._report_at:
                     self._report_at = self._num_arrived + self._report_step
-                    return min(self._num_arrived + 1, len(self._keys))
+                    return self._num_arrived
                 self._changed.wait(min(left, _POLL_SECONDS))
             return 0
 
