@@ -166,22 +166,6 @@ def test_trickling_clients_do_not_block_others_by_leases() -> None:
                 thread.join(20.0)
 
 
-def test_a_flood_of_commands_delays_no_client() -> None:
-    chunks = HeldChunks(range(2))
-    flood = b"*1\r\n$4\r\nPING\r\n" * 20_000
-    with serving(chunks) as server, ExitStack() as stack:
-        floods = [stack.enter_context(dial(server)) for _ in range(8)]
-        threads = [threading.Thread(target=sock.sendall, args=(flood,)) for sock in floods]
-        for thread in threads:
-            thread.start()
-        asker = stack.enter_context(dial(server))
-        asker.sendall(get(1))
-        assert read_value(asker, GEOMETRY.shard_bytes)
-        for sock, thread in zip(floods, threads, strict=True):
-            assert read_value(sock, 20_000 * len("+PONG\r\n"))
-            thread.join(20.0)
-
-
 # -- the reader ----------------------------------------------------------------------------------
 
 
