@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
-"""The most that an idle step waits; a worker's idle step waits as long for a job to end."""
+"""An idle step may wait at least this long; a worker's idle step waits as long for a job to end."""
 
 
 def start_thread(

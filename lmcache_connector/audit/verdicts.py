@@ -9,7 +9,7 @@ one; a chunk beyond either is wrong.
 
 The limit is a few times the largest *noise*, measured while the instance runs: the error of chunks
 that it computed twice itself. A floor allows for larger differences between batches, ranks or
-hardware. A *prior* is the upper bound, and the limit before any measurement and below 16 bits.
+hardware. A *prior* bounds it, and is the limit before any measurement and of narrower formats.
 
 A mismatch separates the *root*: everything that KV depends on before the first token, i.e. the
 model and the request's adapter. Salts are no part of a root: they separate tenants whose KV is the

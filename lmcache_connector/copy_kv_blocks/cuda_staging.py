@@ -190,8 +190,8 @@ class CudaDriver:
         self._check(self._library.cuMemcpyAsync(dst, src, num_bytes, stream))
 
     def copy_many(self, dst: Int64s, src: Int64s, num_bytes: Int64s, stream: int) -> None:
-        """Start many copies, with one call if the driver has it (CUDA 12.8) and ``stream`` is not
-        the default one (0), which that call refuses."""
+        """Start many copies: ``_MAX_BATCH`` per call at most, if the driver can (CUDA 12.8). One by
+        one otherwise, and on the default stream (0), which that call refuses."""
         if len(dst) == 0:
             return
         if self._batch is None or stream == 0:

@@ -3,8 +3,8 @@
 Blocks have the names of vLLM's own events, so a block has one name in GPU memory and in the tiers.
 A chunk is in a tier once all ranks that store it have put it there. A chunk in Redis is reported as
 removed when a lookup or load finds that Redis lacks it, when its lifetime ends, or after
-``MAX_REDIS_CHUNKS`` others were written or used. In the last case the chunk may still exist;
-routers then only fail to count it.
+``MAX_REDIS_CHUNKS`` others were written or used. In the last two cases it may still exist (another
+instance may have renewed it); routers then only fail to count it.
 
 Runs on the scheduler's thread. Keeps a description, about 12 bytes per token, of every chunk that
 is in a tier, or that an open job may put there.

@@ -51,7 +51,7 @@ def _holders(groups: Alike, place: int, reads: Sequence[Collection[int]]) -> set
 @dataclass(eq=False)
 class Share:
     """What one rank stores of the KV that it holds: everything if ``owners`` is ``None``.
-    ``reads``: ranks whose memory this rank reads, except those that ``is_away`` at the moment."""
+    ``reads``: ranks whose memory this rank reads, except while ``is_away(rank)``."""
 
     rank: int
     owners: Owners | None = None

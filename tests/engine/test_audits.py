@@ -62,8 +62,8 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 def retrained(
     start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path_factory: Any
 ) -> Iterator[VllmInstance]:
-    """Other rows in the embedding, the same name. It would notice that at start if it knew what the
-    other engine has kept on this host."""
+    """Other rows in the embedding, the same name. It would notice that at start by the
+    digests that the other engine has kept on this host: ``live_on_another_host`` hides them."""
     folder = tmp_path_factory.mktemp("models") / "retrained"
     build_retrained_model(folder, tiny_model, STRENGTH)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 4}

@@ -1,8 +1,8 @@
 """The functions that a hit and a store call: their number, and the architecture's picture.
 
-A function counts once, on whatever thread it runs, properties too. What any request
-runs (arrival, lookup, steps, metrics), even one too short to be loaded or stored, is "usual", and
-counts for neither.
+A function counts once, on whatever thread it runs, properties too. What any request runs (arrival,
+lookup, steps, metrics), even one too short to be loaded or stored, is "usual", and counts for
+neither.
 """
 
 from __future__ import annotations

@@ -213,4 +213,4 @@ def test_a_wait_for_a_plan_ends_with_it_or_between_steps() -> None:
     with waiting(leaving, number) as ends:
         leaving.await_plans(may_come=False)
     assert ends == [False]
-    assert not leaving.wait(number, LONG)  # would hang
+    assert not leaving.wait(number, float("inf"))  # a wait raises OverflowError

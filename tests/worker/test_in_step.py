@@ -212,7 +212,7 @@ def test_loads_are_made_inside_steps_where_that_is_proven_and_steps_stay_in_orde
 
 
 def test_a_load_keeps_time_to_read_what_has_found_room(valkey: Server) -> None:
-    """A full tier evicts only what it announced before the last plan, and no further one comes."""
+    """A full tier evicts only what the last plan knew as leaving, and no further plan comes."""
     tier = RedisTier(RedisTierConfig(url=valkey.url), PartGeometries((GEOMETRY,)))
     rank = Rank(redis=tier)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -128,14 +129,16 @@ def test_a_rank_that_cannot_read_stores_everything(tmp_path: Path) -> None:
         assert rank.engine.cpu.used_bytes == (4 + len(pair.sample)) * GEOMETRY.chunk_bytes
 
 
-def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_keeps_nobody_from_reading_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a rank on another host; here the first one by number."""
     with ExitStack() as stack:
         trio = Pair(HostFolder(tmp_path / "host"), stack, owners=Owners((((0, 1, 2),),)))
         for number in (1, 2):
             trio.start(number)
-        given_up = threading.Event()
-        given_up.set()
+        looks, given_up = itertools.count(1), threading.Event()
+        monkeypatch.setattr(given_up, "wait", lambda _: next(looks) == 20)
         found = trio.tiers[0].find_ranks(trio.sample, given_up)
         assert found == {2}
 

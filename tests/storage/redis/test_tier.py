@@ -80,14 +80,14 @@ def test_writers_have_the_same_priority_whoever_starts_them(valkey: Server) -> N
     engine = os.getpriority(os.PRIO_PROCESS, os.getpid())
 
     def priorities() -> set[int]:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), engine + 5)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(engine + 5, 19))
         with open_tier(valkey.url) as tier:
             assert all(put_all(tier, range(5)))
             writers = [t for t in threading.enumerate() if t.name.startswith("lmc-redis-write")]
             return {os.getpriority(os.PRIO_PROCESS, t.native_id or 0) for t in writers}
 
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(priorities).result() == {engine + 10}
+        assert other.submit(priorities).result() == {min(engine + 10, 19)}
 
 
 @pytest.mark.parametrize("forger", [None, b"another secret of 16"])
@@ -187,7 +187,7 @@ def test_chunks_that_are_reported_as_arrived_are_whole(
 
     def settle_and_wait(read: PendingRead, request: ValueRequest) -> None:
         settle(read, request)
-        assert not (missing and request.chunk) or is_told.wait(5.0)
+        assert not (missing and request.chunk) or is_told.wait(60.0)
 
     monkeypatch.setattr(PendingRead, "settle", settle_and_wait)
     put(tier, [first + i for i in range(6) if i != missing])
@@ -199,7 +199,7 @@ def test_chunks_that_are_reported_as_arrived_are_whole(
         told.append(count)
         is_told.set()
 
-    hits = tier.read(keys, views, time.monotonic() + 5.0, on_arrival=on_arrival).hits
+    hits = tier.read(keys, views, time.monotonic() + 60.0, on_arrival=on_arrival).hits
     assert told == sorted(set(told))
     assert bool(told) is (missing > 0)
     assert all(0 < count <= missing and all(hits[:count]) for count in told)

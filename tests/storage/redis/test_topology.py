@@ -240,7 +240,7 @@ class TestCluster:
             finally:
                 silent.process.send_signal(signal.SIGCONT)
             for read in reads:
-                read.join(10.0)
+                read.join(60.0)
                 assert not read.is_alive()
 
     @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
@@ -358,7 +358,7 @@ def is_loading(server: Server) -> bool:
 
 @contextmanager
 def sentinels_of(binary: str, *servers: Server) -> Iterator[str]:
-    """The addresses of one sentinel per server; it names this as master and never fails over."""
+    """The addresses of sentinels, one per server: each names its own as the master, for good."""
     with ExitStack() as stack:
         ports = []
         for server in servers:
