@@ -82,7 +82,7 @@ def sampler(share: float, numbers: Iterator[float] = repeat(0.99)) -> AuditSampl
     return AuditSampler(share, lambda: next(numbers))
 
 
-def test_the_first_of_each_subject_then_a_share() -> None:
+def test_the_first_of_each_subject_and_then_a_share_is_audited() -> None:
     chances = iter([0.5, 0.0009, 0.001])
     one = sampler(0.001, chances)
     for subject in ("plain", "image"):

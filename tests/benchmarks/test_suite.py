@@ -68,7 +68,7 @@ def test_decisions_on_a_gpu_match_an_oracle() -> None:
     assert found["ttft_vs_oracle_p50"] <= 1.1
 
 
-def test_what_a_gpu_would_run_is_there(tmp_path: Path) -> None:
+def test_the_files_of_a_gpu_run_exist(tmp_path: Path) -> None:
     """CI has no GPU on which a file that was renamed would be missed."""
     stages = list(gpu.all_stages(tmp_path, is_rehearsal=False))
     paths = {word for stage in stages for word in stage.command if word.startswith("tests/")}

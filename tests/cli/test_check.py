@@ -73,7 +73,7 @@ def test_bad_configurations_get_an_error(cli: Cli, text: str) -> None:
     assert "Error: " in outcome.err
     assert "Try: " in outcome.err
     assert "hunter2" not in outcome.err
-    assert ("configuration is empty" in outcome.err) == (text in ("", "-"))  # nothing is typed
+    assert ("configuration is empty" in outcome.err) == (text in ("", "-"))  # stdin is empty
     assert cli("check", text, "--json").document["ok"] is False
 
 
@@ -207,13 +207,13 @@ def test_the_port_is_tried_and_freed(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("port", [0, 65536, "x", 1.5])
-def test_a_port_that_is_none_is_refused(cli: Cli, port: object) -> None:
+def test_an_invalid_port_is_refused(cli: Cli, port: object) -> None:
     outcome = cli("check", p2p(port=port))
     assert outcome.code == 2
     assert "'kv_port': must be a port from 1 to 65535" in outcome.out
 
 
-def test_settings_of_either_connector_name_the_redis(cli: Cli) -> None:
+def test_settings_of_the_p2p_connector_name_the_redis(cli: Cli) -> None:
     settings = p2p(host="127.0.0.1", redis_url=f"redis://127.0.0.1:{free_ports(1)}")
     outcome = cli("ls", "--kv-config", settings)
     assert outcome.code == 3

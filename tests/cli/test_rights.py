@@ -38,7 +38,7 @@ VALKEY = valkey_binary() or "valkey-server"
 
 
 def grant(server: Server, user: str, *, leave_out: frozenset[str] = frozenset()) -> None:
-    """Give the user its documented rights, but for lines with a rule to ``leave_out``."""
+    """Give the user its documented rights, without lines that hold a rule of ``leave_out``."""
     text = (ROOT / "docs" / "security.md").read_text()
     lines = re.findall(rf"^ACL SETUSER {user} (.*)$", text, re.MULTILINE)
     assert lines
@@ -187,7 +187,7 @@ def spoil(guarded: Guarded, index: int) -> None:
 # -- missing rights, TLS, and silent servers ------------------------------------------------------
 
 
-# For clusters, and for a part of `ls` that is optional.
+# Rules that only clusters need, and an optional part of `ls`.
 ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
 
 

@@ -1,4 +1,4 @@
-"""``serve``: the command line that it makes for vLLM. Examples run the server."""
+"""``serve``: the command line that it makes for vLLM. Tests of the examples run the server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_on_cpus_vllm_gets_a_part_of_the_free_memory(cpu_gib: str, kv_gib: float
 @pytest.mark.parametrize(
     "choice", ["--kv_cache_memory_bytes=9", "--gpu-memory-utilization=0.5", "-tp=2"]
 )
-def test_a_given_memory_size_is_kept(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_size_is_added_to_a_given_one_or_for_several_ranks(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "--kv-cache-memory-bytes" not in line("some/model", choice)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert "--kv-cache-memory-bytes" not in line("some/model")
@@ -175,7 +177,7 @@ def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> Non
 
 @pytest.mark.parametrize("arguments", [["--port", "8000", "m"], ["--model", "m"], [""]])
 def test_an_option_is_no_model(arguments: list[str]) -> None:
-    """The number of words of each of vLLM's options is not known here."""
+    """It is not known here how many values each of vLLM's options takes."""
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
     assert answer.exit_code == 2
     assert "the model must come first" in answer.stderr

@@ -236,7 +236,9 @@ def test_what_is_unknown_or_refused_by_vllm_is_not_checked() -> None:
         ({"peers": "127.0.0.1:7450"}, "'peers'"),
     ],
 )
-def test_a_peer_servers_needs_beyond_loopback(settings: dict[str, Any], problem: str) -> None:
+def test_unsafe_or_malformed_peer_settings_are_refused(
+    settings: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_config(settings)
 
@@ -345,7 +347,7 @@ def test_loopback_needs_no_setting() -> None:
     assert config.peer_tier_config() is not None
 
 
-def test_beyond_loopback_hosts_and_key() -> None:
+def test_a_p2p_host_beyond_loopback_is_accepted_with_hosts_and_key() -> None:
     config = parse_p2p_config(
         {"host": "10.0.0.7", "bind_host": "::", "hash_key": KEY, "peer_hosts": ["10.0.0.0/24"]},
         7000,

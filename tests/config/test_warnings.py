@@ -43,7 +43,7 @@ def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
     assert of_settings(weights_label=f"file:{tmp_path / 'label'}") == []
 
 
-def test_chunks_wider_than_a_window() -> None:
+def test_chunks_wider_than_a_window_get_a_warning() -> None:
     assert of_sizes({**SOUND, "narrowest_window": 256}) == []
     (warning,) = of_sizes({**SOUND, "narrowest_window": 128})
     assert "chunk_size 256 is more than the 128 tokens of the model's narrowest window" in warning

@@ -134,7 +134,7 @@ def test_every_argument_arrives(library: ctypes.CDLL, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("stream", [0, STREAM], ids=["default stream", "stream"])
-def test_ten_thousand_copies(library: ctypes.CDLL, stream: int) -> None:
+def test_more_copies_than_one_batch_takes_are_all_made(library: ctypes.CDLL, stream: int) -> None:
     driver = CudaDriver(3)
     driver.bind()
     source = np.random.default_rng(0).integers(256, size=(10_000, 8), dtype=np.uint8)

@@ -1,7 +1,7 @@
 """Copies beside other work of a GPU: which waits for which, and when memory may change.
 
-Without a GPU, a rehearsal runs each line; its streams work at once. Tests with a ``late`` device
-are rehearsed only: nothing may depend on the order of unrelated streams, see `rehearsed_cuda`.
+Without a GPU, a rehearsal on the CPU runs each line; its streams execute work immediately. Tests
+with a ``late`` device run only there: see `rehearsed_cuda` for its order of unrelated streams.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_stores_and_loads_run_beside_each_other(copier: Copier, device: str) -> 
     assert wrong == []
 
 
-# -- nothing runs before somebody waits for it, and in no order that no event makes ---------------
+# -- late devices: work runs when somebody waits for it, and only events make an order ------------
 
 
 @pytest.fixture(params=range(8))
@@ -168,8 +168,8 @@ def small(seed: int = 0) -> Paged:
 
 
 def test_no_copy_overtakes_its_fence(late_copier: Any, late: RehearsedDevice) -> None:
-    """Passes write before a store and before a load. Each has ended when the copy begins, and each
-    copy when it returns."""
+    """A pass writes before each store and each load. It has ended when the copy begins, and the
+    copy has ended when its call returns."""
     source, target = small(), small(seed=1)
     host = chunks(source, num_chunks=3)
     for value in (7, 8):

@@ -109,7 +109,7 @@ def test_each_fault_of_a_value_fires_an_alert() -> None:
 
 
 def test_lookups_given_up_are_compared_with_those_that_ask_redis_or_peers() -> None:
-    """Without a Redis no lookup asks it: against that rate, each one given up would be an alert."""
+    """A rate of lookups in Redis alone is 0 without one: each one given up would be an alert."""
     (rule,) = (each for each in alerts() if each["alert"] == "KVCacheLookupsGivenUp")
     (excluded,) = re.findall(r'lookups_total\{tier!="(\w+)"\}', rule["expr"])
     asked = {labels[0] for labels in METRICS["lookups"].known} - {excluded}

@@ -52,7 +52,7 @@ def cells(topology: RankTopology) -> set[tuple[int, int]]:
 
 
 @given(instance_pairs(), st.binary(min_size=32, max_size=32))
-def test_the_owners_of_a_chunk_hold_all_that_any_instance_reads_once(
+def test_owners_of_a_chunk_hold_exactly_once_all_that_is_read(
     pair: tuple[list[RankTopology], list[RankTopology]], key: bytes
 ) -> None:
     writer, reader = pair

@@ -203,7 +203,7 @@ SHARES = [Share(rank, OWNERS) for rank in range(8)]
 BITS = [1 << rank for rank in range(8)]
 
 
-def test_each_group_has_one_owner_of_a_chunk_in_turn() -> None:
+def test_each_chunk_has_one_owner_in_a_group_and_owners_are_spread() -> None:
     for part, groups in enumerate(OWNERS.alike):
         owned = [0] * 8
         for key in (part_key(key, part, 3) for key in KEYS):
@@ -215,7 +215,7 @@ def test_each_group_has_one_owner_of_a_chunk_in_turn() -> None:
         assert all(0.7 * fair < number < 1.3 * fair or number == fair for number in owned)
 
 
-def test_sharing_ranks() -> None:
+def test_a_share_names_the_ranks_with_the_same_kv() -> None:
     assert SHARES[1].others == {0, 2, 3}
     assert SHARES[6].others == {4, 5, 7}
     assert Share(3).others == frozenset()

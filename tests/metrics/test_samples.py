@@ -83,8 +83,8 @@ ENUMS: dict[str, Iterable[Enum]] = {
 
 
 def test_names_follow_the_conventions() -> None:
-    """https://prometheus.io/docs/practices/naming: base units last, counters without ``_total``,
-    which the client library adds."""
+    """https://prometheus.io/docs/practices/naming: histograms end with a base unit. ``_total`` is
+    left out, because the client library adds it."""
     units = ("bytes", "seconds", "tokens", "bytes_per_second", "jobs", "chunks")
     for metric in METRICS.values():
         assert re.fullmatch(r"vllm:lmcache_[a-z0-9_]+", metric.full_name)
@@ -102,7 +102,7 @@ def test_series_of_alerts_exist_from_the_start(name: str) -> None:
     assert {one.value for one in ENUMS[name]} <= known
 
 
-def test_readers_of_one_interval_add_the_next_one_each() -> None:
+def test_readers_of_one_interval_add_to_it_without_changing_it() -> None:
     """vLLM hands the same data to the loggers of all engines."""
     first, second = Samples({"lookups": 1}, {}, {"load_seconds": [0.1]}), Samples({"lookups": 2})
     readers = [TieredStats(first.to_data()) for _ in range(2)]

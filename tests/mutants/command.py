@@ -56,10 +56,10 @@ def main(argv: Sequence[str], root: Path = ROOT, preloaded: Sequence[str] = PREL
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
-    parser.add_argument("names", nargs="*", help="bugs, files or folders; all without")
+    parser.add_argument("names", nargs="*", help="bugs, files or folders; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time, each in a copy")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds for a bug")
-    parser.add_argument("--json", metavar="FILE", help="one line of JSON at the end; -: here")
+    parser.add_argument("--json", metavar="FILE", help="one line of JSON at the end; -: to stdout")
     parser.add_argument("--write", action="store_true", help="write the table of tests/MUTANTS.md")
     parser.add_argument("--check", action="store_true", help="only say which entries are stale")
     parser.add_argument("--no-engines", action="store_true", help="leave real engines out")

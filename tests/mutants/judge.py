@@ -1,6 +1,6 @@
 """Runs tests against one planted bug, in a copy of the tree.
 
-First the tests that the list names, that mirror the file or import it; then the simulation; then
+First tests that the list names, the file's mirror, and tests that import it; the simulation; then
 the mirror's folder and all tests that import the file indirectly; real engines last.
 """
 

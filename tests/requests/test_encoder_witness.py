@@ -1,7 +1,7 @@
 """The content in vLLM's encoder cache under a name that a client may have chosen.
 
-Runs against vLLM's real manager of that cache and both kinds of worker: one replaces an output that
-exists, the other keeps it.
+Runs against vLLM's real manager of that cache, and models of both kinds of worker: one replaces an
+output that exists, the other keeps it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.simulation.rank import Rank
 
 class RouterView:
     """What a router knows of one engine's lower tiers: stands in the place of vLLM's publisher.
-    Chunks that part inside have blocks in common: ``tiers`` counts how often each is there."""
+    Chunks whose tokens differ late share blocks: ``tiers`` counts how often each is there."""
 
     def __init__(self) -> None:
         self.tiers: dict[str, Counter[Any]] = defaultdict(Counter)
@@ -69,8 +69,8 @@ class AtRest:
     # -- what must hold ----------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """``now``: on the engine's clock. Raises :class:`SimulationFailure`, but for what takes
-        another step to be told."""
+        """``now``: on the engine's clock. Raises :class:`SimulationFailure`, unless a rank has
+        something left to report with its next step."""
         if any(rank.has_updates for rank in self._ranks):
             return
         held = [rank.keys_in_memory() for rank in self._ranks]
@@ -109,7 +109,7 @@ class AtRest:
             raise SimulationFailure(f"OWNERS: rank {rank.rank} tells {told}, and holds {owners}")
 
     def _check_pins(self, number: int, now: float) -> None:
-        """Nobody's claim ends another's: what was pinned is so for as long at least."""
+        """No claim shortens another: a pinned chunk stays pinned for as long as it was to be."""
         before, pins = self._pins[number], self._ranks[number].pins()
         if lost := [k for k, until in before.items() if until > max(now, pins.get(k, 0.0))]:
             raise SimulationFailure(f"PINS: {len(lost)} chunks were let go before their time")
@@ -118,7 +118,7 @@ class AtRest:
 
     def _check_view(self, told: Counter[Any], by_all: set[bytes]) -> None:
         blocks = Counter(block for key in by_all for block in self._blocks_of.get(key, ()))
-        # After a reset, blocks have their names still, and chunks from before have not.
+        # After a reset, blocks keep their names, but chunks from before count no more.
         if told - blocks or (blocks - told and not self._is_reset):
             raise SimulationFailure(
                 f"EVENTS: routers miss {(blocks - told).total()} blocks, and know"

@@ -41,7 +41,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="how many, one after the other")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, without --seeds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
-    parser.add_argument("--until", metavar="PATTERN", help="stop at a failure like it, no other")
+    parser.add_argument("--until", metavar="PATTERN", help="stop only at a failure that matches it")
     parser.add_argument("--replay", action="store_true", help="check that each seed repeats itself")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--json", type=Path, help="write what was counted into this file")

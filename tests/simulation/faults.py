@@ -25,7 +25,8 @@ _LIE_CHANCE = 0.05
 class Deployment:
     """The servers of one world. ``url`` is what instances are configured with. ``damaged`` holds
     values that a fault has put there, by name. ``sentinel`` names the master among the servers,
-    which have one set of data. ``slow``: one that takes little and never fails."""
+    which have one set of data. ``slow``: the server with a slow path, if there is one.
+    ``originals``: what faults have changed, by object and attribute, as it was before."""
 
     kernel: Kernel
     network: Network
@@ -35,9 +36,10 @@ class Deployment:
     sentinel: RedisModel | None = None
     slow: RedisModel | None = None
     damaged: dict[bytes, bytes] = field(default_factory=dict)
+    originals: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def owner_of(self, key: bytes) -> RedisModel | None:
-        """Who of a cluster should have a chunk."""
+        """The server of the cluster that should have a chunk."""
         assert self.cluster is not None
         return self.cluster.owners.get(key_slot(chunk_tag("default", key)))
 
@@ -48,7 +50,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Another server than those of Redis."""
+    """The address of a server that is no Redis."""
 
     address: Address
 
@@ -64,7 +66,8 @@ class Fault:
 
 
 class _Changes(Fault):
-    """Sets attributes of a server as its class says, and puts back their defaults."""
+    """Sets attributes of a server as its class says, and puts back what they were in the beginning:
+    faults of one kind that overlap end together."""
 
     changes: ClassVar[dict[str, Any]]
 
@@ -72,11 +75,16 @@ class _Changes(Fault):
         cls.changes = changes
 
     def begin(self, world: Deployment, server: Any) -> None:
-        vars(self._target(world, server)).update(self.changes)
+        target = self._target(world, server)
+        for name in self.changes:
+            world.originals.setdefault((id(target), name), getattr(target, name))
+        vars(target).update(self.changes)
 
     def end(self, world: Deployment, server: Any) -> None:
         target = self._target(world, server)
-        vars(target).update({name: getattr(type(target), name) for name in self.changes})
+        for name in self.changes:
+            original = world.originals.get((id(target), name), getattr(type(target), name))
+            setattr(target, name, original)
 
     def _target(self, world: Deployment, server: Any) -> Any:
         return server
@@ -153,6 +161,10 @@ class RefusingServer(_Changes, refusal=None):
     def begin(self, world: Deployment, server: RedisModel) -> None:
         server.refusal = world.chance.choice(self.errors)
 
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        is_replica = world.sentinel is not None and world.sentinel.master is not server
+        server.refusal = self.read_only if is_replica else None
+
 
 class ForgetfulServer(Fault):
     """It loses some values, or all."""
@@ -165,7 +177,7 @@ class ForgetfulServer(Fault):
 
 
 class DamagedValues(Fault):
-    """Values change at rest: a byte flips, the end is missing, another type, another's value."""
+    """Values change at rest: a bit flips, they are cut or extended, or replaced, also by a list."""
 
     def __init__(self, share: float = 0.3) -> None:
         self._share = share
@@ -175,7 +187,7 @@ class DamagedValues(Fault):
         self.damage(world, [(server, name) for name in names])
 
     def damage(self, world: Deployment, values: Sequence[tuple[RedisModel, bytes]]) -> int:
-        """Some of ``values``: how many."""
+        """Damage some of ``values``; returns how many."""
         chosen = [value for value in values if world.chance.random() < self._share]
         for server, name in chosen:
             other, other_name = world.chance.choice(values)

@@ -53,13 +53,13 @@ from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler
 VOCABULARY = 61
 # What a call of the connector may take of an engine step.
 _MAX_CALL_SECONDS = 0.1
-# From a load's deadline to the report: steps under way, and a look every 5 ms.
+# From a load's deadline to its report: steps under way, and a poll every 5 ms.
 _REPORT_SECONDS = 1.0
 
 
 @dataclass
 class Asked:
-    """A request, as its client sees it. ``tokens`` grows by what was answered."""
+    """A request, as its client sees it. ``ended`` is set when it has finished or was aborted."""
 
     request: Request
     asked_at: float
@@ -75,7 +75,7 @@ class _Loading:
 
 
 class Instance:
-    """Runs in ``process``. ``names``: see :meth:`Ledger.name`, of chunks that jobs move."""
+    """Runs in ``process``. ``names`` is called for chunks that jobs move: :meth:`Ledger.name`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Instance:
         self._changed.set()
 
     def keys_in_memory(self) -> set[bytes]:
-        """Chunks that all ranks hold in their CPU tiers, or the one that does for all."""
+        """Chunks in the CPU tiers of all ranks, or, if ranks share chunks, of any rank."""
         held = [rank.keys_in_memory() for rank in self._ranks]
         return set.union(*held) if self.shape.shares else set.intersection(*held)
 
@@ -421,7 +421,7 @@ class Instance:
                     self._count(loading)
 
     def _count(self, loading: _Loading) -> None:
-        # What a deadline cut off is a hit of what had come: all the ranks have it.
+        # A load that a deadline cut short is a hit if every rank has loaded some of it.
         has_hit = all(result.num_chunks for result in loading.results)
         from_redis = any(result.fetched_bytes for result in loading.results)
         fetched = [each for result in loading.results for each in result.fetched]

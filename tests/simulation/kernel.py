@@ -23,13 +23,13 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 _MAX_READINGS = 200_000
-"""Of the clock, in a row, without a wait: a task that spins stops the world."""
+"""So many readings of the clock without a wait mean that a task spins: the world would stop."""
 
 
 class SimulationFailure(BaseException):
     """A promise was broken. The seed that led here leads here again.
 
-    No ``Exception``: the product survives those of its jobs, and must not survive this.
+    Not an ``Exception``: the product survives exceptions of its jobs, and must not survive this.
     """
 
 
@@ -94,6 +94,7 @@ class Kernel:
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
         self.now = 0.0
+        self.seed = seed
         self.chance = random.Random(seed)
         self.hub = getcurrent()
         self.current: Task | None = None
@@ -176,7 +177,7 @@ class Kernel:
         return self.now + task.process.clock_offset if task is not None else self.now
 
     def park(self, seconds: float | None = None) -> bool:
-        """Wait to be woken, ``seconds`` at most. Whether that was a wake-up."""
+        """Wait to be woken, for at most ``seconds``. Returns whether it was woken."""
         if self.closing:
             raise TaskKilled
         task = self.current
@@ -242,7 +243,7 @@ class Kernel:
         self.closing = True
         for process in self.processes:
             for task in process.tasks:
-                if task.greenlet:  # it runs: thrown into one that has not begun, it would end us
+                if task.greenlet:  # it has begun: otherwise the exception would end the caller
                     self.current = task
                     task.greenlet.throw(TaskKilled)
         self.current = None

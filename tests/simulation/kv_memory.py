@@ -2,7 +2,7 @@
 
 The KV of a position is made from one integer, its *cell*: a digest of everything before it and of
 its own token, as in a real model. Each layer and head has bytes of its own, so nothing can be
-swapped unnoticed. What a token has in one of them differs little, so that it can be compressed.
+swapped unnoticed. The words of a token in one layer and head differ little: they compress well.
 """
 
 from __future__ import annotations

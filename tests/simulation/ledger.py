@@ -59,7 +59,7 @@ class Ledger:
         return [(server, name) for server, name, key in self._values() if key in keys]
 
     def is_right(self, name: bytes, entry: Entry) -> bool:
-        """Whether that is the value of its name, byte for byte. So are those of unknown chunks."""
+        """Whether that is the value of its name, byte for byte. Unknown chunks count as right."""
         parsed = parse_value_name(name)
         cells = self._cells_of_key.get(parsed.key) if parsed is not None else None
         if parsed is None or cells is None:
@@ -74,7 +74,7 @@ class Ledger:
         """How many values are right. Raises if one is wrong that no fault has damaged, or stays for
         ever although all ``have_ttl``."""
         count = 0
-        for server, name, _ in self._values():
+        for server, name, key in self._values():
             entry = server.entries[name]
             if self._deployment.damaged.get(name) == entry.value:
                 continue
@@ -82,7 +82,7 @@ class Ledger:
                 raise SimulationFailure(f"WRONG BYTES stored as {name!r}")
             if have_ttl and entry.expires_at is None:
                 raise SimulationFailure(f"TTL: {name!r} has none")
-            count += 1
+            count += key in self._cells_of_key
         return count
 
     def _values(self) -> Iterator[tuple[RedisModel, bytes, bytes]]:

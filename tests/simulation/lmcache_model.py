@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def raw_tensor(self) -> Any:
-        """What is asked where it lies. No memory is mapped here."""
+        """Only its address is asked for. No memory is mapped here."""
         return SimpleNamespace(data_ptr=lambda: self.data_ptr)
 
     @property

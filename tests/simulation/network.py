@@ -93,7 +93,7 @@ class Link:
         self._out = _Stream(self, self._deliver_to_service)
         self._in = _Stream(self, self._deliver_to_client)
         self.on_arrival: Callable[[int], None] = lambda num_bytes: None
-        """Called when so much of what the service has sent is there."""
+        """Called with the number of bytes when some of what the service has sent arrives."""
 
     @property
     def path(self) -> Path:
@@ -294,7 +294,7 @@ class SimSocket:
         return 0, [], 0, None
 
     def _copy(self, views: Sequence[memoryview], skip: int, *, keep: bool) -> int:
-        """What has been received, into ``views`` behind the first ``skip`` bytes: how much."""
+        """Copy what was received into ``views`` after ``skip`` bytes; returns how much."""
         count = 0
         for view in views:
             rest = view[skip:]

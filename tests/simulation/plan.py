@@ -14,7 +14,7 @@ from tests.simulation.redis_model import Cluster, RedisModel
 
 MAX_INSTANCES = 6
 SLOW_BYTES_PER_SECOND = 1.5e5
-"""Less than instances compute, and enough that no time-out of a second is met."""
+"""Slower than instances compute KV, but so fast that no time-out of a second expires."""
 _PAIR = ["kv_producer", "kv_consumer"]
 
 
@@ -86,7 +86,7 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
 
 
 def _peers(kernel: Kernel, network: Network, world_size: int) -> tuple[str, ...]:
-    """All instances that there may be, each among its own peers, and one that never is."""
+    """All instances that may start, each also a peer of its own, and one that never starts."""
     if kernel.chance.random() < 0.5:
         return ()
     names = [f"instance{i}" for i in range(MAX_INSTANCES)]
@@ -121,7 +121,7 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     world_size = chance.choice([1, 1, 2])
     peers = () if is_slow else _peers(kernel, deployment.network, world_size)
-    # Whoever reads of others can read of its own ranks.
+    # Instances that read from peers can also read from their own ranks.
     shares = world_size > 1 and bool(peers) and chance.random() < 0.5
     shape = Shape(
         world_size=world_size,

@@ -169,7 +169,7 @@ class Rank:
         return output
 
     def pins(self) -> dict[bytes, float]:
-        """Until when each pinned chunk is, on the process's clock."""
+        """When the pin of each pinned chunk ends, on the process's clock."""
         chunks = self._engine.cpu.ledger._chunks.items()
         return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
 
@@ -224,7 +224,7 @@ _engine_config = lru_cache(maxsize=64)(engine_config)
 
 
 def config_of(model: Path, shape: Shape, transfer: KVTransferConfig, rank: int = 0) -> VllmConfig:
-    """Making one takes as long as a tenth of a world: those of a kind share the most of it."""
+    """Making one takes a tenth of the time of a world: those of a kind share most of its parts."""
     config = copy.copy(
         _engine_config(
             model / ONE_HEAD if shape.num_heads == 1 else model,

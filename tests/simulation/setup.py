@@ -1,5 +1,5 @@
-"""Puts models in the place of what the product cannot bring along: LMCache's engine, the copy's
-duration, the CPU's attention."""
+"""Puts models in the place of what cannot run in a simulation: LMCache's engine, the duration of
+copies, the CPU's attention."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[st
 
 
 class _SlowCopier:
-    """The real copy, block after block, while other threads run and forward passes write."""
+    """The real copy, in two halves; meanwhile other threads run and forward passes write."""
 
     shares_cores = True
 
@@ -153,7 +153,7 @@ def _module(name: str) -> Any:
 
 
 def _replace(name: str, **doubles: Any) -> None:
-    """A name that has moved to another module must not go on being used unreplaced."""
+    """Raises if a name is not there: one that has moved would go on being used unreplaced."""
     module = _module(name)
     for attribute, double in doubles.items():
         getattr(module, attribute)

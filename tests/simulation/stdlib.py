@@ -22,7 +22,7 @@ from tests.simulation.kernel import Kernel, Process, Task, Waiter
 
 
 class Runtime:
-    """Of the world that runs now: the product's modules are loaded only once."""
+    """What belongs to the world that runs now: the product's modules are loaded only once."""
 
     kernel: Kernel
     network: Any  # a Network; see `network`
@@ -41,7 +41,7 @@ RUNTIME = Runtime()
 
 
 class Stand(ModuleType):
-    """Stands for a module of the standard library; what it has not is that module's."""
+    """Stands for a module of the standard library; other names come from that module."""
 
     def __init__(self, real: ModuleType, names: Mapping[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -316,6 +316,7 @@ os = Stand(
 random = Stand(
     real_random,
     {
+        "Random": lambda: real_random.Random(RUNTIME.kernel.seed),
         "random": lambda: RUNTIME.kernel.chance.random(),
         "uniform": lambda a, b: RUNTIME.kernel.chance.uniform(a, b),
     },

@@ -1,4 +1,4 @@
-"""The model answers as a real server does, byte for byte, whatever the order of commands."""
+"""The model answers as a real server does, in the first 100 bytes, in any order of commands."""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tests.simulation import faults, stdlib
 from tests.simulation.instance import Instance
 from tests.simulation.kernel import Kernel, SimulationFailure
@@ -56,6 +58,7 @@ def run_world(seed: int, model: Path, trace: Callable[[str], None] | None = None
     """
     gc.disable()
     kernel = Kernel(seed, trace=trace)
+    torch.manual_seed(seed)  # probes and self-tests store random numbers, which may be compressed
     handler = _ExceptionHandler(kernel)
     logging.getLogger("lmcache_connector").addHandler(handler)
     try:
@@ -214,7 +217,7 @@ class World:
         instance.load_weights(chance.randrange(3))
         while instance.process.alive and instance.num_resets == before:
             self.kernel.sleep(0.01)
-        self.counts["resets"] += 1
+        self.counts["resets"] += instance.num_resets - before
 
     def _be_crash(self) -> None:
         kernel = self.kernel
@@ -233,8 +236,8 @@ class World:
     # -- what must hold -----------------------------------------------------------------------
 
     def _check_liveness(self) -> None:
-        """One of the things that must come back, for one that lived through the faults or one that
-        is new: all of them take longer than the rest of a world."""
+        """Check one thing that must recover, at an instance that lived through the faults or a new
+        one. To check all of them would take longer than the rest of a world."""
         chance = self.kernel.chance
         writer = chance.choice([i for i in self._alive if i.shape.role != "kv_consumer"])
         reader = writer if writer.shape.role == "kv_both" else self._consumers[0]
@@ -243,7 +246,7 @@ class World:
         recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask_for, self.counts)
         prompt = (*chance.choice(self._plan.families), 1, 2, 3)
         ending = chance.random()
-        if self._deployment.slow is not None:  # what is slow to load need not be loaded
+        if self._deployment.slow is not None:  # what loads slowly may be recomputed
             if not writer.num_resets:  # the ledger knows no chunk of other weights by its prompt
                 recovery.writes_go_on(writer)
             return
@@ -256,10 +259,10 @@ class World:
             recovery.remove_unsound(prompt)
         recovery.hits(reader, writer, prompt)
         if writer.num_resets:
-            return  # what it has in memory from before, nobody asks for
+            return  # nobody asks for what it has in memory from before
         elif ending > 0.9:
             recovery.offers(writer, prompt)
-        # Who reads what is spoiled writes it anew, if it writes at all. With peers nobody need.
+        # Who reads a spoiled value writes it anew, if it writes at all; with peers nobody needs to.
         elif ending > 0.7 and reader.shape.role == "kv_both" and not self._plan.shape.peers:
             recovery.names(reader, writer, prompt)
 

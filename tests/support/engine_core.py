@@ -42,7 +42,7 @@ def merged(aggregator: KVOutputAggregator, outputs: Sequence[ModelRunnerOutput])
 
 
 def evict_group(scheduler: Any, group: int, but_first: int = 0) -> int:
-    """Evicts the blocks of one KV cache group from vLLM's prefix cache; returns how many."""
+    """Evict a group's blocks, but the ``but_first`` first, from vLLM's cache; returns how many."""
     pool = scheduler.kv_cache_manager.block_pool
     hashed = [block for block in pool.blocks if block.block_hash is not None]
     cached = [b.block_id for b in hashed if get_group_id(b.block_hash) == group][but_first:]

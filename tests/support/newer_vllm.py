@@ -1,4 +1,4 @@
-"""A vLLM that is newer than any that was tested. Imports nothing of ours before it is one."""
+"""A vLLM newer than any tested one. Our modules are imported only after vLLM is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
 
 
 def make_connector(change: str, says: Connection) -> None:
-    """In a process of its own: send what our connector says of a vLLM that is changed so."""
+    """In a process of its own: change vLLM, and send what our connector's checks say of it."""
     real = importlib.metadata.version
 
     def version(distribution_name: str) -> str:

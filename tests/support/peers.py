@@ -44,7 +44,7 @@ class CountedLease:
 
     @property
     def headers(self) -> dict[Stripe, bytes]:
-        return {}  # what tests change is sealed anew
+        return {}  # none: seals are made anew, as tests change the data
 
     def release(self) -> None:
         with self.chunks.lock:
@@ -92,7 +92,7 @@ class HeldChunks:
         return list(self.data)
 
     def await_leased(self, holds: Callable[[int], bool], seconds: float = 20.0) -> bool:
-        """Whether the number of leases is such within that time."""
+        """Whether ``holds`` accepts the number of leases within that time."""
         with self.lock:
             return self.lock.wait_for(lambda: holds(sum(self.leases.values())), seconds)
 
@@ -103,7 +103,7 @@ class HeldChunks:
 
 
 def bit_by_bit() -> socket.socket:
-    """Listens for clients to whom the kernel takes little at a time: the rest stays with us."""
+    """A listener whose connections send little at a time: the rest waits in the server."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listener

@@ -20,12 +20,12 @@ _BOUNDARY = tuple(
 
 
 class PlantedError(Exception):
-    """In the product's place."""
+    """Raised in the place of an error of the product."""
 
 
 class Planter:
-    """Has a call of ``owner``'s raise at the ``depth``-th function of the product that it enters:
-    the first from the ``number``-th on that enters so many. ``has_raised``: whether one did."""
+    """Makes one call of ``owner``'s method raise when it enters its ``depth``-th function of the
+    product: the first call from ``number`` on that enters so many. ``has_raised``: if it did."""
 
     def __init__(self, owner: Any, call: str, number: int, depth: int) -> None:
         self.has_raised = False

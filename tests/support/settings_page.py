@@ -105,7 +105,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """Of a number, or of how many there may be."""
+    """The bounds of a number, or of the length of a list."""
     low, high, kind = "", "", _type_words(field.annotation)
     for bound in _constraints(field):
         if isinstance(bound, Gt):

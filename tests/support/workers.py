@@ -44,8 +44,8 @@ class FixedWeights(LoadedWeights):
 
 @dataclass
 class SteppedWorker:
-    """``cache``: the paged one that the worker moves KV of, by layer. In a ``with``, it ends in the
-    end, and writes what is queued."""
+    """``cache``: the paged cache that the worker moves KV of, by layer. The end of a ``with`` shuts
+    the worker down, which writes what is queued."""
 
     worker: WorkerAdapter
     cache: dict[str, torch.Tensor]

@@ -1,6 +1,6 @@
 """Another connector under vLLM's ``MultiConnector``, as far as the scheduler sees it.
 
-It loads what a test tells it to, and keeps no promise about it: see :class:`Foreign`.
+It loads what a test tells it to, and promises nothing about the KV: see :class:`Arrival`.
 """
 
 from __future__ import annotations

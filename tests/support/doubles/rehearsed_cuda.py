@@ -1,10 +1,10 @@
 """CUDA's copier on a machine without a GPU: what it will do there is run here, line by line.
 
 Host memory plays the device's, the driver's copies are memmoves, and Triton's interpreter runs the
-kernel: TRITON_INTERPRET=1 must be set before Triton is loaded. Streams do everything at once, or,
-of a *late* device, are at their worst: nothing runs before somebody waits for it, and what no event
-orders runs in random order. A copy that lacks a wait takes or leaves other bytes there for some
-seed, where a GPU is mostly quick enough to hide it. Nothing here says how fast anything is.
+kernel: TRITON_INTERPRET=1 must be set before Triton is loaded. Streams execute work immediately.
+Those of a *late* device are the worst case: work runs only when somebody waits for it, and in
+random order unless events order it. With some seed, a copy that lacks a wait then moves wrong
+bytes; a GPU is mostly quick enough to hide that. Nothing here says how fast anything is.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HostEvent:
         return 0.0
 
     def copy(self) -> HostEvent:
-        """As recorded by now: to record it again changes nothing for who waits already."""
+        """As it is recorded now: recording it again does not change what a stream waits for."""
         event = HostEvent(self._device)
         event._stream, event._place = self._stream, self._place
         return event

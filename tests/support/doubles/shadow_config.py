@@ -37,8 +37,8 @@ class Shape:
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
     ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
-    with requests up to ``drafted_len``. ``drafts``: by n-grams or the head, for each
-    step of a decode; some are rejected. Without, all of a head's are accepted.
+    with requests up to ``drafted_len``. ``drafts``: how many n-grams or the head make
+    in a step of a decode; some are rejected. If 0, all of a head's are accepted.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
     "s" for states, whose chunks are blocks; "r" and a size for rings. ``in_step``: ranks make loads
     inside steps, and announce what they evict.
@@ -156,7 +156,7 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "store_generated": shape.store_generated,
             "audit_share": shape.audit_share,
             "host_sharing": False,
-            # Prompts are short here, and shall have such places in them.
+            # So small that the short prompts here have such places, too.
             "window_interval": 4 * max(spans, default=1),
         },
     }

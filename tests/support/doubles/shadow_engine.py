@@ -69,7 +69,7 @@ __all__ = ["ShadowEngine", "Shape"]
 
 
 class TextRequest(Request):
-    """Images count for its identity. vLLM's scheduler shall not encode them."""
+    """Its images count for its identity, but vLLM's scheduler does not have them encoded."""
 
     @property
     def has_encoder_inputs(self) -> bool:
@@ -175,8 +175,8 @@ class ShadowEngine:
         transfer: dict[str, Any] | None = None,
         **more: Any,
     ) -> str:
-        """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
-        computed from, nobody knows but it. ``transfer``: its ``kv_transfer_params``."""
+        """``offer``, ``sends``: what the other connector does with it. ``bypasses``: its KV depends
+        on something that only it knows. ``transfer``: its ``kv_transfer_params``."""
         request_id = request_id or f"r{len(self.requests)}"
         version = self.adapters[adapter] if adapter else 0
         if bypasses:
@@ -232,13 +232,13 @@ class ShadowEngine:
             mine.remote = theirs.remote
 
     def forget_prefixes(self) -> None:
-        """vLLM's own, and wait until the weights have their name again."""
+        """Empty vLLM's own prefix cache, and step until the weights have their name again."""
         assert self.scheduler.reset_prefix_cache()
         while not self.adapter.book.weights.name:
             self.step()
 
     def reset(self, preempt: bool = False, new_weights: bool = True) -> bool:
-        """New weights, if wanted, and if vLLM says that no old KV is left."""
+        """Reset the caches; if vLLM says that no old KV is left, change the weights if wanted."""
         try:
             clean = self.scheduler.reset_prefix_cache(
                 reset_running_requests=preempt, reset_connector=True
@@ -289,7 +289,7 @@ class ShadowEngine:
 
     def _has_lost_a_token(self, request_id: str) -> bool:
         """With asynchronous scheduling vLLM drops the token of a request for which another
-        connector's synchronous load failed, and waits for it. Near its last one, for ever."""
+        connector's synchronous load failed, and waits for it; near the last token, for ever."""
         request = self.requests[request_id]
         is_running = any(one.request_id == request_id for _, s in self._queue for one in s.passes)
         return request.num_output_placeholders > 0 and not is_running

@@ -1,8 +1,8 @@
 """The KV of a shadow rank, which is made of *cells*, and another connector that writes to it.
 
-A cell is one integer and stands for the KV of a position: a digest of what the request computes
-with, of all tokens up to that position and of the images they stand for, as in a real model any
-change before it changes it; with a drafter's head, of the token after it too.
+A cell is one integer and stands for the KV of a position: a digest of the request's source and
+weights, and of all tokens up to that position and the images they stand for, because in a real
+model all of these change it. With a drafter's head, the token after it is included.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Source:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether nobody but the request knows it."""
+        """Whether the KV depends on something that only the request knows."""
         return self.adapter_version < 0
 
 

@@ -1,5 +1,5 @@
-"""Stand for parts of a shadow engine's scheduler side: for what says what requests are made of, and
-for lookups in Redis, which are answered in as many steps as chance says."""
+"""Stand-ins for parts of a shadow engine's scheduler side: for what identifies requests, and for
+lookups in Redis, which are answered after a random number of questions."""
 
 from __future__ import annotations
 

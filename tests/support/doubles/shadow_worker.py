@@ -1,8 +1,8 @@
 """A worker without a model: memory that knows what it holds, and jobs run in any legal order.
 
-A forward pass reads all cells (:mod:`~tests.support.doubles.shadow_memory`) before the ones it
-writes. If one is wrong it fails, or, where vLLM itself or another connector may be wrong, writes
-wrong ones.
+A forward pass checks all cells (:mod:`~tests.support.doubles.shadow_memory`) of earlier positions.
+If one is wrong, the pass fails, or, if vLLM or another connector may supply wrong KV, it writes
+wrong cells.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Step:
 
 @dataclass
 class Faults:
-    """Chances, 0 to 1."""
+    """Chances, 0 to 1, except the flags."""
 
     failed_load: float = 0.0
     no_memory: float = 0.0
@@ -190,7 +190,7 @@ class ShadowRank:
             pass
 
     def evict(self, count: int, unannounced: float = 0.0) -> None:
-        """The latter is a chance."""
+        """``unannounced``: the chance that a chunk is evicted without an announcement."""
         for _ in range(min(count, len(self.tier))):
             key = self.chance.choice(list(self.tier))
             if self.chance.random() < unannounced or self._may_drop(key):
@@ -254,7 +254,7 @@ class ShadowRank:
             self.memory.write((row[column + draft],), 0, (own[one.end - one.drafts - 1 + draft],))
 
     def _keep_accepted_states(self, one: Pass) -> None:
-        """Where a block ends among the accepted ones."""
+        """If a block ends among the accepted tokens, copy the state there into that block."""
         column, accepted = self._states[one.request_id][0], 1 + one.accepted
         first = one.end - one.drafts  # tokens that the state in ``column`` has seen
         border = (first + one.accepted) // BLOCK_SIZE * BLOCK_SIZE
@@ -266,14 +266,14 @@ class ShadowRank:
         self._states[one.request_id] = column, accepted
 
     def _rings(self, one: Pass) -> list[tuple[int, ...]]:
-        """The block of each group of which nothing is stored."""
+        """The one block (a ring buffer) of each group that the connector does not store."""
         stored = {group for part in self.parts for group in part.groups}
         tables = enumerate(self._tables[one.request_id])
         return [tuple(table[:1]) for group, table in tables if group not in stored]
 
     def _reads_right(self, one: Pass, number: int, column: int) -> bool:
-        """Whether all is there that the first token of the pass attends to. ``column``: of the
-        state."""
+        """Whether all KV that the first token of the pass attends to is right. ``column``: where
+        the state is."""
         part, start = self.parts[number], one.start
         first = part.first_needed(start)
         expected = cells_of_part(one.cells[first:start], number)
@@ -415,7 +415,7 @@ class ShadowRank:
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
     def _load_in_step(self, job: LoadJob) -> None:
-        """Nobody recomputes what does not come."""
+        """Fails if a chunk is missing: nothing would recompute it."""
         self._check_owned(job)
         for run in job.runs:
             removed = {key: one.cells for key, one in self._leaving.removed.items()}
@@ -453,7 +453,7 @@ class ShadowRank:
     # -- the CPU tier ----------------------------------------------------------------------------
 
     def _admit(self, key: bytes, cells: Cells) -> bool:
-        """False: what has to go for it is announced with that."""
+        """False if there is no room yet: the eviction that makes room is announced now."""
         if key not in self.tier:
             while len(self.tier) >= self.capacity:
                 oldest = next(iter(self.tier))
@@ -481,7 +481,7 @@ class ShadowRank:
     # -- reports -----------------------------------------------------------------------------------
 
     def _read_weights(self, step: Step) -> WeightsInMemory | None:
-        """At once, or with a later step."""
+        """A report of the weights: at once if they changed, else now or in a later step."""
         is_changed = self.weights_version != self._told_version
         if not is_changed and (not self._reads_weights or self.chance.random() < self.faults.slow):
             return None

@@ -150,7 +150,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 def check_pauses(api: ApiServer) -> None:
-    """Each time it comes to rest, as it would without a connector, and then goes on."""
+    """Pause and sleep in each mode: the engine rests, as without a connector, and then goes on."""
     seeds, stop = count(50_000), threading.Event()
 
     def serve() -> None:

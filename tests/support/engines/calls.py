@@ -1,4 +1,4 @@
-"""What tests have done inside an engine's process, by :meth:`VllmInstance.call`."""
+"""What tests do inside an engine's process, by :meth:`VllmInstance.call`."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def draft_counts(probe: EngineProbe) -> tuple[int, int]:
 def served_with_drafts(
     engine: VllmInstance, prompt: list[int], max_tokens: int
 ) -> tuple[Served, tuple[int, int]]:
-    """And how many drafts were made for it, and accepted."""
+    """Serve a prompt; returns also how many drafts were made for it, and accepted."""
     before = engine.call(draft_counts)
     served = engine.serve(prompt, max_tokens)
     drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
@@ -156,7 +156,7 @@ def served_with_drafts(
 
 
 def prepare_pipeline(probe: EngineProbe) -> None:
-    """Make what pipeline ranks receive with: vLLM's CPU worker skips the warm-up that does."""
+    """Make the receive buffers of pipeline ranks: vLLM's CPU worker skips the warm-up that does."""
     probe.on_ranks(_make_buffers)
 
 
@@ -179,8 +179,8 @@ CONSUMED = {"do_remote_prefill": True}
 def transfer(
     probe: EngineProbe, prompt: list[int], params: dict[str, Any] | None, max_tokens: int = 2
 ) -> tuple[int, Digests]:
-    """Serve one request. Tokens that were loaded for it, and digests of the KV of all tokens of its
-    prompt but the last one, in the step of its first token."""
+    """Serve one request. Returns how many tokens were loaded for it, and digests of the KV of its
+    prompt without the last token, taken in the step of its first output."""
     before, found = probe.external_hit_tokens(), None
     extra = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
     name = probe.add(prompt, max_tokens, **extra)
@@ -195,7 +195,7 @@ def transfer(
 
 
 def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
-    """Computed and stored for another, and forgotten by vLLM."""
+    """Compute and store a prompt for another instance; vLLM forgets it. Returns its digests."""
     loaded, digests = engine.call(transfer, prompt, PRODUCED, max_tokens)
     assert loaded == 0
     engine.reset_prefix_cache()

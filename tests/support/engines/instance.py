@@ -143,7 +143,7 @@ class VllmInstance:
     def listen(
         self, on_item: Callable[[Any], None], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """As :meth:`call`, of a function whose last argument takes what it has to say meanwhile."""
+        """As :meth:`call`, for a function whose last argument is a callable that takes items."""
         self._pipe.send((_telling, (function, *args), {}))
         while isinstance(answer := self._receive(_ANSWER_SECONDS), _News):
             on_item(answer.item)
@@ -200,4 +200,4 @@ def _run(
 
 
 def _telling() -> None:
-    """Names a command whose function tells while it works."""
+    """Marks a command whose function sends items while it works."""

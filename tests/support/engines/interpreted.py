@@ -38,7 +38,7 @@ def interpret_triton() -> None:
 
 
 def _draft_as_many_as_asked() -> None:
-    """vLLM's CPU kernels take fewer drafts than the last step had accepted for an error
+    """vLLM's CPU kernels raise an error if there are fewer drafts than the last step had accepted
     (``_spec_forward`` in ``gdn_attention.py``). An n-gram that is not found drafts none."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

@@ -155,7 +155,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """``first_token`` of a block in its request. The heads of a state are its ranks."""
+    """``first_token`` of a block in its request. Of a state, ``head`` is the number of its rank."""
 
     layer: str
     first_token: int
@@ -168,9 +168,9 @@ Digests = dict[Place, str]
 def digest_layers_on_rank(
     worker: Any, block_ids: tuple[list[int], ...], num_tokens: int, is_whole: bool = True
 ) -> Digests:
-    """Runs in a worker process of vLLM: all blocks of a request that hold ``num_tokens`` tokens
-    and nothing else, or, unless ``is_whole``, the beginning of the last one too. Of a state, the
-    last one is that after the last token."""
+    """Runs in a worker process of vLLM: a request's blocks that its first ``num_tokens`` tokens
+    fill, and, unless ``is_whole``, the part of the last block that they fill. Of a state, the last
+    block, which is the state after the last token, always counts."""
     runner = worker.model_runner
     caches = runner.compilation_config.static_forward_context
     found: Digests = {}
@@ -193,7 +193,7 @@ def digest_layers_on_rank(
 
 
 def merged(ranks: Iterable[Digests]) -> Digests:
-    """Of all ranks. Heads that several ranks hold are not looked at twice."""
+    """Of all ranks. A head that several ranks hold has a place for each of them."""
     together: Digests = {}
     for digests in ranks:
         together |= digests

@@ -121,8 +121,8 @@ def _picture(seed: int, side: int = 56) -> Any:
 DEADLINE_SECONDS = 240.0
 """Of a transfer."""
 NOTICED_SECONDS = DEADLINE_SECONDS / 2
-"""Within which a request is served that waits for what will not come. Most of it is computing,
-perhaps on a busy machine."""
+"""A request that waits for a transfer that never comes is served within it. Most of the time is
+for computing, perhaps on a busy machine."""
 
 
 def kv_transfer(role: str, port: int, **extra: Any) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class EngineProbe:
     def __init__(
         self, model: str, kv_transfer: dict[str, Any] | None = None, **engine_args: Any
     ) -> None:
-        # Not on import: programs that only name this class must not run their engines so.
+        # Not on import: programs that only import this class must not run their engines so.
         os.environ.setdefault(
             "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
         )  # the engine is in this process

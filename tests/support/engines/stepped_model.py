@@ -78,7 +78,7 @@ class SteppedEngine:
         self.connector.close()
 
     def step(self, model_input: ModelInput) -> tuple[Any, ModelInput]:
-        """Hidden states of what was computed, ``None`` if that was nothing, and what it was."""
+        """Hidden states of what was computed, or ``None``, and the input that was still left."""
         hidden, bypass, left = self.connector.recv_kv_caches_and_hidden_states(
             self.model, model_input, self.kv_caches
         )
@@ -95,5 +95,5 @@ class SteppedEngine:
 
 
 def sequence(tokens: Sequence[int], blocks: Sequence[int], **more: Any) -> ModelInput:
-    """One sequence, none of which is there."""
+    """One sequence of which nothing has been computed yet."""
     return ModelInput(tuple(tokens), (len(tokens),), (len(tokens),), (tuple(blocks),), **more)

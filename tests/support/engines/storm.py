@@ -24,7 +24,7 @@ from tests.support.engines.settings import random_prompt
 _MAX_IN_FLIGHT = 8
 _LENGTHS = (300, 513, 700, 1024, 400, 900, 640, 1200)
 _MAX_STEPS = 6000
-"""Without an answer: it hangs."""
+"""So many steps without any output mean that the engine hangs."""
 _FAR = 0.1
 """KV computed in another batch is some hundredths of its size away, that of another token more than
 its size."""
@@ -49,8 +49,8 @@ class Weather:
 
 @dataclass
 class StormReport:
-    """``far``: request, layer, first token of the block and distance of what was wrong.
-    ``nearest``: the largest distance of what was not."""
+    """``far``: request, layer, first token and distance of each block that was wrong.
+    ``nearest``: the largest distance of a block that was right."""
 
     requests: int = 0
     aborted: int = 0
@@ -241,8 +241,8 @@ def copy_embeddings(worker: Any) -> Any:
 
 
 def set_embeddings(worker: Any, embeddings: Any, is_told: int) -> None:
-    """Those of all ranks, by the model's own loading, which the connector watches; or a rank's own
-    in place: what they are now, with the other sign."""
+    """Load the embeddings of all ranks by the model's own method, which the connector watches; or,
+    unless ``is_told``, flip the sign of this rank's embeddings in place."""
     import torch
 
     model = worker.model_runner.get_model()
@@ -293,7 +293,7 @@ def copy_blocks(worker: Any, groups: Sequence[Sequence[int]], num_tokens: int) -
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Of the token, or the piece of a state, that is farthest: in parts of its size."""
+    """Of the token, or piece of a state, that differs most, relative to its size."""
     if isinstance(one, list):
         pairs = zip(one, other, strict=True)
         return max(_relative(a.float().flatten(), b.float().flatten()) for a, b in pairs)
@@ -306,7 +306,7 @@ def _relative(one: Any, other: Any) -> float:
 
 
 def _tokens(block: Any) -> Any:
-    """As floats [K or V, heads, tokens, head size]."""
+    """As floats [heads, tokens, K or V, head size]."""
     import torch
 
     values = torch.from_numpy(logical(block, [0]).copy()).view(block.dtype).float()

@@ -1,4 +1,4 @@
-"""Whoever reaches an engine's ports: which there are, what can be said there, what that costs."""
+"""Strangers at an engine's ports: find the ports, send anything there, see what that costs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def ports_of(pid: int) -> list[int]:
 
 
 def talk(port: int, said: bytes, times: int = 1) -> int:
-    """Say it on connections of their own, all open at once, and hang up after the answers. The most
-    bytes that one of them was answered with."""
+    """Send ``said`` on ``times`` connections, all open at once, hang up after the answers, and
+    return the most bytes that one of them got as an answer."""
     socks, most = [], 0
     for _ in range(times):
-        with contextlib.suppress(OSError):  # let in no more
+        with contextlib.suppress(OSError):  # it accepts no more
             sock = socket.create_connection(("127.0.0.1", port), 2.0)
             sock.settimeout(_PATIENCE_SECONDS / times)
             socks.append(sock)

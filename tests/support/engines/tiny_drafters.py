@@ -1,4 +1,4 @@
-"""Tiny models with drafters that have KV of their own, such that what is drafted follows from it.
+"""Tiny models with drafters that have their own KV, made so that the drafts depend on this KV.
 
 With random weights attention hardly matters, and a drafter without its KV drafts as well as one
 with it. So the model's one layer attends sharply, and adds far more than it passes on. The EAGLE
@@ -63,13 +63,13 @@ def build_states_with_drafts(method: str, folder: Path) -> tuple[Path, dict[str,
         _save_eagle3_head(drafter, _WITH_STATES, {"lm_head.weight": lm_head}, eagle_config=layers)
         speculative["model"] = str(drafter)
     args = FAMILIES["qwen3-next"].engine_args | {"speculative_config": speculative}
-    # vLLM keeps every state at a block's end.
+    # With this, vLLM keeps the state at the end of every block.
     return target, args | {"prefix_cache_retention_interval": None}
 
 
 def _build_states_with_head(folder: Path) -> Path:
-    """Write Qwen3-Next with an MTP head, its last layer once more, unless it is there. Both say few
-    words, and what layers add counts for more than what they pass on: n-grams are found in answers,
+    """Write Qwen3-Next with an MTP head, a copy of its last layer, unless it is there. Both say few
+    words, and layers add more to the hidden state than they pass on, so that answers repeat n-grams
     and some drafts are right."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -15,7 +15,7 @@ from typing import Any
 from examples.tiny_model import ModelShape, save_tokenizer
 
 WINDOW = 512
-"""Tokens a windowed layer sees, itself included; of Llama 4, those of one run."""
+"""Tokens that a token sees in a windowed layer, itself included; for Llama 4, a local chunk."""
 _SEED = 20251122
 _SHAPE = ModelShape(vocab_size=2048, max_position=16384)
 
@@ -73,8 +73,8 @@ _ALIGNED: dict[str, Any] = {"enable_prefix_caching": True, "mamba_cache_mode": "
 
 
 def _by_blocks(size: int) -> dict[str, Any]:
-    """vLLM's CPU build ends in a step of Mamba-2 that goes on behind a block it has filled: no step
-    is longer than a block, which has so many tokens."""
+    """vLLM's CPU build crashes if a step of Mamba-2 goes on after a block that it has filled, so
+    that no step may be longer than a block. ``size``: the tokens of a block."""
     return _ALIGNED | {"max_num_batched_tokens": size, "max_num_seqs": 8}
 
 
@@ -155,7 +155,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
                 "moe_intermediate_size": 64,
                 "shared_expert_intermediate_size": 64,
                 "num_experts": 4,
-                "num_experts_per_tok": 4,  # all: none is chosen otherwise in another batch
+                "num_experts_per_tok": 4,  # all, so that the choice cannot depend on the batch
             },
             _ALIGNED,
         ),

@@ -1,4 +1,4 @@
-"""LoRA adapters for the tiny model, retrained copies of it, and tiny models of other kinds."""
+"""LoRA adapters for the tiny model, and a tiny model that reads pictures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build_seeing_model(folder: Path) -> Path:
         model = Blip2ForConditionalGeneration(config).to(torch.bfloat16)
         torch.nn.init.normal_(model.query_tokens)
         for name, weight in model.named_parameters():
-            # Else all pictures look alike to it.
+            # Otherwise all pictures would look alike to the model.
             if weight.dim() > 1 and any(p in name for p in ("vision", "qformer", "projection")):
                 torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)

@@ -80,7 +80,7 @@ def _load_rows(worker: Any, strength: float) -> None:
 
 
 def weights_name(probe: EngineProbe) -> str:
-    """After as many requests as it takes the ranks to read them."""
+    """Their name, after as many requests as the ranks need to read them."""
     from tests.support.engines.calls import tiered_of
 
     until = time.monotonic() + 60
@@ -152,7 +152,7 @@ def update_from(probe: EngineProbe, folder: Path) -> None:
 
 
 def live_on_another_host() -> None:
-    """For ``prepare``: nothing is kept here of what others have found out."""
+    """For ``prepare``: an empty cache folder, as on a host where no other engine has run."""
     import tempfile
 
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="another-host-")

@@ -39,7 +39,7 @@ def chunk_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
 
 
 def kv_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
-    """The same, and can be compressed as a model's KV can."""
+    """As `chunk_data`, but as compressible as a model's KV."""
     return bfloat16_bytes(index, geometry.chunk_bytes)
 
 

@@ -116,7 +116,7 @@ class Fault:
 
 
 class FaultProxy(LoopbackProxy):
-    """``alter``: what becomes of all that is read, in whatever pieces, of a direction."""
+    """``alter``: a function by direction, applied to whatever pieces of bytes are read."""
 
     def __init__(self, target_port: int) -> None:
         super().__init__(target_port)
@@ -204,7 +204,7 @@ class FaultProxy(LoopbackProxy):
 
 
 class HeldReplies(LoopbackProxy):
-    """For one client at a time. While ``is_holding``, replies pass only by `let`."""
+    """For one client at a time. While ``is_holding``, replies pass only by `let` or `let_any`."""
 
     def __init__(self, target_port: int) -> None:
         super().__init__(target_port)

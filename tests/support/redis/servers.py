@@ -226,5 +226,5 @@ def values_of(server: Server, tag: bytes) -> list[bytes]:
 
 
 def wait_for_values(server: Server, least: int) -> None:
-    """Writes go to Redis in the background; there are at least as many values as blocks."""
+    """Wait until background writes put ``least`` values into Redis. A block has at least one."""
     wait_until(lambda: len(value_names(server)) >= least, "the writes did not arrive")

@@ -1,7 +1,7 @@
 """A TCP proxy on loopback that is as slow as a network: bandwidth, latency, and silence.
 
-All connections share the bandwidth of each direction. While the link is stalled, bytes on their way
-stay there, and arrive when it no longer is. All settings take effect at once.
+Connections share the bandwidth of each direction unless the proxy is narrow. While the link is
+stalled, bytes stay on their way. A stall takes effect at once, other settings with the next piece.
 
 In a process of its own (`proxy_process`), the proxy takes no interpreter time from the process that
 measures.
