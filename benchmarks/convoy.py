@@ -1,6 +1,6 @@
 """Eight requests on one shared prefix that arrive together: is the last one delayed by the others?
 
-Two engines of one model run side by side: vLLM alone, and with the connector on an empty Valkey.
+Two engines of one model run side by side: vLLM alone, and with the connector on a warm Valkey.
 Two processes differ by a few per cent whatever they run, so the second engine also runs with its
 connector taken out for a moment. In each round all serve the same requests, in changing order: once
 when the prefix is new, and again after vLLM's own prefix cache was reset, when only the connector

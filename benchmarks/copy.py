@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the model")
     parser.add_argument("--mib", type=int, default=512, help="bytes to move, in MiB")
     parser.add_argument(
-        "--direct-min-bytes", type=int, help="on CUDA: runs from here on are not staged"
+        "--direct-min-bytes", type=int, help="on CUDA: runs this long are not staged"
     )
     parser.add_argument("--repeats", type=int, default=7, help="measurements, for the medians")
 

@@ -1,13 +1,13 @@
 """How costs grow with prompt length, cached chunks, concurrent requests and instances.
 
-Curves are measured on single parts, and on a real engine where the engine grows. The engine's model
+Some curves are of single parts of the connector, the others of a real engine. The engine's model
 has two thin layers, so that prompts of 128,000 tokens and 256 requests fit a small machine. Every
 hit is loaded (``compute_or_load: always``), so that loading is measured. ``exponent`` is the slope
 of a line through the logarithms of all points: 1 for linear, 0 for constant; ``tail_exponent`` is
 that of the last three points, where constant parts no longer hide it. ``bound`` is the largest
-exponent allowed: 1 if the work must touch all that grows, otherwise 0. A curve is ``within`` it if
-neither exponent exceeds it by more than ``SLACK``, the effect of the machine's caches on a larger
-working set.
+exponent allowed: 1 if the work must touch all that grows, else 0; 2 for cold prompts, because of
+attention. A curve is ``within`` it if neither exponent exceeds it by more than ``SLACK``, the
+effect of the machine's caches on a larger working set.
 """
 
 from __future__ import annotations

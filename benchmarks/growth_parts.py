@@ -56,7 +56,7 @@ def index_bytes(num_keys: int) -> float:
 
 
 def event_microseconds(num_keys: int) -> float:
-    """Median time to add and remove one chunk in an index of so many others."""
+    """Median time of one event, a chunk added or removed, in an index of so many others."""
     index = ChunkIndex(world_size=1)
     index.apply(0, _events(0, num_keys))
     batch = 200

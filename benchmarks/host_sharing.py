@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 @contextmanager
 def _pair(hash_key: str | None) -> Iterator[list[VllmInstance]]:
-    """An engine that computes and one that loads. Each sleeps while the other is measured."""
+    """An engine that computes and one that loads. Each is idle while the other is measured."""
     with Engines() as engines:
         extra: dict[str, Any] = {"hash_key": hash_key} if hash_key else {}
         # An audited chunk is computed, and its rounding may differ.

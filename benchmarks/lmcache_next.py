@@ -1,4 +1,4 @@
-"""Which CPU tier may follow LMCache's in-process engine: three, with the same copies.
+"""LMCache's in-process engine compared with two CPU tiers that may follow it, with the same copies.
 
 ``today`` is the product's engine, ``manager`` LMCache's next storage manager in this process,
 ``server`` a client of ``lmcache server``, whose memory is mapped here. All move the chunks of one
@@ -205,7 +205,7 @@ class Server:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """``store_ms`` and ``load_ms`` are of a whole prompt; the ratios of the largest chunks come
+    """``store_ms`` and ``load_ms`` are of a whole prompt; the ratios of the last chunk size come
     first."""
     task = progress.add_task("chunk sizes", total=len(args.kib))
     runs = []

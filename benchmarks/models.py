@@ -6,10 +6,9 @@ CPU tier emptied before the last. ``hit_tokens``: the tokens of ``prompt_tokens`
 loaded, the least of all hits. ``kv_bytes_equal``: after either hit every layer has the bytes of the
 cold run, in all blocks before the hit's end that both runs still have. ``bytes_per_token``: the
 prompt's size in Valkey; ``bytes_per_token_dense``: the size of every layer's KV at every token.
-Times are medians over ``--rounds`` prompts. For models with a drafter that has KV,
-``acceptance_cold`` and ``acceptance_hit`` are the shares of accepted drafts in answers of 40
-tokens. Rows with a drafter's name run Qwen3-Next, and vLLM's copies of its states in Triton's
-interpreter, whose time is part of every step's.
+Times are medians over ``--rounds`` prompts. For models with a drafter, ``acceptance_cold`` and
+``acceptance_hit`` are the shares of accepted drafts in answers of 40 tokens. Rows ``qwen3-next,
+DRAFTER`` run vLLM's copies of states in Triton's interpreter, whose time is part of each step's.
 """
 
 from __future__ import annotations

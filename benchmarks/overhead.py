@@ -1,7 +1,7 @@
 """The connector's cost without hits: misses, stores, decode steps, scheduler time.
 
 Three real engines of one model run side by side: vLLM alone, one with a connector that stores
-nothing and has no hits (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked up),
+nothing and has no hits (``kv_consumer``, no chunks in Valkey: each prompt is hashed and looked up),
 and one that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve fresh
 prompts in turn, and then in the opposite order.
 
@@ -94,8 +94,8 @@ class Contest:
     measured: dict[Way, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, engines: dict[str, VllmInstance], progress: Progress, launch: str) -> None:
-        """Each round measures all ways in order and in reverse, and takes the means: the process
-        after another one finds its caches cold. The first one changes."""
+        """Each round measures all ways in order and in reverse, and takes the means: a process that
+        follows another one finds its caches cold. Each round begins with another way."""
         for number in progress.track(range(self.rounds), description=f"{launch}: {self.title}"):
             order = in_turn(self.ways, number)
             there = self._measure_all(engines, order, 2 * number + 1)
@@ -184,7 +184,7 @@ def _contests(args: argparse.Namespace) -> tuple[Contest, Contest, Contest]:
 
 
 def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float]]:
-    """The ratios of all rounds, by measure and by the process without the connector."""
+    """The ratios of all rounds, by measure and by what it is compared with (``_SUFFIXES``)."""
     same, other, empty = _SUFFIXES
     return {
         ("miss_ttft", same): ttfts.ratios(_MISSING, _MISSING_OUT),
@@ -215,12 +215,12 @@ def _beside_hits(args: argparse.Namespace, both: VllmInstance) -> list[float]:
             num_loads = both.counts().total("load_jobs") - before
             assert num_loads >= args.hits if must_load else num_loads == 0
         ratios.append(seen[True] / seen[False])
-    return ratios[1:]  # in the first round prompts were new
+    return ratios[1:]  # the first round warms up
 
 
 @contextlib.contextmanager
 def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
-    """One instance per way to run, in this order."""
+    """The measured engines by name; an idle neighbour runs beside them."""
     with (
         warm_valkey() as valkey,
         Engines(MODELS[args.model]) as engines,

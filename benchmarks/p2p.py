@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=4, help=f"turns of a pair, each of {_HAND_OVERS} hand-overs"
     )
     parser.add_argument(
-        "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
+        "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="to compare"
     )
 
     parser.add_argument(
@@ -125,7 +125,7 @@ def _raw(stack: ExitStack, way: str, num_tokens: int) -> _Raw:
 
 @dataclass(frozen=True)
 class _Round:
-    """One prompt. ``gbps``: from the first to the last received byte."""
+    """One prompt. ``gbps``: bytes over the connector's own time of the transfer."""
 
     equal: bool
     hit_tokens: int

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Our policy's savings, and the share of the gap that the others would close."""
+    """For each policy: the closed share of the gap to Belady's, and its worst saving over LRU's."""
     small = [row for row in rows if row["size"] == "1/16"]
     names = [name for name in rows[0]["saved"] if name not in ("lru", "belady", "ours")]
     return {

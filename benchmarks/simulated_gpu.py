@@ -1,10 +1,10 @@
 """Hits from CPU memory on a simulated GPU: time to first token, compared with recompute and an
 oracle.
 
-No GPU was measured. The device is simulated: a forward pass takes a step's time and 30 us for each
-token of a prompt, copies take the bus' time, and the host runs ahead as vLLM's engine core does
-with asynchronous scheduling. vLLM's scheduler and both sides of the connector are real, and time is
-virtual, so the result is the same on any machine.
+No GPU was measured. The device is simulated: a forward pass takes a step's time, and for each token
+of a prompt 30 us and 1 ns per token before it; copies take the bus' time, and the host runs ahead
+as vLLM's engine core does with asynchronous scheduling. vLLM's scheduler and both sides of the
+connector are real, and time is virtual, so the result is the same on any machine.
 
 ``step_ms``: the length of steps in which ``neighbours`` requests decode all the time; with none the
 engine is idle until a request comes. The same requests come in the same phase of a step to an
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=STEPS_MS)
     parser.add_argument("--bus-gb-per-s", type=float, nargs="+", default=BUSES_GB_PER_S)
     parser.add_argument("--hits", type=int, nargs="+", default=HITS, help="in tokens")
-    parser.add_argument("--no-storms", action="store_true", help="single requests alone")
+    parser.add_argument("--no-storms", action="store_true", help="no crowd, no slow bus")
     parser.add_argument(
         "--device",
         choices=DEVICES,
         default="simulated",
-        help="rehearsed: the GPU's way without one",
+        help="rehearsed: the code of cuda without a GPU",
     )
 
 

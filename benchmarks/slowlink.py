@@ -10,9 +10,9 @@ the instance cannot know yet.
 ``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it mostly shows their scatter:
 if pairs scatter by 10 %, fifteen rounds bring it to some 5 %.
 
-With ``--codecs none blosc2`` every setting is measured for values of both kinds, each written by
-its own instance and read by the same one. ``ttft_vs_first_codec``: the median over the rounds of
-one kind's time over that of the first kind, a moment before. Compression depends on the model:
+With ``--codecs none blosc2`` every setting is measured for values of both kinds, which two
+instances write and one instance reads. ``ttft_vs_first_codec``: the median over the rounds of one
+kind's time over that of the first kind, a moment before. Compression depends on the model:
 ``--model`` takes a folder with a trained one.
 
 The proxy is one Python process on the same machine: above a few hundred MB/s it is the limit.
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """``errors``: requests without a token."""
+    """``errors``: 1 if the engine failed, which ends the measurements; else 0."""
     settings = [Setting(speed, ms) for ms in args.latency_ms for speed in args.mb_per_s[::-1]]
     settings.append(Setting(None, 0.0))
     prompts = {

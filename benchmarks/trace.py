@@ -1,15 +1,15 @@
 """Realistic load on a served API: with the connector, without, and with LMCache's own.
 
 Servers of one model run side by side: vLLM alone, with this connector (a small CPU tier and a
-Valkey), and with ``LMCacheMPConnector`` and its server, which gets as much memory as our tiers use
-together. vLLM's own client replays the traces of :mod:`benchmarks.harness.workloads` on one server
+Valkey, 1.15 GiB together), and with ``LMCacheMPConnector`` and its server, which gets 3 GiB.
+vLLM's own client replays the traces of :mod:`benchmarks.harness.workloads` on one server
 after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged cache is far
 smaller than a trace's working set. Arrival rates are multiples of vLLM's own cold capacity,
 measured first: below it, and above.
 
-A replay is ``won`` or tied if no measure is worse than vLLM alone's by more than ``TIE``. Each runs
-``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are of all its
-requests together.
+``not_won_...`` lists the measures that are worse than the other system's by more than ``TIE``. Each
+replay runs ``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are
+of all its requests together.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Replay:
     """One trace on one system. Latencies are in ms; ``from_...`` are shares of all prompt tokens.
 
-    ``declined``: the share of hits that were computed anyway; ``dropped_writes``: chunks that were
-    not written to Redis.
+    ``declined``: hits that were computed anyway, as a share of all prompt tokens;
+    ``dropped_writes``: chunks that were not written to Redis.
     """
 
     workload: str
@@ -224,7 +224,7 @@ class _Contest:
         self._servers[name] = self._engines.serve(name, transfer, *options)
 
     def cold_capacity(self, workload: str) -> float:
-        """Requests a second of vLLM alone without any hit."""
+        """Requests a second of vLLM alone without hits, of six first prompts at once."""
         fresh = [asks[0] for asks in (self._fresh(workload) for _ in range(6))]
         result = self._replay(self._servers[_NONE], fresh, _AT_ONCE)
         return float(result["request_throughput"])

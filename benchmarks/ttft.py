@@ -4,11 +4,11 @@ Engines of one model run side by side and serve prompts of the same lengths in t
 (cold, and as a hit of its own prefix cache, here ``gpu_hit``), this connector (cold, from CPU
 memory, and from a Valkey that another process has filled), and the connectors of
 :mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). The order changes from
-round to round. vLLM's own prefix cache is reset before each hit, and the CPU tier emptied before
-each Redis hit; ``weights`` measures the cost of a hit right after a reset. ``cached_tokens`` proves
-a hit. ``vllm_cold_same_process`` is our engine with its connector taken out for a moment: two
-processes differ by a few per cent whatever they run, so the connector's cost of a cold prompt is
-measured in one process, and also against vLLM alone.
+round to round. vLLM's own prefix cache is reset before each hit of a connector, and the CPU tier
+emptied before each Redis hit; ``weights`` measures a hit right after a reset. ``cached_tokens``,
+the least of the rounds, proves a hit. ``vllm_cold_same_process`` is our engine with its connector
+taken out for a moment: two processes differ by a few per cent whatever they run, so the cost of a
+cold prompt is measured in one process, and also against vLLM alone.
 
 Ratios are medians of the rounds' ratios. Connectors that cannot run here are listed under
 ``unavailable``, with the reason.
@@ -54,9 +54,9 @@ _SLOW = "lmcache_v1"  # each request waits for a time-out: one round, one hit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=("tiny", "large"))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="prompt lengths")
-    parser.add_argument("--rounds", type=int, default=9, help="of the shortest; others less")
+    parser.add_argument("--rounds", type=int, default=9, help="for short prompts; fewer for long")
     parser.add_argument("--chunk-size", type=int, default=128, help="of this connector, in tokens")
-    parser.add_argument("--no-peers", action="store_true", help="leave LMCache's own out")
+    parser.add_argument("--no-peers", action="store_true", help="leave other connectors out")
 
 
 @dataclass
@@ -271,7 +271,7 @@ class _Contest:
                 continue
             self._describe(f"{case.tokens} tokens, {name}")
             with self._peer(name) as engine:
-                prompt = random_prompt(1_000_000 + 1000 * case.tokens + number, case.tokens)
+                prompt = random_prompt(1_000_000_000 + 1000 * case.tokens + number, case.tokens)
                 if name == _NONE:
                     _measure_none(case, engine, prompt)
                 elif name == _OURS:

@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", help="name or folder of a model")
     parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
     parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
-    parser.add_argument("--words", type=int, default=3000, help="length of the prompt (3000)")
+    parser.add_argument("--words", type=int, default=3000, help="words of the prompt (3000)")
     parser.add_argument("--max-model-len", type=int, default=16384, help="tokens (16384)")
     parser.add_argument("--kv-cache-gib", type=float, default=2.0, help="vLLM's KV cache, GiB (2)")
     return parser.parse_args()

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 
 from lmcache_connector.net.address import Address
@@ -95,9 +96,19 @@ def complete(url: str, model: str, prompt: str) -> tuple[float, int]:
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     started = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:
+    with ask(request, _REQUEST_SECONDS) as response:
         answer = json.load(response)
     return time.perf_counter() - started, answer["usage"]["prompt_tokens"]
+
+
+def ask(request: urllib.request.Request, seconds: float) -> HTTPResponse:
+    """The answer. If the server refuses, for instance a prompt too long for the model, the program
+    ends with the server's words."""
+    try:
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=seconds)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.url}: {error}\n{error.read().decode(errors='replace')}")
+    return answer
 
 
 def loaded_tokens(url: str) -> int:
@@ -123,7 +134,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--port", type=int, default=8000, help="port to serve on (8000)")
     parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
     parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
-    parser.add_argument("--words", type=int, default=3000, help="length of the prompt (3000)")
+    parser.add_argument("--words", type=int, default=3000, help="words of the prompt (3000)")
     parser.add_argument("--keep", action="store_true", help="keep serving afterwards")
     return parser.parse_known_args()
 

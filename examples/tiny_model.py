@@ -37,7 +37,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES_PER_ELEMENT
 
 
-# The smallest model that vLLM describes; it is never run.
+# A small model for vLLM's configuration and scheduler; it is never run.
 TINY = ModelShape(
     num_layers=2,
     hidden_size=64,
@@ -49,8 +49,8 @@ TINY = ModelShape(
     max_position=1024,
 )
 
-# Prefill takes long enough for a hit to show, and 6,000 tokens of KV have 48 MB, as in single
-# layers of a real model. Sized for two cores.
+# Sized for two cores: prefill takes long enough for a hit to show. 6,000 tokens of KV have 49 MB,
+# as in two layers of an 8B model.
 DEMO_SHAPE = ModelShape(
     num_layers=8,
     hidden_size=512,

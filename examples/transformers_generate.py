@@ -63,9 +63,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("model", help="name or folder of a model")
     parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
     parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
-    parser.add_argument("--words", type=int, default=3000, help="length of the document (3000)")
+    parser.add_argument("--words", type=int, default=3000, help="words of the document (3000)")
     parser.add_argument(
-        "--compute-or-load", default="auto", help="load what is quicker, or always (auto)"
+        "--compute-or-load", default="auto", help="auto: load if that is quicker; or always (auto)"
     )
     parser.add_argument("--elsewhere", action="store_true", help="ask the third question only")
     return parser.parse_args()

@@ -4,7 +4,7 @@ The tools: ``vllm bench serve`` with repeated prefixes and without any, ``lmcach
 with long documents and with chats, ``cache-pressure``, and ``aiperf`` with conversations of a block
 trace. The last two have their own environments, which ``make field`` sets up. Models:
 SmolLM2-135M-Instruct (``trained``), and a random one with its tokenizer (``tiny``). Both connectors
-get the same memory and no Redis. vLLM's paged cache is far smaller than a tool's working set.
+get the same memory and no Redis. By default a tool's contexts take 2.5 times vLLM's paged cache.
 
 ``table`` has the medians of the rounds, and cost ratios: below 1 is better for every measure.
 ``runs`` has each tool's own figures; all output of the tools stays in ``--outputs``.
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tools", nargs="*", choices=names, default=names)
     parser.add_argument("--models", nargs="*", choices=tuple(LOADS), default=tuple(LOADS))
     parser.add_argument("--connectors", nargs="*", choices=CONNECTORS, default=CONNECTORS)
-    parser.add_argument("--rounds", type=int, default=1, help="of all of them")
-    parser.add_argument("--contexts", type=int, default=10, help="how much each tool asks for")
+    parser.add_argument("--rounds", type=int, default=1, help="of all tools and servers")
+    parser.add_argument("--contexts", type=int, default=10, help="contexts of each tool's load")
     parser.add_argument("--seconds", type=float, default=300, help="longest run of a tool")
     parser.add_argument("--minutes", type=float, default=55, help="nothing begins after that")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""``cache-pressure``: contexts that are still hits after more of them than the paged cache
+"""``cache-pressure``: how many contexts are still hits after more were sent than the paged cache
 holds."""
 
 from __future__ import annotations

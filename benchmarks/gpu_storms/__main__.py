@@ -7,7 +7,7 @@ for each request is the better of the second and the third.
     python -m benchmarks.gpu_storms --step-ms 50 --bus-gb-per-s 25
     python -m benchmarks.gpu_storms --step-ms 50 --device cuda
 
-prints one JSON object per measured request. The device is simulated, with virtual time (see
+prints a JSON object per measured request or crowd. The device is simulated, in virtual time (see
 `device`), or it is a GPU, with LMCache's own engine and copies in real time (see `cuda_device`).
 ``rehearsed`` runs the GPU's code without one, with a smaller model: TRITON_INTERPRET=1 must be set.
 """
@@ -54,7 +54,7 @@ def _shape(setting: Setting, rule: str, **more: Any) -> GpuShape:
 
 
 class SimulatedWorlds:
-    """Switches the product to simulated time. ``trace`` gets all events."""
+    """Switches the product to simulated time. ``trace``: print all events to stderr."""
 
     def __init__(self, folder: Path, *, trace: bool) -> None:
         from tests.simulation import loading
@@ -116,7 +116,7 @@ class RealWorlds:
             model = replace(MODEL, num_layers=2, num_kv_heads=2, num_heads=2, head_dim=64)
             cpu_gib = 0.25
             _rehearse_copies()
-        # No attention reads this KV, the CPU's least of all.
+        # No attention reads this KV, so the packing of CPU attention does not matter.
         vars(parts)["find_packing"] = lambda *_: Packing("simulated", ())
         self._sizes: dict[str, Any] = {"model": model, "cpu_gib": cpu_gib}
         self._model = build_tiny_model(folder, model)

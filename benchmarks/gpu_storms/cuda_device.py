@@ -27,8 +27,8 @@ _BLOCKS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class CudaPass:
-    """``ended``: an event behind it. ``ends_at``: its predicted end on the host, for want of a
-    better one."""
+    """``ended``: an event behind it. ``ends_at``: its predicted end, on the host's clock; the
+    device tells none."""
 
     ended: Any
     ends_at: float
@@ -38,7 +38,7 @@ class CudaPass:
 
 
 class HostPass(CudaPass):
-    """Has ended when it is launched."""
+    """Its work is done at launch; ``wait`` lasts as long as the pass would."""
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.ends_at - time.monotonic()))
@@ -116,7 +116,7 @@ class CudaDevice:
         return digests[:, None] * (2 * layer + 1) + self._places
 
     def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Does not wait: that would include the passes before."""
+        """Does not wait for the copy, as that would wait for all earlier passes."""
         pinned = torch.tensor(numbers, dtype=torch.int64).pin_memory()
         return pinned.to(self._device, non_blocking=True)
 

@@ -198,7 +198,7 @@ class DeviceCopier:
 
 
 def _places(chunks: Any, block_ids: Sequence[int]) -> list[int]:
-    """The host memory addresses of these blocks of chunks."""
+    """A number for each of these blocks of chunks: its chunk's address plus its place there."""
     chunk, block = np.divmod(np.asarray(block_ids, np.int64), chunks.blocks_per_chunk)
     return [int(place) for place in chunks.addresses[chunk] + block]
 

@@ -141,8 +141,8 @@ class GpuEngine:
             asked.ended.set()
 
     def _step(self) -> bool:
-        """`step_with_batch_queue`; `step` with a depth of one. Returns whether a pass was
-        queued."""
+        """As vLLM's `step_with_batch_queue`, or its `step` at a depth of one. Returns whether a
+        pass was queued."""
         executed: bool = False
         if self._scheduler.has_requests():
             time.sleep(_SCHEDULE_SECONDS)

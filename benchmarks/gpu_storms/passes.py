@@ -1,8 +1,8 @@
 """The interface of a storm's engine to its device, simulated or real.
 
-No model is computed. A forward pass lasts as long as one of a large model, checks the KV before its
-tokens in its middle, and writes its own KV at its end: a block holds the digest of all tokens up to
-its end.
+No model is computed. A forward pass lasts as long as one of a large model. In its middle it checks
+the KV before its tokens, and at its end it writes its own KV: a block holds the digest of all
+tokens up to the end of the block.
 """
 
 from __future__ import annotations

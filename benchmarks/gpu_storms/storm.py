@@ -23,8 +23,8 @@ _MAX_SECONDS = 600.0  # for one request
 class Setting:
     """``neighbours``: requests that decode all the time, in steps of ``step_ms``; with none the
     engine is idle before a measured request. ``crowd``: requests that come at once.
-    ``bus_gb_per_s``: 0 for the device's own. ``stores_ahead``: so many new prompts
-    come first, and the last of them again at once, behind their stores; 0: prompts are stored."""
+    ``bus_gb_per_s``: 0 for the device's own. ``stores_ahead``: so many new prompts are
+    served first, and the last one is measured while their stores run; 0: a stored one is."""
 
     step_ms: float
     bus_gb_per_s: float
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured request. ``loaded``: whether a load was planned."""
+    """One measured request, or a crowd's mean. ``loaded``: whether a load was planned."""
 
     rule: str
     hit_tokens: int
@@ -91,7 +91,7 @@ class Storm:
             self._samples.append(Sample(self._rule, size, turn, ttft, loaded))
 
     def _to_phase(self, share: float) -> None:
-        """Wait for a share of a step from its beginning: earlier events left another phase."""
+        """Wait until ``share`` of a step has passed, whatever phase earlier events have left."""
         if self._setting.neighbours:
             step = self._setting.step_ms / 1000
             time.sleep(self._engine.device.busy_seconds() % step + share * step)
@@ -109,7 +109,7 @@ class Storm:
 
 def _wait(event: threading.Event) -> None:
     if not event.wait(_MAX_SECONDS):
-        raise RuntimeError(f"nothing came of it within {_MAX_SECONDS:.0f} s")
+        raise RuntimeError(f"no start or answer within {_MAX_SECONDS:.0f} s")
 
 
 def _prompt(num_tokens: int, seed: int) -> list[int]:

@@ -9,7 +9,7 @@ and, if plots help, a third one that ``report`` calls::
 
     def draw(result: dict[str, Any], target: Path) -> None: ...
 
-``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The result
+``run`` returns JSON-ready fields: plain values, and lists of objects for tables. The result
 also gets ``benchmark``, ``measured`` (date, duration, load of the machine before), ``machine`` and
 ``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON object.
 ``--keep`` writes the same object for ``report``, see :mod:`benchmarks.harness.results`.
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
 
 
 def benchmark_module(name: str) -> Any:
-    """The path of a benchmark's module."""
+    """A benchmark's module, imported."""
     return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
 
 

@@ -4,10 +4,10 @@ Two formats, by the file's name:
 
 - ``.jsonl``, one request a line, as Mooncake publishes them: ``timestamp`` (ms) and ``hash_ids``,
   one for each block of 512 tokens. Equal ids mean equal prompts up to there.
-- ``.tar.gz``, one session of a coding agent a file: ``block_size``, ``hash_id_scope`` (``local``:
+- ``.tar.gz``, a file per session of a coding agent: ``block_size``, ``hash_id_scope`` (``local``:
   ids of two sessions are unrelated) and ``requests`` with ``t`` (s) and ``hash_ids``.
 
-Either may be compressed with gzip.
+``.jsonl.gz`` and ``.tar`` are read, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """``requests`` in the order of time: seconds, and the numbers of the prompt's blocks, from 0 to
+    """``requests`` in the order of time: seconds, and the numbers of the prompt's blocks, all below
     ``num_blocks``."""
 
     name: str

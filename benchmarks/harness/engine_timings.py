@@ -29,8 +29,8 @@ def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
 
 
 def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, int]:
-    """Like :func:`ttft_seconds`; also returns the number of cached prompt tokens, by any
-    connector."""
+    """Like :func:`ttft_seconds`; also returns the number of prompt tokens that were cached, by
+    vLLM's own prefix cache or any connector."""
     started = time.perf_counter()
     probe.add(prompt, max_tokens=1)
     for _ in range(_MAX_STEPS):
@@ -68,8 +68,8 @@ def decode_beside_hits(
     hits: Sequence[Sequence[int]],
     must_load: bool,
 ) -> float:
-    """The same while other requests ask for one token, one after the other: ``hits``, prompts that
-    were served before and that the engine ``must_load``, or has in vLLM's own prefix cache."""
+    """Like :func:`decode_tokens_per_second`, while other requests ask for one token each: ``hits``,
+    served before. The engine ``must_load`` them, or has them in vLLM's own prefix cache."""
     if must_load:
         probe.reset_prefix_cache()
         probe.drain()
@@ -80,7 +80,7 @@ def decode_beside_hits(
 def median_decode_step_seconds(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """The median step of concurrent decodes; steps with much more work do not count."""
+    """The median step of concurrent decodes, so that a few steps with more work hardly matter."""
     return statistics.median(_decode(probe, prompts, max_tokens)[1])
 
 
@@ -189,7 +189,7 @@ def audit_seconds(probe: EngineProbe, prompt: Sequence[int], rounds: int) -> lis
 
 
 def probe_link(probe: EngineProbe) -> None:
-    """Probe Redis now, otherwise probed within a minute of traffic."""
+    """Probe Redis now; otherwise that would happen within a minute of traffic."""
     policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
     policy.probes.want()

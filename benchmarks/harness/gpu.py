@@ -109,7 +109,7 @@ def _known(folder: Path) -> list[dict[str, Any]]:
 
 
 def _clear(folder: Path) -> list[dict[str, Any]]:
-    """Remove the files of an earlier call, and nothing else. No stage has run yet."""
+    """Remove the files of an earlier call, and nothing else. Returns no stages."""
     for path in (folder / "summary.json", *folder.glob("*.log")):
         path.unlink(missing_ok=True)
     shutil.rmtree(folder / "results", ignore_errors=True)

@@ -35,7 +35,7 @@ def open_lookup(url: str, geometry: ChunkGeometry) -> Iterator[RedisLookup]:
 
 
 def put_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> bool:
-    """Wait until every chunk is written, by any tier. Returns whether this tier wrote all."""
+    """Wait until every write has ended. Returns whether all chunks are known to be in Redis."""
     left = threading.Semaphore(0)
     stored: list[bool] = []
 

@@ -21,7 +21,7 @@ Requests = Sequence[tuple[float, Sequence[int]]]
 
 class Policy(Protocol):
     def serve(self, at: float, blocks: Sequence[int]) -> int:
-        """The prompt came ``at`` seconds: the number of its leading blocks that were cached."""
+        """Serve a prompt that comes ``at`` so many seconds. Returns its leading blocks in cache."""
 
 
 class Ours:
@@ -71,7 +71,7 @@ _CLAIM = Claim()
 
 
 class Lru:
-    """Least recently used; of a prompt its last blocks first."""
+    """Evicts the least recently used blocks; of one prompt, the last blocks first."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -88,7 +88,7 @@ class Lru:
 
 
 class Belady:
-    """Knows the next use of each block, and evicts the one used last."""
+    """Knows the next use of each block, and evicts the one whose next use is furthest away."""
 
     def __init__(self, capacity: int, requests: Requests) -> None:
         self._capacity = capacity
@@ -167,7 +167,7 @@ class ByTurns:
         return range(self._TURNS)
 
     def _learn(self, at: float, blocks: Sequence[int]) -> int:
-        """The prompt's number of turns before it in its conversation."""
+        """Learn from the prompt. Returns the turns before it, ``_TURNS - 1`` at most."""
         turn = 0
         for block in reversed(blocks[1:]):
             if block in self._ends:

@@ -1,6 +1,6 @@
 """A RESP client that only moves bytes: the limit for the Redis tier.
 
-No checks, no deadlines, one thread per connection; each value is received by one call into its
+No checksums, no deadlines, one thread per connection; each value is received by one call into its
 final place and sent from its own memory, pipelined.
 """
 

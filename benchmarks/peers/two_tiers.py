@@ -1,7 +1,7 @@
 """A paged cache with a CPU tier behind it, and the time of stores: at compute, or at eviction.
 
 Both tiers are LRU. Blocks are stored when they are computed, as the product does, or *late*, when
-the paged cache evicts them, so that no block is in both. A late store has to end before the next
+the paged cache evicts them. A hit stays in its tier. A late store has to end before the next
 forward pass overwrites the block, so the engine's step waits for all evictions of a prompt.
 """
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.serve import get, loaded_tokens
+from examples.serve import ask, get, loaded_tokens
 from examples.tiny_model import build_tiny_model
 
 _START_SECONDS = 300
@@ -58,7 +58,7 @@ def main() -> None:
         if not num_loaded:
             raise SystemExit("no KV was transferred")
         if args.keep:
-            console.print("Serving on; stop with Ctrl-C")
+            console.print("Still serving; stop with Ctrl-C")
             time.sleep(float("inf"))
 
 
@@ -138,7 +138,7 @@ def chat(proxy: int, num_words: int) -> str:
         {"Content-Type": "application/json"},
     )
     pieces = []
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with ask(request, 120.0) as response:
         for line in response:
             data = line.decode().removeprefix("data: ").strip()
             if data and data != "[DONE]":
@@ -157,7 +157,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="name or folder of a model (a tiny one is built)")
-    parser.add_argument("--words", type=int, default=1500, help="length of the prompt (1500)")
+    parser.add_argument("--words", type=int, default=1500, help="words of the prompt (1500)")
     parser.add_argument("--keep", action="store_true", help="keep serving afterwards")
     return parser.parse_args()
 

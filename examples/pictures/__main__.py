@@ -2,8 +2,8 @@
 ``ARGS=servers``.
 
 The demo runs by itself. Two servers share a Valkey and answer random prompts with common prefixes;
-``stats`` runs on them with and without ``--watch``, and so does a Prometheus, if it is installed,
-for the dashboard. Takes about eight minutes on two cores.
+``stats`` reads their metrics with and without ``--watch``, and so does a Prometheus, if it is
+installed, for the dashboard. Takes about eight minutes on two cores.
 """
 
 from __future__ import annotations

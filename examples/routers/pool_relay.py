@@ -47,8 +47,8 @@ class Pool:
         self._sent: dict[bytes, int] = {}  # messages by topic
 
     def split(self, frames: Frames) -> Iterator[Frames]:
-        """The messages to publish instead of this one. Raises ``ValueError`` unless it is a batch
-        of events under a topic ``kv@POD@MODEL``."""
+        """The messages to publish instead of this one. Raises one of ``_RUBBISH`` unless it is a
+        batch of events under a topic ``kv@POD@MODEL``."""
         topic, _, payload = frames
         start, _, model = topic.decode().split("@", 2)
         batch = msgspec.msgpack.decode(payload)
@@ -88,7 +88,7 @@ class Pool:
 
 
 def relay(sources: Sequence[str], target: str, pool: Pool, stop: threading.Event) -> None:
-    """Runs until ``stop`` is set. Other messages are logged and dropped."""
+    """Runs until ``stop`` is set. Messages that are no batch of events are logged and dropped."""
     context = zmq.Context()
     taking, giving = context.socket(zmq.SUB), context.socket(zmq.PUB)
     try:

@@ -316,7 +316,7 @@ os = Stand(
 random = Stand(
     real_random,
     {
-        "Random": lambda: real_random.Random(RUNTIME.kernel.seed),
+        "Random": lambda *seed: real_random.Random(*seed or (RUNTIME.kernel.seed,)),
         "random": lambda: RUNTIME.kernel.chance.random(),
         "uniform": lambda a, b: RUNTIME.kernel.chance.uniform(a, b),
     },
