@@ -210,8 +210,8 @@ def test_an_engines_user_is_enough_for_check(cli: Cli, guarded_valkey: Server) -
     assert (outcome.code, "+info" in outcome.out) == (0, False)
     assert "`lmcache-connector ls --redis-url` with an operator's user" in outcome.out
     listed = cli("ls", "--redis-url", url_of(guarded_valkey, "operator"), "--json")
-    for group in listed.document["groups"]:
-        assert 0 < group["ttl_seconds"][1] <= 60
+    (group,) = listed.document["groups"]
+    assert 0 < group["ttl_seconds"][1] <= 60
 
 
 def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded_valkey: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def test_strangers_share_no_kv(valkey: Server, model: Path, setting: dict[str, s
         running_instance(model, stranger) as other,
     ):
         one.store(blocks_for(one))
+        assert one.tier._tier.stats().counts.bytes_written > 0
         assert other.load(KEYS) == [None] * len(KEYS)
 
 
@@ -137,18 +139,21 @@ def test_forgeable_names_are_not_used(valkey: Server, model: Path) -> None:
         assert other.load(short) == [None] * 4
 
 
-def test_no_call_outlasts_a_silent_server(valkey: Server, model: Path) -> None:
-    proxy = FaultProxy(valkey.port)
-    try:
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_no_call_outlasts_a_silent_server(valkey: Server, model: Path, offset: int) -> None:
+    """It falls silent at a lookup, or amid a block."""
+    with FaultProxy(valkey.port) as proxy:
         tier = tier_settings(proxy.url, load_deadline_seconds=1.0, redis_timeout_seconds=0.5)
         with running_instance(model, tier) as one, running_instance(model, tier) as other:
             one.store(blocks_for(one))
-            proxy.arm(Fault(Kind.STALL, sticky=True))
+            assert one.tier._tier.stats().counts.bytes_written > 0
+            proxy.arm(Fault(Kind.STALL, offset, sticky=True))
+            begun = time.monotonic()
             assert other.load(KEYS) == [None] * len(KEYS)
+            assert proxy.num_struck
             other.store(blocks_for(other, [block_key(i) for i in range(20, 24)]))
             other.manager.reset_cache()
-    finally:
-        proxy.close()
+            assert time.monotonic() - begun < 1.0 + 30.0
 
 
 def test_wrong_settings_stop_the_start(model: Path) -> None:

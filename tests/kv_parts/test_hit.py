@@ -241,7 +241,7 @@ def test_a_chunks_parent_is_the_last_chunk_of_the_same_owner() -> None:
     pair = Owners((((0, 1, 2, 3),),))
     for rank in range(4):
         share, before = Share(rank, pair), b""
-        for key, parent in zip(KEYS, parents, strict=False):
+        for key, parent in zip(KEYS[:100], parents, strict=True):
             if share.is_owner(key):
                 assert parent == before
                 before = key

@@ -90,9 +90,11 @@ def test_names_follow_the_conventions() -> None:
         assert re.fullmatch(r"vllm:lmcache_[a-z0-9_]+", metric.full_name)
         assert not metric.name.endswith("_total")
         assert metric.documentation.endswith(".")
-        if metric.kind is Kind.HISTOGRAM:
+        words = set(metric.name.split("_"))
+        assert words.isdisjoint({"ms", "kib", "mib", "gib"})
+        if metric.kind is Kind.HISTOGRAM or words & {"bytes", "seconds"}:
             assert metric.name.endswith(units)
-            assert list(metric.buckets) == sorted(metric.buckets)
+        assert list(metric.buckets) == sorted(metric.buckets)
     assert all(name == metric.name for name, metric in METRICS.items())
 
 

@@ -206,7 +206,9 @@ def test_a_reply_is_waited_for_until_its_command_has_arrived() -> None:
     data = bytes(3 << 20)
     with closing(SlowPeer(len(data), 1 << 16)) as peer, closing(peer.connect()) as wire:
         wire.send([data], FAR)
+        sent = time.monotonic()
         assert wire.receive_line(FAR) == b"+OK"
+        assert time.monotonic() - sent > SLOW_SECONDS
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -226,11 +228,12 @@ def test_a_line_that_trickles_has_stalled() -> None:
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    with closing(Wire(here, time.monotonic, SLOW_SECONDS, IDLE_BYTES)) as wire:
-        assert fault_of(lambda: wire.receive_line(FAR)).fault is WireFault.STALLED
-        stop.set()
-        thread.join()
-    there.close()
+    with there, closing(Wire(here, time.monotonic, SLOW_SECONDS, IDLE_BYTES)) as wire:
+        try:
+            assert fault_of(lambda: wire.receive_line(FAR)).fault is WireFault.STALLED
+        finally:
+            stop.set()
+            thread.join()
 
 
 # -- deadlines -------------------------------------------------------------------------------------
