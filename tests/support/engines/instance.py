@@ -21,7 +21,7 @@ from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import set_limits
 
 _START_SECONDS = 600.0
-_ANSWER_SECONDS = 600.0
+_ANSWER_SECONDS = 1500.0  # a storm on a busy machine; other tests have a limit of their own
 _STOP_SECONDS = 60.0
 _LOG_TAIL_BYTES = 4000
 _NO_LIMITS: Mapping[str, float] = MappingProxyType({})
