@@ -18,7 +18,7 @@ import pytest
 from tests.support.engines.calls import forget, wait_for_writes
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Ask, Engines, ask, running
-from tests.support.engines.settings import random_prompt
+from tests.support.engines.settings import PATIENT, random_prompt
 from tests.support.redis.servers import Server, free_ports
 from tests.transfers.conftest import Way
 from tests.transfers.test_transfers import BLOCK, check, missing_blocks
@@ -56,7 +56,8 @@ def test_other_tensor_parallel_sizes(
 def test_redis_completes_the_prefix_of_a_named_instance(
     way: Way, tiny_model: Path, tmp_path: Path, valkey: Server
 ) -> None:
-    with pair(way, tiny_model, tmp_path, connector={"redis_url": valkey.url}) as engines:
+    shared = {"redis_url": valkey.url}
+    with pair(way, tiny_model, tmp_path, connector=shared, limits=PATIENT) as engines:
         (first, port), (second, _) = engines.prefill[0], engines.decode[0]
         prompt = random_prompt(1, 1500)
         cold = first.call(ask, Ask("whole", prompt))
