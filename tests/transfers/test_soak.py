@@ -56,7 +56,7 @@ def test_other_tensor_parallel_sizes(
 def test_redis_completes_the_prefix_of_a_named_instance(
     way: Way, tiny_model: Path, tmp_path: Path, valkey: Server
 ) -> None:
-    shared = {"redis_url": valkey.url}
+    shared = {"redis_url": valkey.url, "compute_or_load": "always", "redis_timeout_seconds": 10.0}
     with pair(way, tiny_model, tmp_path, connector=shared, limits=PATIENT) as engines:
         (first, port), (second, _) = engines.prefill[0], engines.decode[0]
         prompt = random_prompt(1, 1500)
