@@ -23,7 +23,7 @@ from typing import Any
 from lmcache_connector.plans import RankReport, Tier
 
 MAX_REDIS_CHUNKS = 1 << 16
-MAX_LEFT_BEHIND = 512
+MAX_REMOVALS = 512
 """Chunks reported as removed per call at most, after a reset or the end of lifetimes."""
 
 
@@ -111,7 +111,7 @@ class KvEventLog:
         if not self._chunks:
             return
         over = self._clock() - self._ttl_seconds
-        for _ in range(min(MAX_LEFT_BEHIND, len(self._in_redis))):
+        for _ in range(min(MAX_REMOVALS, len(self._in_redis))):
             key, at = next(iter(self._in_redis.items()))
             if at > over:
                 break
@@ -168,7 +168,7 @@ class KvEventLog:
         """Events since the last call, in order. Removals of a reset are spread over calls, and
         later events wait for them."""
         events: list[KvEvent] = []
-        num_left = MAX_LEFT_BEHIND
+        num_left = MAX_REMOVALS
         while self.untaken:
             ended = self.untaken[0]
             if not isinstance(ended, dict):

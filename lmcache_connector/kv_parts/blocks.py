@@ -37,12 +37,12 @@ class BlocksInUse:
     With several batches under way, vLLM frees a request's blocks while its last passes are queued.
     A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
-    ``num_batches`` steps are under way at once. ``is_told``: vLLM reports each block that it frees.
-    It does not behind windows and states: with several batches, all blocks then count as in use.
+    ``num_batches`` steps are under way at once. ``hears_all_frees``: vLLM reports each freed block,
+    as it does not behind windows and states: with several batches, all blocks then count as in use.
     """
 
-    def __init__(self, num_batches: int, *, is_told: bool) -> None:
-        self._is_told = is_told
+    def __init__(self, num_batches: int, *, hears_all_frees: bool) -> None:
+        self._hears_all_frees = hears_all_frees
         # A pass planned before the last ``num_batches - 1`` plans has ended.
         self._freed: deque[set[int]] = deque(maxlen=num_batches - 1)
         self._freed.extend(set() for _ in range(num_batches - 1))
@@ -71,6 +71,6 @@ class BlocksInUse:
         """Whether a pass under way may use one of ``block_ids``."""
         if not self._freed:
             return False
-        if not self._is_told or self._num_unknown:
+        if not self._hears_all_frees or self._num_unknown:
             return True
         return not all(freed.isdisjoint(block_ids) for freed in self._freed)

@@ -130,7 +130,7 @@ class PlannedEnds:
             window_interval = _WINDOWS_BETWEEN_ENDS * max(part.span for part in parts)
         self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
-    def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
+    def needs(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
         """Whether a hit at the next planned end needs this chunk of a window. A hit with a tail
         needs no chunks beyond these, since the tail directly follows a planned end. ``junction``:
         number of leading chunks shared with other prompts."""

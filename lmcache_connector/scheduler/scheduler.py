@@ -98,7 +98,7 @@ class Scheduler:
         settings, policy, tally = self.settings, self.policy, self.tally
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
-        self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
+        self.in_use = BlocksInUse(settings.num_batches, hears_all_frees=settings.is_prefix_only)
         self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)

@@ -192,7 +192,7 @@ class StorePlanner:
                 continue
             if part.rule is not Rule.PREFIX:
                 num_tokens, junction = state.request.num_prompt_tokens, state.store.junction
-                need = partial(self._ends.need, num_tokens, junction, part)
+                need = partial(self._ends.needs, num_tokens, junction, part)
                 chunks = [i for i in chunks if need(i)]
             if not chunks:
                 continue

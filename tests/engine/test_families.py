@@ -50,7 +50,11 @@ def one(
     folder = build_family(family, tmp_path_factory.mktemp("family"))
     args = {"max_num_batched_tokens": 512} | FAMILIES[family].engine_args
     transfer = tiered_transfer(
-        cpu_gib=0.25, compute_or_load="always", audit_share=0.0, redis_url=valkey.url
+        cpu_gib=0.25,
+        compute_or_load="always",
+        audit_share=0.0,
+        redis_url=valkey.url,
+        redis_timeout_seconds=10.0,  # a busy machine writes slowly
     )
     with start(transfer, folder, **args) as instance:
         yield instance

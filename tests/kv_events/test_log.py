@@ -137,7 +137,7 @@ def test_events_alternate_and_end_with_the_true_state(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 3)
-        patch.setattr("lmcache_connector.kv_events.log.MAX_LEFT_BEHIND", 2)
+        patch.setattr("lmcache_connector.kv_events.log.MAX_REMOVALS", 2)
         log = KvEventLog(2)
         holders: dict[tuple[Tier, str], set[int]] = {(t, k): set() for t in Tier for k in "abcd"}
         told: set[tuple[Tier, bytes]] = set()

@@ -166,7 +166,7 @@ def test_a_hit_ends_where_vllms_own_hit_could_end(
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 def test_blocks_of_a_finished_request_are_in_use(num_batches: int) -> None:
     """Until the steps under way have ended: one ends with each plan."""
-    blocks = BlocksInUse(num_batches, is_told=True)
+    blocks = BlocksInUse(num_batches, hears_all_frees=True)
     blocks.next_step()
     blocks.freed([[1, 2], [7]])
     for _ in range(num_batches - 1):
@@ -178,7 +178,7 @@ def test_blocks_of_a_finished_request_are_in_use(num_batches: int) -> None:
 
 
 def test_after_a_reset_any_block_may_be_in_use() -> None:
-    blocks = BlocksInUse(2, is_told=True)
+    blocks = BlocksInUse(2, hears_all_frees=True)
     blocks.mark_all_in_use()
     assert blocks.includes_any({5})
     blocks.next_step()
@@ -186,8 +186,8 @@ def test_after_a_reset_any_block_may_be_in_use() -> None:
 
 
 def test_blocks_freed_by_windows_are_in_use() -> None:
-    assert BlocksInUse(2, is_told=False).includes_any({5})
-    assert not BlocksInUse(1, is_told=False).includes_any({5})
+    assert BlocksInUse(2, hears_all_frees=False).includes_any({5})
+    assert not BlocksInUse(1, hears_all_frees=False).includes_any({5})
 
 
 # -- owners ----------------------------------------------------------------------------------------

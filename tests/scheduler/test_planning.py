@@ -153,7 +153,7 @@ def test_asked_the_same_again_it_answers_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_load_waits_for_forward_passes_only_if_they_use_its_blocks() -> None:
-    planning, in_use = Planning(), BlocksInUse(2, is_told=True)
+    planning, in_use = Planning(), BlocksInUse(2, hears_all_frees=True)
     in_use.freed([[7]])
     num_tokens = planning.offer(0)
     blocks = list(range(100, 100 + num_tokens // 16))
