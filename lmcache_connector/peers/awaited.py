@@ -44,7 +44,7 @@ class Awaited(Task[Offered]):
     until: float
     asked_at: float
     keys: Sequence[bytes] = ()
-    by_rank: list[frozenset[bytes]] = field(default_factory=list)
+    by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -119,6 +119,7 @@ class _InstancePoller:
         self._clock = clock
         self._changed = threading.Condition()
         self._open: list[Awaited] = []
+        self._unread: set[Awaited] = set()  # requests that still need their transfer
         self._read: list[str] = []  # transfers to end by DONE
         self._clients: list[Client] = []  # by rank
         self._asked: PendingCommand | None = None  # the command in flight
@@ -138,6 +139,8 @@ class _InstancePoller:
                 awaited.settle(Offered(cause=Cause.DEADLINE))
             elif not self.is_ended:
                 self._open.append(awaited)
+                if awaited.transfer_id:
+                    self._unread.add(awaited)
                 self._end_long_poll()
             return not self.is_ended
 
@@ -147,8 +150,10 @@ class _InstancePoller:
                 self._open.remove(awaited)
                 was_late = awaited.value is not None and awaited.value.cause is Cause.DEADLINE
                 self._is_late |= was_late and not awaited.transfer_id
-            if awaited.transfer_id:
-                self._read.append(awaited.transfer_id)
+            self._unread.discard(awaited)
+            name = awaited.transfer_id
+            if name and all(each.transfer_id != name for each in self._unread):
+                self._read.append(name)
             self._end_long_poll()
 
     def _end_long_poll(self) -> None:
@@ -201,7 +206,7 @@ class _InstancePoller:
                 self._is_idle = True
                 self._changed.wait_for(self._must_wake, _IDLE_SECONDS)
                 self._is_idle = False
-            self.is_ended |= not (self._open or self._read)
+            self.is_ended |= not (self._open or self._read or self._unread)
             return not self.is_ended
 
     def _ask_again_if_lost(self) -> None:
@@ -237,6 +242,8 @@ class _InstancePoller:
                 self._read = []
                 return
             self._connect()
+            for awaited in tuple(self._open):
+                awaited.by_rank.clear()  # another engine may have answered
         with self._changed:
             asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
             del self._read[:_MAX_ASKED]
@@ -245,12 +252,14 @@ class _InstancePoller:
         for each in asked:
             if not (each.transfer_id or each.is_cancelled):
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
+        for client in self._clients if read else ():
+            client.execute_command("DONE", self._reader, *read)
+        may_wait = True
         for rank, client in enumerate(self._clients):
-            if read:
-                client.execute_command("DONE", self._reader, *read)
-            wanted = [each for each in transfers if len(each.by_rank) == rank]
+            wanted = [each for each in transfers if rank not in each.by_rank]
             if wanted := [each for each in wanted if not each.is_cancelled]:
-                self._ask(client, wanted)
+                self._ask(rank, client, wanted, may_wait)
+                may_wait = False
         self._is_troubled = False
         with self._changed:  # round robin if there are more than fit into one command
             left = (each for each in self._open if not each.is_done)
@@ -287,9 +296,12 @@ class _InstancePoller:
             keys = held
         return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
 
-    def _ask(self, client: Client, wanted: list[Awaited]) -> None:
+    def _ask(self, rank: int, client: Client, wanted: list[Awaited], may_wait: bool) -> None:
+        """One long poll serves all ranks. The others are asked without a wait, so that all ranks
+        pin the chunks from the first question on."""
         names = [awaited.transfer_id for awaited in wanted]
-        with PendingCommand(client, "TRANSFER", _WAIT_MS, self._reader, *names) as pending:
+        wait_ms = _WAIT_MS if may_wait else 0
+        with PendingCommand(client, "TRANSFER", wait_ms, self._reader, *names) as pending:
             with self._changed:
                 self._asked = pending
                 if self._has_more:
@@ -306,10 +318,12 @@ class _InstancePoller:
         now = self._clock()
         for awaited, said in zip(wanted, answer, strict=True):
             if isinstance(said, bytes):
-                awaited.by_rank.append(_prefixes(said))
+                awaited.by_rank[rank] = _prefixes(said)
                 if len(awaited.by_rank) == len(self._clients):
-                    held = frozenset.intersection(*awaited.by_rank)
+                    held = frozenset.intersection(*awaited.by_rank.values())
                     awaited.settle(Offered(held, len(self._clients), self._engine_id))
+            elif not may_wait:
+                continue  # asked again once it is the first rank to lack an answer
             elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:

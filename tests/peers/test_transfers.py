@@ -231,11 +231,11 @@ def test_the_readers_kept_are_bounded(transfers: Transfers) -> None:
 
 
 class HeardTransfers(Transfers):
-    """Transfers that record which were asked for."""
+    """Transfers that record which were asked for, and which are no longer needed."""
 
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
-        self._heard, self._names = threading.Condition(), set[str]()
+        self._heard, self._names, self._done = threading.Condition(), set[str](), set[str]()
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
@@ -243,6 +243,17 @@ class HeardTransfers(Transfers):
             self._names.add(transfer_id)
             self._heard.notify_all()
         return found
+
+    def done(self, reader: bytes, transfer_id: str) -> None:
+        super().done(reader, transfer_id)
+        with self._heard:
+            self._done.add(transfer_id)
+            self._heard.notify_all()
+
+    def await_done(self, name: str) -> None:
+        """Waits until a reader no longer needs the transfer ``name``."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: name in self._done, 20.0)
 
     def await_reader(self, name: str) -> None:
         """Waits until a reader has asked for the transfer ``name``."""
@@ -335,6 +346,108 @@ def test_each_transfer_is_ended(
     assert chunks.await_leased(lambda count: count == 0)
 
 
+def test_the_last_of_an_instances_requests_ends_their_transfer(
+    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
+) -> None:
+    """As with ``n=2``: the second may have to load when the first has loaded."""
+    transfers, server = served
+    send(transfers, "t", (0, 2))
+    first, second = (watch.ask(at(server), "t", 60.0) for _ in range(2))
+    assert answer_of(first).holds(KEYS[2])
+    assert answer_of(second).holds(KEYS[2])
+    watch.done(first)
+    send(transfers, "later", ())
+    later = watch.ask(at(server), "later", 60.0)
+    assert answer_of(later).cause is None  # a DONE before it would have been heard by now
+    assert chunks.num_leased == 2
+    watch.done(later)
+    watch.done(second)
+    assert chunks.await_leased(lambda count: count == 0)
+
+
+def test_a_transfer_is_ended_however_long_its_load_took(
+    served: tuple[HeardTransfers, PeerServer],
+    watch: TransferWatch,
+    chunks: HeldChunks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads without work end, but not this one."""
+    monkeypatch.setattr(watch_module, "_IDLE_SECONDS", 0.01)
+    transfers, server = served
+    send(transfers, "t", (0, 2))
+    awaited = watch.ask(at(server), "t", 60.0)
+    assert answer_of(awaited).holds(KEYS[0])
+    time.sleep(0.2)
+    watch.done(awaited)
+    assert chunks.await_leased(lambda count: count == 0)
+    assert within(20.0, lambda: watch._pollers[at(server)].is_ended)
+
+
+@contextlib.contextmanager
+def two_ranks() -> Iterator[tuple[Address, list[HeldChunks], list[HeardTransfers]]]:
+    held = [HeldChunks(range(NUM_HELD)) for _ in range(2)]
+    transfers, port = [HeardTransfers(chunks) for chunks in held], free_ports(2)
+    with ExitStack() as stack:
+        for rank in range(2):
+            ranks: dict[str, Any] = {"ranks": [PARTS] * 2, "rank": rank, "port": port + rank}
+            stack.enter_context(serving(held[rank], transfers=transfers[rank], **ranks))
+        yield Address("127.0.0.1", port), held, transfers
+
+
+@pytest.mark.parametrize("waits_too", [True, False])
+def test_all_ranks_pin_chunks_from_the_first_question_on(
+    watch: TransferWatch, waits_too: bool
+) -> None:
+    """While the transfer is incomplete at the first rank: for a reader that comes back, and for one
+    that waits while another goes."""
+    with two_ranks() as (source, held, transfers), contextlib.ExitStack() as stack:
+        for each in transfers:
+            each.store_begins(7)
+            each.apply([TransferUpdate("t"), TransferUpdate("t", KEYS[:4])])
+        other = watch
+        if waits_too:
+            config = RedisTierConfig(url="redis://peers")
+            other = stack.enter_context(closing(TransferWatch(config, "other")))
+            back = other.ask(source, "t", 60.0)
+            transfers[0].await_reader("t")
+        gone = watch.ask(source, "t", 60.0)
+        for each in transfers:
+            each.await_reader("t")
+        watch.done(gone)
+        for each in transfers:
+            each.await_done("t")
+        if not waits_too:
+            assert [chunks.num_leased for chunks in held] == [0, 0]
+            back = watch.ask(source, "t", 60.0)
+        assert all(chunks.await_leased(lambda count: count == 4) for chunks in held)
+        for each in transfers:
+            each.apply([TransferUpdate("t", (), frozenset((7,)), "request")])
+            each.store_ended(7, ())
+        assert all(map(answer_of(back).holds, KEYS[:4]))
+        other.done(back)
+        assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
+
+
+def test_a_transfer_is_ended_on_all_ranks_beside_one_that_comes(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank hears of the end behind another rank's long poll."""
+    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
+    with two_ranks() as (source, held, transfers):
+        for each in transfers:
+            each.apply([TransferUpdate("never")])
+            send(each, "t", (0, 2))
+        read = watch.ask(source, "t", 60.0)
+        assert answer_of(read).cause is None
+        coming = watch.ask(source, "never", 60.0)
+        transfers[0].await_reader("never")
+        started = time.monotonic()
+        watch.done(read)
+        assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
+        assert time.monotonic() - started < 5.0
+        assert coming.value is None
+
+
 def test_a_transfer_is_ended_after_a_question_for_chunks(
     served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
@@ -412,7 +525,7 @@ def test_no_open_question_is_passed_over(
         watch.ask(source, name, 60.0)
     poller: Any = watch._pollers[source]
 
-    def ask(client: object, wanted: list[Awaited]) -> None:
+    def ask(rank: int, client: object, wanted: list[Awaited], may_wait: bool) -> None:
         asked.append("".join(each.transfer_id for each in wanted))
         for each in wanted[1:]:
             each.settle(Offered())
@@ -421,6 +534,23 @@ def test_no_open_question_is_passed_over(
     poller._work()
     poller._work()
     assert asked == ["abcd", "efgh"]
+
+
+def test_a_new_connection_asks_all_ranks_again(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine may listen there by then."""
+    monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
+    awaited, asked = watch.ask(source := Address("127.0.0.1", 9), "t", 60.0), list[int]()
+    poller: Any = watch._pollers[source]
+    poller._connect = lambda: poller._clients.extend((redis.Redis(), redis.Redis()))
+    poller._ask = lambda rank, client, wanted, may_wait: asked.append(rank)
+    poller._work()
+    awaited.by_rank[0] = frozenset(KEYS)
+    poller._work()
+    poller._disconnect()
+    poller._work()
+    assert asked == [0, 1, 1, 0, 1]
 
 
 def test_silent_sources_take_a_bounded_number_of_threads(
