@@ -134,7 +134,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--port", type=int, default=8000, help="port to serve on (8000)")
     parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
     parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
-    parser.add_argument("--words", type=int, default=3000, help="words of the prompt (3000)")
+    parser.add_argument("--words", type=int, default=1000, help="words of the prompt (1000)")
     parser.add_argument("--keep", action="store_true", help="keep serving afterwards")
     return parser.parse_known_args()
 

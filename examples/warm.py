@@ -24,7 +24,10 @@ from typing import Any
 
 _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
 # Dropped from a prompt's settings: they set the length or extras of an answer.
-_OF_THE_ANSWER = ("max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs", "echo")
+_OF_THE_ANSWER = (
+    *("max_completion_tokens", "min_tokens", "stream_options"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "echo"),
+)
 _FAILURES = (OSError, HTTPException, ValueError, LookupError, TypeError)
 
 

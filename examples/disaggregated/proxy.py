@@ -179,6 +179,8 @@ class Proxy:
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise _NotAnsweredError(repr(error)) from error
             async with answer:
+                if answer.status >= 500:
+                    raise _NotAnsweredError(f"status {answer.status}")
                 headers = {k: answer.headers[k] for k in _PASSED_ON if k in answer.headers}
                 is_stream = "event-stream" in headers.get("Content-Type", "")
                 if not is_stream:

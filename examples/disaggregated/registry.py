@@ -86,7 +86,7 @@ class Registry:
         if known is not None and known.engine_id == fields["engine_id"]:
             known.seen_at = self._clock()
             return
-        if len(self._instances) >= _MAX_INSTANCES:
+        if len(self.alive()) >= _MAX_INSTANCES:
             raise RegistrationError("there are too many instances")
         self._instances[place] = Instance(
             Role(fields["role"]),

@@ -1,8 +1,9 @@
 """One prefill and one decode instance behind the proxy, and a chat answer that came through both.
 
     python -m examples.disaggregated.run                 # a tiny model with random weights
-    python -m examples.disaggregated.run --model MODEL --keep
+    python -m examples.disaggregated.run --model MODEL --keep --max-model-len 8192
 
+Further options go to both instances, such as --gpu-memory-utilization 0.45 where they share a GPU.
 Every process listens on loopback, on ports that are free.
 """
 
@@ -30,20 +31,24 @@ from examples.tiny_model import build_tiny_model
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30
+_TINY = "--enforce-eager", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20)
 
 
 def main() -> None:
-    args = parse_args()
+    args, vllm_args = parse_args()
     console = Console()
     with tempfile.TemporaryDirectory(prefix="lmcache-connector-pd-") as name, ExitStack() as stack:
         folder = Path(name)
-        model = args.model or str(build_tiny_model(folder / "model"))
+        model = args.model
+        if model is None:
+            model, vllm_args = str(build_tiny_model(folder / "model")), [*_TINY, *vllm_args]
         secret = secrets.token_hex(16)
         proxy, prefill, decode = (free_port() for _ in range(3))
         environment = {**os.environ, "P2P_SECRET": secret}
         stack.enter_context(process(proxy_command(proxy), folder / "proxy.log", environment))
         for role, port in (("kv_producer", prefill), ("kv_consumer", decode)):
             command = instance_command(model, role, port, f"http://127.0.0.1:{proxy}")
+            command += vllm_args
             stack.enter_context(process(command, folder / f"{role}.log", environment))
         console.print("Starting a prefill and a decode instance ...")
         wait_for_both(proxy, folder)
@@ -84,8 +89,6 @@ def instance_command(model: str, role: str, port: int, router: str) -> list[str]
     return [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)),
-        *("--enforce-eager", "--max-model-len", "4096"),
-        *("--kv-cache-memory-bytes", str(256 << 20)),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
 
@@ -152,14 +155,14 @@ def free_port() -> int:
         return port
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="name or folder of a model (a tiny one is built)")
     parser.add_argument("--words", type=int, default=1500, help="words of the prompt (1500)")
     parser.add_argument("--keep", action="store_true", help="keep serving afterwards")
-    return parser.parse_args()
+    return parser.parse_known_args()
 
 
 if __name__ == "__main__":

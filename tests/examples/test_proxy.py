@@ -19,12 +19,15 @@ from tests.support.redis.servers import free_port
 class FakeApi:
     """Answers as a vLLM instance, and records its requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body, headers = await request.json(), request.headers
         self.asked.append((headers["X-Request-Id"], headers.get("X-data-parallel-rank"), body))
+        if self.status != 200:
+            return web.json_response({}, status=self.status)
         if not body.get("stream"):
             params = {"remote_host": "h"} if body.get("kv_transfer_params") else None
             return web.json_response({"text": "one", "kv_transfer_params": params})
@@ -99,6 +102,14 @@ def test_a_client_names_no_peer() -> None:
     asyncio.run(asyncio.wait_for(ask_through_proxy(False, {"kv_consumer": alone}), 60))
     assert "kv_transfer_params" not in alone.asked[0][2]
     assert "evil" not in str(alone.asked)
+
+
+def test_another_instance_answers_for_one_that_fails() -> None:
+    failing, well = FakeApi(503), FakeApi()
+    instances = {"kv_consumer": failing, "kv_both": well}
+    answer = asyncio.run(asyncio.wait_for(ask_through_proxy(False, instances), 60))
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert failing.asked
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])

@@ -64,3 +64,15 @@ def test_each_line_is_one_request(url: str, tmp_path: Path) -> None:
     assert done.stdout == "20 prompt tokens, of which the connector loaded 8; 0 failed\n"
     assert {body["prompt"] for _, body in Api.asked} == {"one", "two"}
     assert all(body["max_tokens"] == 1 and body["model"] == "first" for _, body in Api.asked)
+
+
+def test_what_sets_the_answer_is_left_out(url: str, tmp_path: Path) -> None:
+    """vLLM refuses some of it in a request for one token that is not streamed."""
+    answers = {"stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
+    prompt = {"messages": [], "cache_salt": "s", "stream": True, "max_completion_tokens": 9}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt | answers))
+    assert warm(tmp_path / "prompts.jsonl", url).returncode == 0
+    ((path, body),) = Api.asked
+    assert path == "/v1/chat/completions"
+    fixed = {"model": "first", "temperature": 0, "max_tokens": 1, "stream": False, "n": 1}
+    assert body == {"messages": [], "cache_salt": "s"} | fixed
