@@ -17,8 +17,8 @@ from benchmarks.harness.redis_tier import (
     lookup_seconds,
     open_lookup,
     open_tier,
-    put_all,
     read_all,
+    write_all,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent, RankReport
@@ -118,10 +118,9 @@ def _keys(number: int) -> list[bytes]:
 
 
 def _store(url: str, keys: list[bytes]) -> None:
-    """Returns once all chunks are in Redis, whichever instance wrote them."""
     chunks = [memoryview(bytearray(key * (SMALL.chunk_bytes // len(key)))) for key in keys]
     with open_tier(url, SMALL) as tier:
-        put_all(tier, keys, chunks)
+        write_all(tier, keys, chunks)
 
 
 def _used_memory(server: Server) -> int:

@@ -34,8 +34,8 @@ def open_lookup(url: str, geometry: ChunkGeometry) -> Iterator[RedisLookup]:
         lookup.close()
 
 
-def put_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> bool:
-    """Wait until every write has ended. Returns whether all chunks are known to be in Redis."""
+def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> None:
+    """Returns once all chunks are in Redis, whichever instance wrote them."""
     left = threading.Semaphore(0)
     stored: list[bool] = []
 
@@ -47,11 +47,7 @@ def put_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]
         tier.put(key, chunk, on_done, order)
     if not all(left.acquire(timeout=_SECONDS) for _ in keys):
         raise RuntimeError("a write does not end")
-    return all(stored)
-
-
-def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> None:
-    if not put_all(tier, keys, chunks):
+    if not all(stored):
         raise RuntimeError(f"writes failed: {tier.stats()}")
 
 

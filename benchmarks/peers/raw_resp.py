@@ -7,8 +7,8 @@ final place and sent from its own memory, pipelined.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lmcache_connector.storage.redis.client.resp import bulk_line, command, set_command
@@ -59,14 +59,15 @@ def _share_out(
     settings: RawSettings,
     work: Callable[[socket.socket, Sequence[RawValue], int], None],
 ) -> None:
-    threads = []
-    for i in range(settings.connections):
-        arguments = (connect(address), values[i :: settings.connections], settings.window)
-        threads.append(threading.Thread(target=work, args=arguments))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    number = settings.connections
+    sockets = [connect(address) for _ in range(number)]
+    with ThreadPoolExecutor(number) as pool:
+        shares = [
+            pool.submit(work, sock, values[i::number], settings.window)
+            for i, sock in enumerate(sockets)
+        ]
+    for share in shares:
+        share.result()
 
 
 def _get(sock: socket.socket, values: Sequence[RawValue], window: int) -> None:
