@@ -235,12 +235,13 @@ class HeardTransfers(Transfers):
 
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
-        self._heard, self._names, self._done = threading.Condition(), set[str](), set[str]()
+        self._heard = threading.Condition()
+        self._names, self._done = set[tuple[bytes, str]](), set[str]()
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
         with self._heard:
-            self._names.add(transfer_id)
+            self._names.add((reader, transfer_id))
             self._heard.notify_all()
         return found
 
@@ -255,10 +256,10 @@ class HeardTransfers(Transfers):
         with self._heard:
             assert self._heard.wait_for(lambda: name in self._done, 20.0)
 
-    def await_reader(self, name: str) -> None:
-        """Waits until a reader has asked for the transfer ``name``."""
+    def await_reader(self, name: str, reader: bytes = b"reader") -> None:
+        """Waits until the reader has asked for the transfer ``name``."""
         with self._heard:
-            assert self._heard.wait_for(lambda: name in self._names, 20.0)
+            assert self._heard.wait_for(lambda: (reader, name) in self._names, 20.0)
 
 
 @pytest.fixture
@@ -409,7 +410,7 @@ def test_all_ranks_pin_chunks_from_the_first_question_on(
             config = RedisTierConfig(url="redis://peers")
             other = stack.enter_context(closing(TransferWatch(config, "other")))
             back = other.ask(source, "t", 60.0)
-            transfers[0].await_reader("t")
+            transfers[0].await_reader("t", b"other")
         gone = watch.ask(source, "t", 60.0)
         for each in transfers:
             each.await_reader("t")
