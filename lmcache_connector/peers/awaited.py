@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
@@ -44,7 +45,16 @@ class Awaited(Task[Offered]):
     until: float
     asked_at: float
     keys: Sequence[bytes] = ()
-    by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)
+    known_by: set[int] = field(default_factory=set)  # ranks
+    by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)  # where it is complete
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    @property
+    def first_incomplete_rank(self) -> int:
+        return next(rank for rank in count() if rank not in self.by_rank)
+
+    def forget_answers(self) -> None:
+        self.known_by.clear()
+        self.by_rank.clear()

@@ -1,8 +1,9 @@
 """Asks the instances that requests name about KV transfers and chunks, off the scheduler's thread.
 
-Each instance has a thread, which ends when idle. It asks all ranks: a transfer is complete, and a
-chunk available, only if every rank says so. An instance that does not answer delays only the
-requests that name it, bounded by the connection time-outs.
+Each instance has a thread, which ends when idle, once no request needs a transfer of the instance
+any more. It asks all ranks: a transfer is complete, and a chunk available, only if every rank says
+so. An instance that does not answer delays only the requests that name it, bounded by the
+connection time-outs.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class TransferWatch:
             poller = self._pollers.get(source)
             if poller is not None and not poller.is_ended:
                 return poller
-            is_full = len(self._pollers) >= _MAX_POLLERS
-            for address, each in list(self._pollers.items()):
+            for address, each in sorted(self._pollers.items(), key=lambda item: item[1].num_unread):
+                is_full = len(self._pollers) >= _MAX_POLLERS
                 if each.end_if_idle() if is_full else each.is_ended:
                     del self._pollers[address]
             if self._is_closed or len(self._pollers) >= _MAX_POLLERS:
@@ -119,7 +120,7 @@ class _InstancePoller:
         self._clock = clock
         self._changed = threading.Condition()
         self._open: list[Awaited] = []
-        self._unread: set[Awaited] = set()  # requests that still need their transfer
+        self._unread: dict[str, set[Awaited]] = {}  # requests that still need a transfer, by its id
         self._read: list[str] = []  # transfers to end by DONE
         self._clients: list[Client] = []  # by rank
         self._asked: PendingCommand | None = None  # the command in flight
@@ -139,8 +140,9 @@ class _InstancePoller:
                 awaited.settle(Offered(cause=Cause.DEADLINE))
             elif not self.is_ended:
                 self._open.append(awaited)
-                if awaited.transfer_id:
-                    self._unread.add(awaited)
+                if name := awaited.transfer_id:
+                    self._unread.setdefault(name, set()).add(awaited)
+                    self._read = [each for each in self._read if each != name]
                 self._end_long_poll()
             return not self.is_ended
 
@@ -150,10 +152,12 @@ class _InstancePoller:
                 self._open.remove(awaited)
                 was_late = awaited.value is not None and awaited.value.cause is Cause.DEADLINE
                 self._is_late |= was_late and not awaited.transfer_id
-            self._unread.discard(awaited)
-            name = awaited.transfer_id
-            if name and all(each.transfer_id != name for each in self._unread):
-                self._read.append(name)
+            if name := awaited.transfer_id:
+                left = self._unread.pop(name, set()) - {awaited}
+                if left:
+                    self._unread[name] = left
+                else:
+                    self._read.append(name)
             self._end_long_poll()
 
     def _end_long_poll(self) -> None:
@@ -166,11 +170,16 @@ class _InstancePoller:
 
     def end_if_idle(self) -> bool:
         """End the thread if it has nothing to do, and say whether it has ended: another instance
-        needs one. A thread in a call to a silent instance goes on, even if no request waits."""
+        needs one. A thread in a call to a silent instance goes on, even if no request waits. The
+        end of a load that still goes on is not told then."""
         with self._changed:
             if self._is_idle and not (self._open or self._read):
                 self._end()
             return self.is_ended
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
 
     def close(self) -> None:
         with self._changed:
@@ -243,7 +252,7 @@ class _InstancePoller:
                 return
             self._connect()
             for awaited in tuple(self._open):
-                awaited.by_rank.clear()  # another engine may have answered
+                awaited.forget_answers()  # another engine may have given them
         with self._changed:
             asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
             del self._read[:_MAX_ASKED]
@@ -254,12 +263,12 @@ class _InstancePoller:
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for client in self._clients if read else ():
             client.execute_command("DONE", self._reader, *read)
-        may_wait = True
+        for rank, client in enumerate(self._clients[1:], 1):  # so that all ranks pin the chunks now
+            new = [each for each in transfers if rank not in each.known_by]
+            self._ask(rank, client, new, 0)
         for rank, client in enumerate(self._clients):
-            wanted = [each for each in transfers if rank not in each.by_rank]
-            if wanted := [each for each in wanted if not each.is_cancelled]:
-                self._ask(rank, client, wanted, may_wait)
-                may_wait = False
+            waiting = [each for each in transfers if each.first_incomplete_rank == rank]
+            self._ask(rank, client, waiting, _WAIT_MS)
         self._is_troubled = False
         with self._changed:  # round robin if there are more than fit into one command
             left = (each for each in self._open if not each.is_done)
@@ -296,11 +305,11 @@ class _InstancePoller:
             keys = held
         return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
 
-    def _ask(self, rank: int, client: Client, wanted: list[Awaited], may_wait: bool) -> None:
-        """One long poll serves all ranks. The others are asked without a wait, so that all ranks
-        pin the chunks from the first question on."""
-        names = [awaited.transfer_id for awaited in wanted]
-        wait_ms = _WAIT_MS if may_wait else 0
+    def _ask(self, rank: int, client: Client, asked: list[Awaited], wait_ms: int) -> None:
+        asked = [awaited for awaited in asked if not awaited.is_cancelled]
+        if not asked:
+            return
+        names = [awaited.transfer_id for awaited in asked]
         with PendingCommand(client, "TRANSFER", wait_ms, self._reader, *names) as pending:
             with self._changed:
                 self._asked = pending
@@ -313,17 +322,19 @@ class _InstancePoller:
                     self._asked, was_pinged, self._is_pinged = None, self._is_pinged, False
             if was_pinged:
                 pending.answer()
-        if not isinstance(answer, list) or len(answer) != len(wanted):
+        if not isinstance(answer, list) or len(answer) != len(asked):
             raise ValueError("a malformed answer")
         now = self._clock()
-        for awaited, said in zip(wanted, answer, strict=True):
+        for awaited, said in zip(asked, answer, strict=True):
+            if said is not None:
+                awaited.known_by.add(rank)
             if isinstance(said, bytes):
                 awaited.by_rank[rank] = _prefixes(said)
-                if len(awaited.by_rank) == len(self._clients):
-                    held = frozenset.intersection(*awaited.by_rank.values())
-                    awaited.settle(Offered(held, len(self._clients), self._engine_id))
-            elif not may_wait:
-                continue  # asked again once it is the first rank to lack an answer
+            if len(awaited.by_rank) == len(self._clients):
+                held = frozenset.intersection(*awaited.by_rank.values())
+                awaited.settle(Offered(held, len(self._clients), self._engine_id))
+            elif not wait_ms:
+                continue  # the first incomplete rank says how it goes on
             elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:

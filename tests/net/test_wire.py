@@ -15,6 +15,7 @@ import pytest
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
+from tests.support.clock import Clock
 from tests.support.redis.server_groups import Certificates, certificates
 
 IDLE_SECONDS = 0.05
@@ -118,7 +119,8 @@ def test_a_silent_peer_has_stalled(wire: tuple[Wire, socket.socket]) -> None:
 
 
 def test_a_deadline_too_tight_is_not_the_peers_fault(wire: tuple[Wire, socket.socket]) -> None:
-    error = fault_of(lambda: wire[0].receive([memoryview(bytearray(1))], soon(0.01)))
+    with closing(Wire(wire[1].dup(), time.monotonic, 60.0)) as near:
+        error = fault_of(lambda: near.receive([memoryview(bytearray(1))], soon(0.01)))
     assert (error.fault, error.is_peers_fault) == (WireFault.DEADLINE, False)
 
 
@@ -145,7 +147,7 @@ def pem() -> Iterator[Certificates]:
 
 
 class SlowPeer:
-    """Reads ``num_bytes`` in pieces, with a pause after each, then replies."""
+    """Reads ``num_bytes`` in pieces, then replies. Only its pauses pass on its ``clock``."""
 
     def __init__(self, num_bytes: int, piece: int, pem: Certificates | None = None) -> None:
         self._num_bytes, self._piece, self._pem = num_bytes, piece, pem
@@ -154,6 +156,7 @@ class SlowPeer:
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
         self._stopped = threading.Event()
+        self.clock = Clock(0.0)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -165,7 +168,7 @@ class SlowPeer:
         if self._pem is not None:
             context = ssl.create_default_context(cafile=str(self._pem.ca))
             sock = context.wrap_socket(sock, server_hostname="127.0.0.1")
-        return Wire(sock, time.monotonic, SLOW_SECONDS, IDLE_BYTES)
+        return Wire(sock, self.clock, SLOW_SECONDS, IDLE_BYTES)
 
     def close(self) -> None:
         self._stopped.set()
@@ -183,7 +186,8 @@ class SlowPeer:
             while left > 0 and not self._stopped.is_set():
                 for _ in range(max(1, self._piece >> 14)):
                     left -= len(sock.recv(min(left, self._piece, 1 << 14)))
-                self._stopped.wait(0.03)
+                self._stopped.wait(0.01)
+                self.clock.now += 0.03
             if left == 0:
                 sock.sendall(b"+OK\r\n")
                 self._stopped.wait(10.0)
@@ -195,9 +199,8 @@ def test_progress_within_one_large_value_counts(tls: bool, pem: Certificates) ->
     data = bytes(4 << 20)
     peer = SlowPeer(len(data), 1 << 16, pem if tls else None)
     with closing(peer), closing(peer.connect(SMALL_BUFFER)) as wire:
-        begun = time.monotonic()
         wire.send([data], FAR)
-        assert time.monotonic() - begun > 2 * SLOW_SECONDS
+        assert peer.clock.now > 2 * SLOW_SECONDS
         assert wire.receive_line(FAR) == b"+OK"
 
 
@@ -206,9 +209,9 @@ def test_a_reply_is_waited_for_until_its_command_has_arrived() -> None:
     data = bytes(3 << 20)
     with closing(SlowPeer(len(data), 1 << 16)) as peer, closing(peer.connect()) as wire:
         wire.send([data], FAR)
-        sent = time.monotonic()
+        sent = peer.clock.now
         assert wire.receive_line(FAR) == b"+OK"
-        assert time.monotonic() - sent > SLOW_SECONDS
+        assert peer.clock.now - sent > SLOW_SECONDS
 
 
 @pytest.mark.parametrize("tls", [False, True])

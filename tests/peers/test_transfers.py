@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -236,12 +237,12 @@ class HeardTransfers(Transfers):
     def __init__(self, chunks: HeldChunks) -> None:
         super().__init__(chunks, 16 * CHUNK_BYTES, 60.0)
         self._heard = threading.Condition()
-        self._names, self._done = set[tuple[bytes, str]](), set[str]()
+        self._names, self._done = Counter[tuple[bytes, str]](), set[str]()
 
     def state(self, reader: bytes, transfer_id: str) -> bytes | IncompleteTransfer:
         found = super().state(reader, transfer_id)
         with self._heard:
-            self._names.add((reader, transfer_id))
+            self._names[reader, transfer_id] += 1
             self._heard.notify_all()
         return found
 
@@ -256,10 +257,10 @@ class HeardTransfers(Transfers):
         with self._heard:
             assert self._heard.wait_for(lambda: name in self._done, 20.0)
 
-    def await_reader(self, name: str, reader: bytes = b"reader") -> None:
-        """Waits until the reader has asked for the transfer ``name``."""
+    def await_reader(self, name: str, reader: bytes = b"reader", times: int = 1) -> None:
+        """Waits until the reader has asked for the transfer ``name`` so many times."""
         with self._heard:
-            assert self._heard.wait_for(lambda: (reader, name) in self._names, 20.0)
+            assert self._heard.wait_for(lambda: self._names[reader, name] >= times, 20.0)
 
 
 @pytest.fixture
@@ -397,10 +398,11 @@ def two_ranks() -> Iterator[tuple[Address, list[HeldChunks], list[HeardTransfers
 
 @pytest.mark.parametrize("waits_too", [True, False])
 def test_all_ranks_pin_chunks_from_the_first_question_on(
-    watch: TransferWatch, waits_too: bool
+    watch: TransferWatch, waits_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the transfer is incomplete at the first rank: for a reader that comes back, and for one
     that waits while another goes."""
+    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
     with two_ranks() as (source, held, transfers), contextlib.ExitStack() as stack:
         for each in transfers:
             each.store_begins(7)
@@ -420,13 +422,54 @@ def test_all_ranks_pin_chunks_from_the_first_question_on(
         if not waits_too:
             assert [chunks.num_leased for chunks in held] == [0, 0]
             back = watch.ask(source, "t", 60.0)
-        assert all(chunks.await_leased(lambda count: count == 4) for chunks in held)
+        assert all(chunks.await_leased(lambda count: count == 4, 5.0) for chunks in held)
         for each in transfers:
             each.apply([TransferUpdate("t", (), frozenset((7,)), "request")])
             each.store_ended(7, ())
         assert all(map(answer_of(back).holds, KEYS[:4]))
         other.done(back)
         assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
+
+
+def test_an_answer_does_not_wait_for_another_transfer(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the last rank is complete, and offers what every rank has."""
+    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
+    with two_ranks() as (source, held, transfers):
+        del held[1].data[KEYS[0]]
+        for each in transfers:
+            each.apply([TransferUpdate("never"), TransferUpdate("t", (KEYS[0], KEYS[2]))])
+        coming = watch.ask(source, "never", 60.0)
+        transfers[0].await_reader("never")
+        awaited = watch.ask(source, "t", 60.0)
+        transfers[0].await_reader("t")
+        started = time.monotonic()
+        send(transfers[0], "t", ())
+        transfers[1].await_reader("t", times=2)
+        assert awaited.value is None
+        send(transfers[1], "t", ())
+        answer = answer_of(awaited)
+        assert [answer.holds(key) for key in KEYS[:3]] == [False, False, True]
+        assert time.monotonic() - started < 5.0
+        assert coming.value is None
+
+
+def test_the_first_incomplete_rank_says_that_a_transfer_is_unknown(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may learn of a transfer one after the other. Where another transfer comes makes no
+    difference."""
+    monkeypatch.setattr(watch_module, "_UNKNOWN_SECONDS", 0.0)
+    with two_ranks() as (source, _, transfers):
+        transfers[0].apply([TransferUpdate("t"), TransferUpdate("never")])
+        coming = [watch.ask(source, name, 60.0) for name in ("t", "never")]
+        transfers[1].await_reader("t")
+        transfers[0].await_reader("t")
+        assert coming[0].value is None
+        send(transfers[0], "t", ())
+        assert answer_of(coming[0]).cause is Cause.UNKNOWN
+        assert coming[1].value is None
 
 
 def test_a_transfer_is_ended_on_all_ranks_beside_one_that_comes(
@@ -515,6 +558,44 @@ def test_idle_pollers_make_room(watch: TransferWatch, chunks: HeldChunks) -> Non
     assert len(watch._pollers) <= watch_module._MAX_POLLERS
 
 
+def test_loads_in_progress_make_room_last(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ends could not be told."""
+    monkeypatch.setattr(watch_module, "_MAX_POLLERS", 2)
+    with ExitStack() as stack:
+        held = [HeldChunks(range(NUM_HELD)) for _ in range(3)]
+        sources = list[Address]()
+        for chunks in held:
+            transfers = HeardTransfers(chunks)
+            send(transfers, "t", (0, 2))
+            sources.append(at(stack.enter_context(serving(chunks, transfers=transfers))))
+        loads, read = (watch.ask(source, "t", 60.0) for source in sources[:2])
+        assert answer_of(loads).cause is answer_of(read).cause is None
+        watch.done(read)
+        pollers: Any = [watch._pollers[source] for source in sources[:2]]
+        assert held[1].await_leased(lambda count: count == 0)
+        assert within(20.0, lambda: all(poller._is_idle for poller in pollers))
+        last = watch.ask(sources[2], "t", 60.0)
+        assert answer_of(last).cause is None
+        watch.done(loads)
+        watch.done(last)
+        assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
+
+
+def test_who_asks_again_takes_the_end_back(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told later, it would end what the second request needs."""
+    monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
+    source = Address("127.0.0.1", 9)
+    watch.done(watch.ask(source, "t", 60.0))
+    poller: Any = watch._pollers[source]
+    assert poller._read == ["t"]
+    watch.ask(source, "t", 60.0)
+    assert poller._read == []
+
+
 def test_no_open_question_is_passed_over(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,9 +607,9 @@ def test_no_open_question_is_passed_over(
         watch.ask(source, name, 60.0)
     poller: Any = watch._pollers[source]
 
-    def ask(rank: int, client: object, wanted: list[Awaited], may_wait: bool) -> None:
-        asked.append("".join(each.transfer_id for each in wanted))
-        for each in wanted[1:]:
+    def ask(rank: int, client: object, names: list[Awaited], wait_ms: int) -> None:
+        asked.append("".join(each.transfer_id for each in names))
+        for each in names[1:]:
             each.settle(Offered())
 
     poller._clients, poller._ask = [None], ask
@@ -542,16 +623,22 @@ def test_a_new_connection_asks_all_ranks_again(
 ) -> None:
     """Another engine may listen there by then."""
     monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
-    awaited, asked = watch.ask(source := Address("127.0.0.1", 9), "t", 60.0), list[int]()
+    awaited = watch.ask(source := Address("127.0.0.1", 9), "t", 60.0)
+    asked = list[tuple[int, bool]]()
     poller: Any = watch._pollers[source]
     poller._connect = lambda: poller._clients.extend((redis.Redis(), redis.Redis()))
-    poller._ask = lambda rank, client, wanted, may_wait: asked.append(rank)
+    poller._ask = lambda rank, client, names, wait_ms: asked.extend(
+        [(rank, wait_ms > 0)] * len(names)
+    )
     poller._work()
+    assert asked == [(1, False), (0, True)]
     awaited.by_rank[0] = frozenset(KEYS)
+    awaited.known_by |= {0, 1}
     poller._work()
+    assert asked[2:] == [(1, True)]
     poller._disconnect()
     poller._work()
-    assert asked == [0, 1, 1, 0, 1]
+    assert asked[3:] == asked[:2]
 
 
 def test_silent_sources_take_a_bounded_number_of_threads(

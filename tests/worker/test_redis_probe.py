@@ -37,7 +37,7 @@ def test_a_probe_reads_values_as_they_are_written(valkey: Server, codec: str, mo
         stored = sum(client.strlen(name) for name in client.keys("lmc:*-*"))
     assert (most - 0.2) * measured.num_bytes < stored < most * measured.num_bytes
     probe.close(1.0)
-    assert tier.close(2.0)
+    assert tier.close(10.0)
 
 
 class _SilentTier:

@@ -64,7 +64,7 @@ def open_tier(
     try:
         yield tier
     finally:
-        assert tier.close(2.0)
+        assert tier.close(10.0)
 
 
 class Ends:

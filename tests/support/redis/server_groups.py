@@ -190,7 +190,10 @@ def running_sentinels(binary: str, num_sentinels: int = 3) -> Iterator[Watched]:
 
 
 def _sees_all(client: redis.Redis, num_sentinels: int) -> bool:
-    state = client.execute_command("SENTINEL MASTER", MASTER)
+    try:
+        state = client.execute_command("SENTINEL MASTER", MASTER)
+    except redis.TimeoutError:
+        return False  # starved
     fields = dict(zip(state[::2], state[1::2], strict=True)) if isinstance(state, list) else state
     named = {k.decode() if isinstance(k, bytes) else k: v for k, v in fields.items()}
     others, replicas = named["num-other-sentinels"], named["num-slaves"]
