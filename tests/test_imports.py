@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, int], ...] = (
     {"connector": 590, "stepwise": 1337},
     {"integrations": 325, "scheduler": 3279, "worker": 3373},
     {"lookup": 767, "vllm_compat": 2543},
-    {"config": 830, "copy_kv_blocks": 1103, "peers": 2825},
+    {"config": 830, "copy_kv_blocks": 1103, "peers": 2835},
     {
         "audit": 340,
         "cost_model": 1200,

@@ -1,9 +1,9 @@
 """Asks the instances that requests name about KV transfers and chunks, off the scheduler's thread.
 
-Each instance has a thread, which ends when idle, once no request needs a transfer of the instance
-any more. It asks all ranks: a transfer is complete, and a chunk available, only if every rank says
-so. An instance that does not answer delays only the requests that name it, bounded by the
-connection time-outs.
+Each instance has a thread, which ends when it is idle and no request needs a transfer of the
+instance any more, or when another instance needs the thread. It asks all ranks: a transfer is
+complete, and a chunk available, only if every rank says so. An instance that does not answer delays
+only the requests that name it, bounded by the connection time-outs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_ANSWER_BYTES = 8 << 20
 # An instance that does not know a transfer yet may learn of it a moment later.
 _UNKNOWN_SECONDS = 1.0
 # Long poll. `_InstancePoller._end_long_poll` cuts it short when there is another command to send.
-_WAIT_MS = 250
+_MAX_WAIT_MS = 250
 _PING = command(b"PING")
 _IDLE_SECONDS = 30.0
 
@@ -118,6 +118,7 @@ class _InstancePoller:
         self._dialer = dialer
         self._reader = reader
         self._clock = clock
+        self._wait_ms = min(_MAX_WAIT_MS, int(500 * config.read_timeout_seconds))
         self._changed = threading.Condition()
         self._open: list[Awaited] = []
         self._unread: dict[str, set[Awaited]] = {}  # requests that still need a transfer, by its id
@@ -129,7 +130,7 @@ class _InstancePoller:
         self._is_late = False  # a request gave up asking for chunks while this thread was busy
         self._is_idle = False  # the thread waits for work
         self._is_troubled = False  # logged
-        self._engine_id = ""  # of the connected instance
+        self._engine_id = ""  # of the last connected instance
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
 
@@ -200,10 +201,13 @@ class _InstancePoller:
 
     def _end(self) -> None:
         self.is_ended = True
-        for awaited in self._open:
+        for awaited in self._unsettled():
             awaited.settle(Offered(cause=Cause.LOST))
         self._open.clear()
         self._changed.notify()
+
+    def _unsettled(self) -> list[Awaited]:
+        return [each for each in self._open if not each.is_done]
 
     def _must_wake(self) -> bool:
         return bool(self._open or self._read or self.is_ended)
@@ -224,6 +228,8 @@ class _InstancePoller:
         try:
             self._work()
         except CONNECTION_ERRORS as error:
+            with self._changed:
+                self._open = self._unsettled()
             if not may_retry:
                 self._give_up(error)
             self._disconnect()
@@ -242,10 +248,10 @@ class _InstancePoller:
     def _disconnect(self) -> None:
         for client in self._clients:
             client.close()
-        self._clients, self._engine_id = [], ""
+        self._clients = []
 
     def _work(self) -> None:
-        """Ask each rank once. Raises one of ``CONNECTION_ERRORS``."""
+        """One round of questions. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
             if not self._open:
                 self._read = []
@@ -255,24 +261,24 @@ class _InstancePoller:
                 awaited.forget_answers()  # another engine may have given them
         with self._changed:
             asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
-            del self._read[:_MAX_ASKED]
-            self._has_more = bool(self._read)
+            self._has_more = len(self._read) > len(read)
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
             if not (each.transfer_id or each.is_cancelled):
                 each.settle(Offered(self._held(each.keys), len(self._clients), self._engine_id))
         for client in self._clients if read else ():
             client.execute_command("DONE", self._reader, *read)
+        with self._changed:
+            self._read = [name for name in self._read if name not in read]
         for rank, client in enumerate(self._clients[1:], 1):  # so that all ranks pin the chunks now
             new = [each for each in transfers if rank not in each.known_by]
             self._ask(rank, client, new, 0)
         for rank, client in enumerate(self._clients):
             waiting = [each for each in transfers if each.first_incomplete_rank == rank]
-            self._ask(rank, client, waiting, _WAIT_MS)
+            self._ask(rank, client, waiting, self._wait_ms)
         self._is_troubled = False
         with self._changed:  # round robin if there are more than fit into one command
-            left = (each for each in self._open if not each.is_done)
-            self._open = sorted(left, key=set(asked).__contains__)
+            self._open = sorted(self._unsettled(), key=set(asked).__contains__)
 
     def _connect(self) -> None:
         greeting = self._greet_next()

@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -32,6 +34,9 @@ KEYS = tuple(map(chunk_key, range(6)))
 NUM_HELD = 4
 CHUNK_BYTES = PARTS.of(KEYS[0]).chunk_bytes
 LEASE_SECONDS = 5.0
+PATIENT = RedisTierConfig(
+    url="redis://peers", connect_timeout_seconds=30.0, read_timeout_seconds=30.0
+)
 
 
 @pytest.fixture
@@ -252,6 +257,10 @@ class HeardTransfers(Transfers):
             self._done.add(transfer_id)
             self._heard.notify_all()
 
+    def times_asked(self, name: str) -> int:
+        with self._heard:
+            return self._names[b"reader", name]
+
     def await_done(self, name: str) -> None:
         """Waits until a reader no longer needs the transfer ``name``."""
         with self._heard:
@@ -272,9 +281,13 @@ def served(chunks: HeldChunks) -> Iterator[tuple[HeardTransfers, PeerServer]]:
 
 @pytest.fixture
 def watch() -> Iterator[TransferWatch]:
-    config = RedisTierConfig(
-        url="redis://peers", connect_timeout_seconds=1.0, read_timeout_seconds=1.0
-    )
+    with closing(TransferWatch(PATIENT, "reader")) as found:
+        yield found
+
+
+@pytest.fixture
+def impatient() -> Iterator[TransferWatch]:
+    config = replace(PATIENT, connect_timeout_seconds=1.0, read_timeout_seconds=1.0)
     with closing(TransferWatch(config, "reader")) as found:
         yield found
 
@@ -312,7 +325,7 @@ def test_a_reader_does_not_wait_behind_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither its question nor its ``DONE`` waits until the other is answered."""
-    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
     transfers, server = served
     transfers.apply([TransferUpdate("never")])
     coming = watch.ask(at(server), "never", 60.0)
@@ -386,12 +399,12 @@ def test_a_transfer_is_ended_however_long_its_load_took(
 
 
 @contextlib.contextmanager
-def two_ranks() -> Iterator[tuple[Address, list[HeldChunks], list[HeardTransfers]]]:
-    held = [HeldChunks(range(NUM_HELD)) for _ in range(2)]
-    transfers, port = [HeardTransfers(chunks) for chunks in held], free_ports(2)
+def three_ranks() -> Iterator[tuple[Address, list[HeldChunks], list[HeardTransfers]]]:
+    held = [HeldChunks(range(NUM_HELD)) for _ in range(3)]
+    transfers, port = [HeardTransfers(chunks) for chunks in held], free_ports(3)
     with ExitStack() as stack:
-        for rank in range(2):
-            ranks: dict[str, Any] = {"ranks": [PARTS] * 2, "rank": rank, "port": port + rank}
+        for rank in range(3):
+            ranks: dict[str, Any] = {"ranks": [PARTS] * 3, "rank": rank, "port": port + rank}
             stack.enter_context(serving(held[rank], transfers=transfers[rank], **ranks))
         yield Address("127.0.0.1", port), held, transfers
 
@@ -402,15 +415,14 @@ def test_all_ranks_pin_chunks_from_the_first_question_on(
 ) -> None:
     """While the transfer is incomplete at the first rank: for a reader that comes back, and for one
     that waits while another goes."""
-    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
-    with two_ranks() as (source, held, transfers), contextlib.ExitStack() as stack:
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
+    with three_ranks() as (source, held, transfers), contextlib.ExitStack() as stack:
         for each in transfers:
             each.store_begins(7)
             each.apply([TransferUpdate("t"), TransferUpdate("t", KEYS[:4])])
         other = watch
         if waits_too:
-            config = RedisTierConfig(url="redis://peers")
-            other = stack.enter_context(closing(TransferWatch(config, "other")))
+            other = stack.enter_context(closing(TransferWatch(PATIENT, "other")))
             back = other.ask(source, "t", 60.0)
             transfers[0].await_reader("t", b"other")
         gone = watch.ask(source, "t", 60.0)
@@ -420,7 +432,7 @@ def test_all_ranks_pin_chunks_from_the_first_question_on(
         for each in transfers:
             each.await_done("t")
         if not waits_too:
-            assert [chunks.num_leased for chunks in held] == [0, 0]
+            assert not any(chunks.num_leased for chunks in held)
             back = watch.ask(source, "t", 60.0)
         assert all(chunks.await_leased(lambda count: count == 4, 5.0) for chunks in held)
         for each in transfers:
@@ -431,12 +443,13 @@ def test_all_ranks_pin_chunks_from_the_first_question_on(
         assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
 
 
-def test_an_answer_does_not_wait_for_another_transfer(
+def test_a_complete_transfer_does_not_wait_for_one_that_comes(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes when the last rank is complete, and offers what every rank has."""
-    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
-    with two_ranks() as (source, held, transfers):
+    """One is incomplete at the first rank, the other at one rank after the other. What every rank
+    has is offered."""
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
+    with three_ranks() as (source, held, transfers):
         del held[1].data[KEYS[0]]
         for each in transfers:
             each.apply([TransferUpdate("never"), TransferUpdate("t", (KEYS[0], KEYS[2]))])
@@ -445,39 +458,99 @@ def test_an_answer_does_not_wait_for_another_transfer(
         awaited = watch.ask(source, "t", 60.0)
         transfers[0].await_reader("t")
         started = time.monotonic()
-        send(transfers[0], "t", ())
-        transfers[1].await_reader("t", times=2)
+        for rank in (0, 1):
+            send(transfers[rank], "t", ())
+            transfers[rank + 1].await_reader("t", times=2)
+        time.sleep(0.1)
         assert awaited.value is None
-        send(transfers[1], "t", ())
+        assert transfers[2].times_asked("t") < 5, "no long poll"
+        send(transfers[2], "t", ())
         answer = answer_of(awaited)
         assert [answer.holds(key) for key in KEYS[:3]] == [False, False, True]
         assert time.monotonic() - started < 5.0
         assert coming.value is None
 
 
+def test_later_ranks_are_asked_until_they_know_a_transfer(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may learn of it one after the other, and the first one says that it is unknown."""
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 1)
+    monkeypatch.setattr(watch_module, "_UNKNOWN_SECONDS", 0.0)
+    with three_ranks() as (source, _, transfers):
+        for each in transfers[:2]:
+            each.apply([TransferUpdate("t")])
+        awaited = watch.ask(source, "t", 60.0)
+        transfers[2].await_reader("t", times=2)
+        transfers[2].apply([TransferUpdate("t")])
+        transfers[0].await_reader("t", times=transfers[0].times_asked("t") + 3)
+        times = transfers[2].times_asked("t")
+        transfers[0].await_reader("t", times=transfers[0].times_asked("t") + 20)
+        assert (transfers[1].times_asked("t"), transfers[2].times_asked("t")) == (1, times)
+        assert awaited.value is None
+
+
 def test_the_first_incomplete_rank_says_that_a_transfer_is_unknown(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks may learn of a transfer one after the other. Where another transfer comes makes no
-    difference."""
+    """Even beside another one that comes."""
     monkeypatch.setattr(watch_module, "_UNKNOWN_SECONDS", 0.0)
-    with two_ranks() as (source, _, transfers):
+    with three_ranks() as (source, _, transfers):
         transfers[0].apply([TransferUpdate("t"), TransferUpdate("never")])
-        coming = [watch.ask(source, name, 60.0) for name in ("t", "never")]
+        awaited, coming = (watch.ask(source, name, 60.0) for name in ("t", "never"))
         transfers[1].await_reader("t")
         transfers[0].await_reader("t")
-        assert coming[0].value is None
+        assert awaited.value is None
         send(transfers[0], "t", ())
-        assert answer_of(coming[0]).cause is Cause.UNKNOWN
-        assert coming[1].value is None
+        assert answer_of(awaited).cause is Cause.UNKNOWN
+        assert coming.value is None
+
+
+def test_a_connection_that_is_lost_takes_no_answer_and_no_end_with_it(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
+    source = Address("127.0.0.1", 9)
+    given, lost, read = (watch.ask(source, name, 60.0) for name in ("given", "lost", "read"))
+    watch.done(read)
+    poller: Any = watch._pollers[source]
+    gone, new = Mock(), Mock()
+    gone.execute_command.side_effect = redis.ConnectionError
+
+    def ask(rank: int, client: object, names: list[Awaited], wait_ms: int) -> None:
+        given.settle(Offered())
+        raise redis.ConnectionError
+
+    poller._clients, poller._engine_id, poller._ask = [gone], "engine", ask
+    poller._connect = lambda: poller._clients.append(new)
+    poller._ask_again_if_lost()
+    new.execute_command.assert_called_once_with("DONE", "reader", "read")
+    assert answer_of(given).cause is None
+    assert answer_of(lost).cause is Cause.LOST
+
+
+def test_no_poll_outlasts_the_read_timeout(
+    chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
+    transfers = HeardTransfers(chunks)
+    transfers.apply([TransferUpdate("t")])
+    config = replace(PATIENT, read_timeout_seconds=2.0)
+    with (
+        serving(chunks, transfers=transfers) as server,
+        closing(TransferWatch(config, "reader")) as watch,
+    ):
+        awaited = watch.ask(at(server), "t", 60.0)
+        transfers.await_reader("t", times=3)
+        assert awaited.value is None
 
 
 def test_a_transfer_is_ended_on_all_ranks_beside_one_that_comes(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank hears of the end behind another rank's long poll."""
-    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
-    with two_ranks() as (source, held, transfers):
+    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
+    with three_ranks() as (source, held, transfers):
         for each in transfers:
             each.apply([TransferUpdate("never")])
             send(each, "t", (0, 2))
@@ -642,7 +715,7 @@ def test_a_new_connection_asks_all_ranks_again(
 
 
 def test_silent_sources_take_a_bounded_number_of_threads(
-    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+    impatient: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although no request waits for their answers any more."""
     monkeypatch.setattr(watch_module, "_MAX_POLLERS", most := 3)
@@ -650,24 +723,24 @@ def test_silent_sources_take_a_bounded_number_of_threads(
         silent = stack.enter_context(socket.create_server(("", 0)))
         for number in range(1, most + 2):
             source = Address(f"127.0.1.{number}", silent.getsockname()[1])
-            awaited = watch.ask(source, "", 60.0, KEYS)
+            awaited = impatient.ask(source, "", 60.0, KEYS)
             assert (awaited.value is None) == (number <= most)
             if awaited.value is None:
                 stack.enter_context(silent.accept()[0])
                 awaited.settle(Offered(cause=Cause.DEADLINE))
-            watch.done(awaited)
+            impatient.done(awaited)
 
 
-def test_a_silent_source_delays_one_request_at_a_time(watch: TransferWatch) -> None:
+def test_a_silent_source_delays_one_request_at_a_time(impatient: TransferWatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Address("127.0.0.1", silent.getsockname()[1])
-        first = watch.ask(source, "", 60.0, KEYS)
+        first = impatient.ask(source, "", 60.0, KEYS)
         with silent.accept()[0]:
             first.settle(Offered(cause=Cause.DEADLINE))
-            watch.done(first)
-            assert answer_of(watch.ask(source, "", 60.0, KEYS), 0.0).cause is Cause.DEADLINE
-            assert watch.ask(source, "t", 60.0).value is None
-            assert within(20.0, lambda: watch.ask(source, "", 60.0, KEYS).value is None)
+            impatient.done(first)
+            assert answer_of(impatient.ask(source, "", 60.0, KEYS), 0.0).cause is Cause.DEADLINE
+            assert impatient.ask(source, "t", 60.0).value is None
+            assert within(20.0, lambda: impatient.ask(source, "", 60.0, KEYS).value is None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

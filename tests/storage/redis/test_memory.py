@@ -8,11 +8,21 @@ from functools import partial
 
 import pytest
 
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.clock import wait_until
-from tests.support.redis.chunks import GEOMETRY, chunk_data, get_all, open_tier, put_all
+from tests.support.clock import Clock, wait_until
+from tests.support.redis.chunks import (
+    GEOMETRY,
+    chunk_data,
+    chunk_key,
+    closing_in_time,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
 from tests.support.redis.servers import Server, running_server
 
 # A few MiB: an empty server takes one or two.
@@ -107,15 +117,24 @@ def test_a_chunk_found_in_redis_does_not_end_a_pause_of_writes(
 
 
 def test_a_chunk_found_in_redis_delays_no_write_after_a_pause(server: Server) -> None:
-    with open_tier(server.url, backoff_min_seconds=1.0, backoff_max_seconds=1.0) as tier:
+    clock, geometries = Clock(), PartGeometries((GEOMETRY,))
+    pauses = {"backoff_min_seconds": 60.0, "backoff_max_seconds": 60.0}
+    with closing_in_time(RedisTier(config(server.url, **pauses), geometries, clock=clock)) as tier:
         assert all(put_all(tier, [0]))
         with server.client() as client:
             client.config_set("maxmemory", 1)
             assert put_all(tier, [10]) == [False]
             client.config_set("maxmemory", 0)
-        wait_until(partial(is_there, tier, 0), "the server was never asked")
-        assert put_all(tier, [11]) == [True], "the next write waits for another back-off"
+        assert not has_room(tier)
+        clock.now += 60.0
+        assert is_there(tier, 0)
+        wait_until(partial(has_room, tier), "the next write waits for another back-off")
+        assert put_all(tier, [11]) == [True]
         assert not tier.stats().writes_paused
+
+
+def has_room(tier: RedisTier) -> bool:
+    return tier.has_room(chunk_key(11), 1 << 30)
 
 
 def test_a_demoted_master_pauses_writes_and_serves_reads(server: Server) -> None:

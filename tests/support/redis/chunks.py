@@ -61,6 +61,12 @@ def open_tier(
 ) -> Iterator[RedisTier]:
     """A tier with the settings of `config`; it must close in time."""
     tier = RedisTier(config(url, **changes), PartGeometries((geometry,)))
+    with closing_in_time(tier):
+        yield tier
+
+
+@contextmanager
+def closing_in_time(tier: RedisTier) -> Iterator[RedisTier]:
     try:
         yield tier
     finally:
