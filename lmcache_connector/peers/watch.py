@@ -118,7 +118,7 @@ class _InstancePoller:
         self._dialer = dialer
         self._reader = reader
         self._clock = clock
-        self._wait_ms = min(_MAX_WAIT_MS, int(500 * config.read_timeout_seconds))
+        self._wait_ms = max(1, min(_MAX_WAIT_MS, int(500 * config.read_timeout_seconds)))
         self._changed = threading.Condition()
         self._open: list[Awaited] = []
         self._unread: dict[str, set[Awaited]] = {}  # requests that still need a transfer, by its id
