@@ -40,6 +40,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "host"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A starved owner is no silent one."""
+    monkeypatch.setattr(mapped, "_ANSWER_SECONDS", 20.0)
+
+
 @pytest.fixture
 def chunks() -> HeldChunks:
     held = HeldChunks(range(6))
