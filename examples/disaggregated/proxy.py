@@ -235,7 +235,7 @@ def _headers(request: web.Request, name: str, instance: Instance) -> dict[str, s
 
 def _no_instance() -> web.Response:
     return web.json_response(
-        {"error": {"message": "no decode instance is registered, or none answers"}}, status=503
+        {"error": {"message": "no decode instance is registered, or all have failed"}}, status=503
     )
 
 

@@ -312,6 +312,8 @@ class _InstancePoller:
         return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
 
     def _ask(self, rank: int, client: Client, asked: list[Awaited], wait_ms: int) -> None:
+        """Ask about those not cancelled, and apply the answers. The rank may hold its reply for
+        ``wait_ms``."""
         asked = [awaited for awaited in asked if not awaited.is_cancelled]
         if not asked:
             return
@@ -339,8 +341,8 @@ class _InstancePoller:
             if len(awaited.by_rank) == len(self._clients):
                 held = frozenset.intersection(*awaited.by_rank.values())
                 awaited.settle(Offered(held, len(self._clients), self._engine_id))
-            elif not wait_ms:
-                continue  # the first incomplete rank says how it goes on
+            elif rank != awaited.first_incomplete_rank:
+                continue  # that one says how it goes on
             elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:
