@@ -23,6 +23,7 @@ from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.peers.transfers import Transfers
+from lmcache_connector.plans import TransferUpdate
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries, Stripe
 from lmcache_connector.storage.redis import connections
@@ -30,6 +31,8 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.value_readers import ReadResult
 from lmcache_connector.threads import Task, ValueT
 from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
+
+KEYS = tuple(map(chunk_key, range(6)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,15 @@ class HeldChunks:
     def num_leased(self) -> int:
         with self.lock:
             return sum(self.leases.values())
+
+
+def send_transfer(
+    transfers: Transfers, name: str, indices: Sequence[int], *job_ids: int, held: str = ""
+) -> None:
+    """Announce a transfer and its chunks. It is complete once the stores ``job_ids`` have ended."""
+    transfers.apply([TransferUpdate(name)])
+    transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
+    transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
 
 
 def bit_by_bit() -> socket.socket:
