@@ -254,7 +254,7 @@ class _InstancePoller:
         """One round of questions. Raises one of ``CONNECTION_ERRORS``."""
         if not self._clients:
             if not self._open:
-                self._read = []
+                self._read = []  # a dial for these alone would hold up requests that come meanwhile
                 return
             self._connect()
             for awaited in tuple(self._open):

@@ -170,17 +170,20 @@ class PendingCommand:
         self._pool = client.connection_pool
         self._connection = self._pool.get_connection()
         self._connection.send_command(*words)
+        # A duplicate: redis-py may drop and close a lost connection's socket during `add`.
+        self._socket: socket.socket = self._connection._sock.sock.dup()
 
     def __enter__(self) -> PendingCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._socket.close()
         self._pool.release(self._connection)
 
     def add(self, packed: bytes) -> bool:
         """Send another command. Thread-safe. False unless all of it was sent at once."""
         try:
-            sent: int = self._connection._sock.sock.send(packed, socket.MSG_DONTWAIT)
+            sent = self._socket.send(packed, socket.MSG_DONTWAIT)
         except OSError:
             return False
         return sent == len(packed)

@@ -20,8 +20,10 @@ from lmcache_connector.storage.redis.client.dial import (
     SMALL_BYTES,
     Client,
     Dialer,
+    PendingCommand,
     take_socket,
 )
+from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.client.url import parse_redis_url
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.topology import (
@@ -236,6 +238,15 @@ def test_a_connection_with_a_reply_too_many_is_replaced() -> None:
     twice = client_of(says(b"+OK\r\n+more\r\n"), url="redis://:password@{}")
     with twice as connect, pytest.raises(CONNECTION_ERRORS):
         connect()
+
+
+def test_a_command_is_added_while_the_connection_is_lost() -> None:
+    """redis-py has dropped the socket by then, on the thread that awaits the answer."""
+    answering = client_of(says(b"+OK\r\n"))
+    with answering as connect, connect() as client, PendingCommand(client, "WHAT") as pending:
+        assert pending.add(command(b"PING"))
+        pending._connection.disconnect()
+        assert not pending.add(command(b"PING"))
 
 
 def slots(*ranges: tuple[int, int, str, int]) -> list[object]:
