@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,27 +39,28 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
 
 
 _COMMON = ("requests", "hits from redis", "values checked", "handed over")
-# Not in any twenty worlds.
+# Not in any hundred worlds.
 _RARE = ("hits from memory", "loads inside steps", "pinned", "resets", "healed")
 
 
-def _run(
-    *how_long: str, folder: Path, seconds: float, jobs: int = 1, seen: tuple[str, ...] = _COMMON
-) -> None:
-    """Worlds that no run has seen, in which all of ``seen`` happened: else they prove little."""
+def _run(*how_long: str, folder: Path, seconds: float, jobs: int = 1) -> Counter[str]:
+    """How often what happened in worlds that no run has seen."""
     file = folder / "numbers.json"
     first = str(random.SystemRandom().randrange(10**9))
     arguments = ("--first", first, "--jobs", str(jobs), "--json", str(file))
     _simulate(*how_long, *arguments, seconds=seconds)
-    numbers: dict[str, int] = json.loads(file.read_text())
+    numbers: Counter[str] = Counter(json.loads(file.read_text()))
     assert numbers["seeds"] >= _SEEDS
-    for name in seen:
-        assert numbers.get(name), numbers
+    return numbers
 
 
 @pytest.mark.timeout(900)
 def test_all_promises_hold_in_twenty_worlds(tmp_path: Path) -> None:
-    _run("--seeds", str(_SEEDS), folder=tmp_path, seconds=600)
+    numbers: Counter[str] = Counter()
+    # Where a common thing did not happen the worlds prove little: in one of twenty runs.
+    while not all(numbers[name] for name in _COMMON) and numbers["seeds"] < 5 * _SEEDS:
+        numbers += _run("--seeds", str(_SEEDS), folder=tmp_path, seconds=600)
+    assert all(numbers[name] for name in _COMMON), numbers
 
 
 @pytest.mark.timeout(900)
@@ -78,5 +80,5 @@ def test_seeded_bugs_are_found() -> None:
 def test_all_promises_hold_for_an_hour(tmp_path: Path) -> None:
     seconds = float(os.environ.get("SIMULATION_SECONDS", "3600"))
     jobs = os.cpu_count() or 1
-    how_long = ("--seconds", str(seconds))
-    _run(*how_long, folder=tmp_path, seconds=seconds, jobs=jobs, seen=_COMMON + _RARE)
+    numbers = _run("--seconds", str(seconds), folder=tmp_path, seconds=seconds, jobs=jobs)
+    assert all(numbers[name] for name in _COMMON + _RARE), numbers
