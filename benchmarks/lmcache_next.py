@@ -251,7 +251,7 @@ def _measure(chunk_bytes: int, num_chunks: int, rounds: int) -> dict[str, Any]:
                         taken.setdefault(name, {}).setdefault(way, []).append(second)
     found: dict[str, Any] = {"chunk_kib": chunk_bytes >> 10}
     for name, by_way in taken.items():
-        found[name] = {f"{way}_ms": round(1e3 * median(each), 3) for way, each in by_way.items()}
+        found[name] = {f"{way}_ms": round(1e3 * median(each, 6), 3) for way, each in by_way.items()}
         if name != "today":
             for way, each in by_way.items():
                 ratio = median_ratio(each, taken["today"][way])

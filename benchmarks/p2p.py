@@ -202,7 +202,7 @@ class _Pair:
         missed |= (num_mapped > 0) != (self.way == "mapped")  # another way was used
         return _Round(
             equal=() != hit.served.block_digests == cold.served.block_digests,
-            hit_tokens=len(prompt) if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
+            hit_tokens=hit.served.cached_tokens,  # vLLM's own prefix cache is empty
             errors=int(failed) + missed,
             num_bytes=int(num_bytes),
             gbps=num_bytes / seconds / 1e9 if seconds else 0.0,
@@ -244,7 +244,9 @@ def _start(engines: Engines, way: str, *, has_hash_key: bool) -> _Pair:
         )
     for instance in instances:
         instance.call(_touch_cache)
-    return _Pair(way, instances[0], instances[1])
+    pair = _Pair(way, instances[0], instances[1])
+    pair.compute(random_prompt(0, 1000))  # compilation, page faults
+    return pair
 
 
 def _touch_cache(probe: EngineProbe) -> None:

@@ -2,7 +2,8 @@
 
 Chunks of a Llama-3-8B (32 layers, 8 KV heads of 128, bf16, 256 tokens: 32 MiB) with checksums, all
 in one run on one server on this machine. The plain socket and the tier take turns, so that a ratio
-compares neighbours in time; LMCache's follow. Every byte read is compared with the one written.
+compares neighbours in time; LMCache's follow (``resp://`` has no Unix sockets). Every byte read is
+compared with the one written.
 """
 
 from __future__ import annotations
@@ -208,10 +209,12 @@ class _RawSpeed:
 
 
 def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
-    """LMCache's ``redis://`` and ``resp://``; the latter has no Unix sockets."""
+    """LMCache's ``redis://``, and ``resp://`` over TCP alone."""
     watch = Stopwatch()
     port, mib = bench.server.port, bench.num_bytes >> 20
-    urls = {"lmcache_redis": bench.url, "lmcache_resp": f"resp://127.0.0.1:{port}"}
+    urls = {"lmcache_redis": bench.url}
+    if not bench.unix:
+        urls["lmcache_resp"] = f"resp://127.0.0.1:{port}"
     for name, url in progress.track(urls.items(), description="LMCache's own connectors"):
         module = "benchmarks.peers.lmcache_remote"
         done = subprocess.run(

@@ -50,6 +50,7 @@ TIE = 1.05
 _NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
 _AT_ONCE = 1000.0  # requests a second
 _PIECES_PER_REPLAY = 100_000
+_NUM_COLD = 6
 _MEASURES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "requests_per_s")
 
 
@@ -224,8 +225,11 @@ class _Contest:
         self._servers[name] = self._engines.serve(name, transfer, *options)
 
     def cold_capacity(self, workload: str) -> float:
-        """Requests a second of vLLM alone without hits, of six first prompts at once."""
-        fresh = [asks[0] for asks in (self._fresh(workload) for _ in range(6))]
+        """Requests a second of vLLM alone without hits: six prompts at once, from short to long."""
+        fresh = []
+        for i in range(_NUM_COLD):
+            asks = sorted(self._fresh(workload), key=lambda ask: ask.num_tokens)
+            fresh.append(asks[len(asks) * (2 * i + 1) // (2 * _NUM_COLD)])
         result = self._replay(self._servers[_NONE], fresh, _AT_ONCE)
         return float(result["request_throughput"])
 

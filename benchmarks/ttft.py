@@ -5,10 +5,11 @@ Engines of one model run side by side and serve prompts of the same lengths in t
 memory, and from a Valkey that another process has filled), and the connectors of
 :mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). The order changes from
 round to round. vLLM's own prefix cache is reset before each hit of a connector, and the CPU tier
-emptied before each Redis hit; ``weights`` measures a hit right after a reset. ``cached_tokens``,
-the least of the rounds, proves a hit. ``vllm_cold_same_process`` is our engine with its connector
-taken out for a moment: two processes differ by a few per cent whatever they run, so the cost of a
-cold prompt is measured in one process, and also against vLLM alone.
+emptied before each Redis hit; ``weights`` measures a hit right after a reset. ``cached_tokens``
+proves hits and misses: the least of the rounds, of a cold way the most. ``vllm_cold_same_process``
+is our engine with its connector taken out for a moment: two processes differ by a few per cent
+whatever they run, so the cost of a cold prompt is measured in one process, and also against vLLM
+alone.
 
 Ratios are medians of the rounds' ratios. Connectors that cannot run here are listed under
 ``unavailable``, with the reason.
@@ -72,8 +73,9 @@ class Case:
         """Add one round. ``served``: seconds and cached tokens of its requests."""
         seconds = statistics.median(taken for taken, _ in served)
         self.seconds.setdefault(way, []).append(seconds)
-        fewest = min(cached for _, cached in served)
-        self.cached[way] = min(fewest, self.cached.get(way, fewest))
+        worst = max if "cold" in way else min
+        found = [cached for _, cached in served]
+        self.cached[way] = worst(*found, self.cached.get(way, found[0]))
 
     def ratios(self, way: str, reference: str) -> list[float]:
         """Ratios of the rounds that have both."""

@@ -1,9 +1,10 @@
-"""``aiperf``: conversations of a published block trace, each turn sent once the last is answered.
+"""``aiperf``: conversations of a published block trace, in its order.
 
 A small machine cannot compute contexts of real length: blocks are made shorter, and requests that
 are still too long are left out. A short part of a trace seldom repeats a prefix: the conversations
-of several turns that begin first are taken, the first turns of each, in the trace's order. The
-trace's pauses are left out.
+of several turns that begin first are taken, the first turns of each. The trace's pauses are left
+out: the next request is sent when one of those at work is answered, so that turns of one
+conversation may overlap.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _hub(tokenizer: Path, hub: Path) -> Path:
 
 
 def _lines(asked: list[list[int]], block_tokens: int, output_tokens: int) -> str:
-    """In Mooncake's format, without timestamps: each turn follows the last answer."""
+    """In Mooncake's format, without timestamps: as many at once as the load says."""
     lines = [
         {
             "input_length": len(blocks) * block_tokens,
