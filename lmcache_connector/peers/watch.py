@@ -97,7 +97,10 @@ class TransferWatch:
                 return None
             seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
             dialer = Dialer(self._config.address, *seconds, self._clock)
-            poller = _InstancePoller(source, dialer, self._reader, self._config, self._clock)
+            try:
+                poller = _InstancePoller(source, dialer, self._reader, self._config, self._clock)
+            except RuntimeError:  # the system starts no more threads
+                return None
             self._pollers[source] = poller
             return poller
 
@@ -239,11 +242,11 @@ class _InstancePoller:
     def _give_up(self, error: Exception) -> None:
         with self._changed:
             lost, self._open, self._read = self._open, [], []
+        for awaited in lost:
+            awaited.settle(Offered(cause=Cause.LOST if self._engine_id else Cause.UNREACHABLE))
         if lost and not self._is_troubled:
             self._is_troubled, why = True, self._config.address.redact(error)
             logger.warning("%d requests cannot load KV from %s: %s", len(lost), self._source, why)
-        for awaited in lost:
-            awaited.settle(Offered(cause=Cause.LOST if self._engine_id else Cause.UNREACHABLE))
 
     def _disconnect(self) -> None:
         for client in self._clients:

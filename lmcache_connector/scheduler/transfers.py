@@ -61,6 +61,7 @@ class RequestTransfers:
 
     def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
+        self._received: dict[str, Request] = {}  # all in _awaited and _sources
         self._awaited: dict[str, Awaited] = {}
         self._sources: dict[str, Address] = {}  # to ask once the keys are known
         self.updates: list[TransferUpdate] = []
@@ -79,11 +80,13 @@ class RequestTransfers:
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
             self.updates.append(TransferUpdate(part.transfer_id))
-        elif isinstance(part, Receive) and not part.transfer_id and self.watch is not None:
-            self._sources[name] = part.source
         elif isinstance(part, Receive) and self.watch is not None:
-            seconds = self.config.transfer_deadline_seconds
-            self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
+            self._received[name] = request
+            if part.transfer_id:
+                seconds = self.config.transfer_deadline_seconds
+                self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
+            else:
+                self._sources[name] = part.source
 
     # -- prompts that come -----------------------------------------------------------------------
 
@@ -138,6 +141,7 @@ class RequestTransfers:
 
     def drop_source(self, request_id: str) -> None:
         """The request needs nothing more from another instance."""
+        self._received.pop(request_id, None)
         self._sources.pop(request_id, None)
         awaited = self._awaited.pop(request_id, None)
         if awaited is not None and self.watch is not None:
@@ -192,6 +196,9 @@ class RequestTransfers:
 
     def start_over(self) -> None:
         """A call has failed, maybe that of a request's end: end the transfers of ended requests."""
+        for request_id, request in list(self._received.items()):
+            if request.is_finished():
+                self.drop_source(request_id)
         for request_id, sent in list(self._sent.items()):
             if sent.request.is_finished():
                 del self._sent[request_id]

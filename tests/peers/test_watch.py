@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import TransferUpdate
+from lmcache_connector.storage.redis.client.url import RedisAddress
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.support.clock import within
 from tests.support.peers import KEYS, HeldChunks, send_transfer, serving
@@ -421,6 +423,8 @@ def test_the_log_has_one_short_line_of_a_source_that_makes_trouble(
                 sock.sendall(b"-ERR \x1b[2J\nWARNING forged" + b"A" * (1 << 17) + b"\r\n")
                 assert answer_of(awaited).cause is Cause.UNREACHABLE
             watch.done(awaited)
+        poller = watch._pollers[source]
+        assert within(10.0, lambda: poller._is_idle)  # it has told of the last one
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"1 requests cannot load KV from {source}: \\x1b[2J\\nWARNING forgedAA")
     assert len(told) < 512
@@ -534,6 +538,20 @@ def test_silent_sources_take_a_bounded_number_of_threads(
                 stack.enter_context(silent.accept()[0])
                 awaited.settle(Offered(cause=Cause.DEADLINE))
             impatient.done(awaited)
+
+
+def test_a_system_without_threads_and_descriptors_costs_hits_alone(
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be started, connected or told, for a while."""
+    source, why = Address("127.0.0.1", free_ports(1)), Mock(side_effect=OSError(errno.EMFILE))
+    monkeypatch.setattr(RedisAddress, "redact", why)  # it loads a codec
+    assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
+    assert within(10.0, lambda: watch._pollers[source].is_ended)
+    monkeypatch.setattr(watch_module, "start_thread", Mock(side_effect=RuntimeError))
+    assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.BUSY
+    monkeypatch.undo()
+    assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
 
 
 def test_a_silent_source_delays_one_request_at_a_time(impatient: TransferWatch) -> None:

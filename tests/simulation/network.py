@@ -326,9 +326,6 @@ class SimSocket:
         self._link.to_service(data[:room])
         return min(room, len(data))
 
-    def dup(self) -> _Duplicate:
-        return _Duplicate(self.send)
-
     def settimeout(self, timeout: float | None) -> None:
         self._timeout = timeout
 
@@ -386,16 +383,6 @@ class SimSocket:
         for waiter in waiters:
             self._network.kernel.wake(waiter)
         waiters.clear()
-
-
-@dataclass(frozen=True)
-class _Duplicate:
-    """What ``socket.dup`` returns, as far as it sends: its end leaves the original open."""
-
-    send: Callable[[Any, int], int]
-
-    def close(self) -> None:
-        """The original keeps the connection."""
 
 
 class _Poll:

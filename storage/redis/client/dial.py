@@ -170,27 +170,27 @@ class PendingCommand:
         self._pool = client.connection_pool
         self._connection = self._pool.get_connection()
         self._connection.send_command(*words)
-        # A duplicate: redis-py may drop and close a lost connection's socket during `add`.
-        self._socket: socket.socket = self._connection._sock.sock.dup()
 
     def __enter__(self) -> PendingCommand:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._connection.disconnect()
         self._pool.release(self._connection)
 
     def add(self, packed: bytes) -> bool:
         """Send another command. Thread-safe. False unless all of it was sent at once."""
         try:
-            sent = self._socket.send(packed, socket.MSG_DONTWAIT)
+            sent: int = self._connection._sock.sock.send(packed, socket.MSG_DONTWAIT)
         except OSError:
             return False
         return sent == len(packed)
 
     def answer(self) -> Any:
-        """The next reply; there is one per command."""
-        return self._connection.read_response()
+        """The next reply; there is one per command. A lost connection's socket stays open until
+        the end, for `add` on another thread."""
+        return self._connection.read_response(disconnect_on_error=False)
 
 
 class _BoundedSocket:
