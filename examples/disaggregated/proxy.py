@@ -104,8 +104,8 @@ class Proxy:
             name, params = await self._prefill(request, body, decode)
             try:
                 return await self._decode(request, body, decode, name, params)
-            except _NotAnsweredError as error:
-                logger.warning("Decode instance %s did not answer: %s", decode.http, error)
+            except _FailedError as error:
+                logger.warning("Decode instance %s failed: %s", decode.http, error)
                 self._registry.shun(decode)
                 tried |= {decode.http}
         return _no_instance()
@@ -177,10 +177,10 @@ class Proxy:
             try:
                 answer = await call
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise _NotAnsweredError(repr(error)) from error
+                raise _FailedError(repr(error)) from error
             async with answer:
                 if answer.status >= 500:
-                    raise _NotAnsweredError(f"status {answer.status}")
+                    raise _FailedError(f"status {answer.status}")
                 headers = {k: answer.headers[k] for k in _PASSED_ON if k in answer.headers}
                 is_stream = "event-stream" in headers.get("Content-Type", "")
                 if not is_stream:
@@ -193,7 +193,7 @@ class Proxy:
                 return response
 
 
-class _NotAnsweredError(Exception):
+class _FailedError(Exception):
     """Another instance may still answer the request."""
 
 
@@ -201,7 +201,7 @@ async def _whole(answer: aiohttp.ClientResponse, headers: dict[str, str]) -> web
     try:
         data = await answer.read()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise _NotAnsweredError(repr(error)) from error
+        raise _FailedError(repr(error)) from error
     return web.Response(body=data, status=answer.status, headers=headers)
 
 

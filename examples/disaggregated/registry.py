@@ -123,7 +123,7 @@ class Registry:
         return min(candidates, key=lambda i: (i.shunned_until > now, i.running), default=None)
 
     def shun(self, instance: Instance) -> None:
-        """The instance did not answer: prefer others for a while."""
+        """The instance failed: prefer others for a while."""
         instance.shunned_until = self._clock() + self._lifetime_seconds
 
 

@@ -38,7 +38,7 @@ class Offered:
 @dataclass(eq=False)
 class Awaited(Task[Offered]):
     """A transfer that a request waits for, until ``until`` on the clock. Without a ``transfer_id``:
-    whichever of the chunks ``keys`` the source has."""
+    whichever of the chunks ``keys`` the source has. ``by_rank``: the chunks of complete ranks."""
 
     source: Address
     transfer_id: str
@@ -46,7 +46,7 @@ class Awaited(Task[Offered]):
     asked_at: float
     keys: Sequence[bytes] = ()
     known_by: set[int] = field(default_factory=set)  # ranks
-    by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)  # where it is complete
+    by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -173,9 +173,9 @@ class _InstancePoller:
             self._is_pinged = self._asked.add(_PING)
 
     def end_if_idle(self) -> bool:
-        """End the thread if it has nothing to do, and say whether it has ended: another instance
-        needs one. A thread in a call to a silent instance goes on, even if no request waits. The
-        end of a load that still goes on is not told then."""
+        """Another instance needs a thread: end this one if it has nothing to do, and say whether it
+        has ended. It goes on in a call to a silent instance, even if no request waits. If a load is
+        in progress, nobody will tell the instance of its end."""
         with self._changed:
             if self._is_idle and not (self._open or self._read):
                 self._end()
@@ -315,9 +315,9 @@ class _InstancePoller:
         return frozenset(key[:KEY_PREFIX_BYTES] for key in keys)
 
     def _ask(self, rank: int, client: Client, asked: list[Awaited], wait_ms: int) -> None:
-        """Ask about those not cancelled, and apply the answers. The rank may hold its reply for
+        """Ask about those still open, and apply the answers. The rank may hold its reply for
         ``wait_ms``."""
-        asked = [awaited for awaited in asked if not awaited.is_cancelled]
+        asked = [awaited for awaited in asked if not (awaited.is_cancelled or awaited.is_done)]
         if not asked:
             return
         names = [awaited.transfer_id for awaited in asked]

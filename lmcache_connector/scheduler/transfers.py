@@ -61,7 +61,7 @@ class RequestTransfers:
 
     def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
-        self._received: dict[str, Request] = {}  # all in _awaited and _sources
+        self._received: dict[str, Request] = {}  # that may need something of another instance
         self._awaited: dict[str, Awaited] = {}
         self._sources: dict[str, Address] = {}  # to ask once the keys are known
         self.updates: list[TransferUpdate] = []

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import count
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import redis
@@ -95,7 +96,7 @@ def watch() -> Iterator[TransferWatch]:
 
 @pytest.fixture
 def impatient() -> Iterator[TransferWatch]:
-    config = replace(PATIENT, connect_timeout_seconds=1.0, read_timeout_seconds=1.0)
+    config = replace(PATIENT, connect_timeout_seconds=3.0, read_timeout_seconds=3.0)
     with closing(TransferWatch(config, "reader")) as found:
         yield found
 
@@ -114,9 +115,9 @@ def test_a_waiting_reader_is_told(
     served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
     transfers, server = served
-    awaited = watch.ask(at(server), "t", 10.0)
+    transfers.apply([TransferUpdate("t"), TransferUpdate("never")])
+    awaited = watch.ask(at(server), "t", 60.0)
     coming = watch.ask(at(server), "never", 0.5)
-    transfers.apply([TransferUpdate("never")])
     transfers.await_reader("t")
     send_transfer(transfers, "t", (0, 2))
     answer = answer_of(awaited)
@@ -172,19 +173,20 @@ def test_each_transfer_is_ended(
 def test_the_last_of_an_instances_requests_ends_their_transfer(
     served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
 ) -> None:
-    """As with ``n=2``: the second may have to load when the first has loaded."""
+    """As with ``n=3``: the last may have to load when the others have loaded."""
     transfers, server = served
     send_transfer(transfers, "t", (0, 2))
-    first, second = (watch.ask(at(server), "t", 60.0) for _ in range(2))
-    assert answer_of(first).holds(KEYS[2])
-    assert answer_of(second).holds(KEYS[2])
-    watch.done(first)
+    *others, last = (watch.ask(at(server), "t", 60.0) for _ in range(3))
+    for awaited in (*others, last):
+        assert answer_of(awaited).holds(KEYS[2])
+    for awaited in others:
+        watch.done(awaited)
     send_transfer(transfers, "later", ())
     later = watch.ask(at(server), "later", 60.0)
     assert answer_of(later).cause is None  # a DONE before it would have been heard by now
     assert chunks.num_leased == 2
     watch.done(later)
-    watch.done(second)
+    watch.done(last)
     assert chunks.await_leased(lambda count: count == 0)
 
 
@@ -336,20 +338,41 @@ def test_a_connection_that_is_lost_takes_no_answer_and_no_end_with_it(
     assert answer_of(lost).cause is Cause.LOST
 
 
-def test_no_poll_outlasts_the_read_timeout(
-    chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
+def poll_once(
+    watch: TransferWatch, num_complete: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Awaited, Mock]:
+    """A round for a transfer that the first ranks have, and the next does not know: the request,
+    and the questions asked."""
+    monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
+    pending = MagicMock()
+    pending.__enter__.return_value.answer.return_value = [None]
+    monkeypatch.setattr(watch_module, "PendingCommand", asked := Mock(return_value=pending))
+    source = Address("127.0.0.1", 9)
+    awaited = watch.ask(source, "t", 60.0)
+    awaited.by_rank |= {rank: frozenset() for rank in range(num_complete)}
+    poller: Any = watch._pollers[source]
+    poller._clients = [Mock() for _ in range(num_complete + 1)]
+    poller._work()
+    return awaited, asked
+
+
+@pytest.mark.parametrize(("read_seconds", "wait_ms"), [(30.0, 250), (0.2, 100), (0.001, 1)])
+def test_a_poll_ends_within_the_read_timeout(
+    read_seconds: float, wait_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_module, "_MAX_WAIT_MS", 10_000)
-    transfers = HeardTransfers(chunks)
-    transfers.apply([TransferUpdate("t")])
-    config = replace(PATIENT, read_timeout_seconds=2.0)
-    with (
-        serving(chunks, transfers=transfers) as server,
-        closing(TransferWatch(config, "reader")) as watch,
-    ):
-        awaited = watch.ask(at(server), "t", 60.0)
-        transfers.await_reader("t", times=3)
-        assert awaited.value is None
+    config = replace(PATIENT, read_timeout_seconds=read_seconds)
+    with closing(TransferWatch(config, "reader")) as watch:
+        _, asked = poll_once(watch, 0, monkeypatch)
+    assert asked.call_args.args[1:3] == ("TRANSFER", wait_ms)
+
+
+def test_a_question_that_is_settled_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question without a wait may settle it; a long poll after it would delay others."""
+    now = count(0, 10)
+    with closing(TransferWatch(PATIENT, "reader", lambda: next(now))) as watch:
+        awaited, asked = poll_once(watch, 1, monkeypatch)
+    assert answer_of(awaited).cause is Cause.UNKNOWN
+    assert [each.args[2] for each in asked.call_args_list] == [0]
 
 
 def test_a_transfer_is_ended_on_all_ranks_beside_one_that_comes(
@@ -370,24 +393,6 @@ def test_a_transfer_is_ended_on_all_ranks_beside_one_that_comes(
         assert all(chunks.await_leased(lambda count: count == 0) for chunks in held)
         assert time.monotonic() - started < 5.0
         assert coming.value is None
-
-
-def test_a_transfer_is_ended_after_a_question_for_chunks(
-    served: tuple[HeardTransfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
-) -> None:
-    """``done`` for the question does not end the thread, which must still end the transfer."""
-    transfers, server = served
-    send_transfer(transfers, "t", (0, 2))
-    awaited = watch.ask(at(server), "t", 60.0)
-    assert answer_of(awaited).holds(KEYS[0])
-    asked = watch.ask(at(server), "", 60.0, KEYS)
-    assert answer_of(asked).holds(KEYS[0])
-    poller = watch._pollers[at(server)]
-    assert within(10.0, lambda: poller._is_idle)
-    watch.done(asked)
-    assert not within(0.5, lambda: poller.is_ended)
-    watch.done(awaited)
-    assert chunks.await_leased(lambda count: count == 0)
 
 
 def test_unknown_ids(served: tuple[HeardTransfers, PeerServer], watch: TransferWatch) -> None:
@@ -425,7 +430,8 @@ def test_the_log_has_one_short_line_of_a_source_that_makes_trouble(
             watch.done(awaited)
         poller = watch._pollers[source]
         assert within(10.0, lambda: poller._is_idle)  # it has told of the last one
-    (told,) = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
+    (told,) = [each for each in messages if str(source) in each]  # not of an earlier test's thread
     assert told.startswith(f"1 requests cannot load KV from {source}: \\x1b[2J\\nWARNING forgedAA")
     assert len(told) < 512
 
@@ -524,7 +530,7 @@ def test_a_new_connection_asks_all_ranks_again(
 
 
 def test_silent_sources_take_a_bounded_number_of_threads(
-    impatient: TransferWatch, monkeypatch: pytest.MonkeyPatch
+    watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although no request waits for their answers any more."""
     monkeypatch.setattr(watch_module, "_MAX_POLLERS", most := 3)
@@ -532,18 +538,18 @@ def test_silent_sources_take_a_bounded_number_of_threads(
         silent = stack.enter_context(socket.create_server(("", 0)))
         for number in range(1, most + 2):
             source = Address(f"127.0.1.{number}", silent.getsockname()[1])
-            awaited = impatient.ask(source, "", 60.0, KEYS)
+            awaited = watch.ask(source, "", 60.0, KEYS)
             assert (awaited.value is None) == (number <= most)
             if awaited.value is None:
                 stack.enter_context(silent.accept()[0])
                 awaited.settle(Offered(cause=Cause.DEADLINE))
-            impatient.done(awaited)
+            watch.done(awaited)
 
 
 def test_a_system_without_threads_and_descriptors_costs_hits_alone(
     watch: TransferWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be started, connected or told, for a while."""
+    """For a while, the log's codec cannot be read, and no thread starts."""
     source, why = Address("127.0.0.1", free_ports(1)), Mock(side_effect=OSError(errno.EMFILE))
     monkeypatch.setattr(RedisAddress, "redact", why)  # it loads a codec
     assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE

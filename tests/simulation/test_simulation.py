@@ -1,4 +1,4 @@
-"""The promises, in simulated worlds: twenty of them in `make test`, an hour in `make soak`.
+"""The promises, in simulated worlds: twenty or more in `make test`, an hour in `make soak`.
 
 The worlds' seeds are others in each run; a failure prints its own. ``SIMULATION_SECONDS`` replaces
 the hour. A simulation needs a process of its own.
@@ -57,7 +57,7 @@ def _run(*how_long: str, folder: Path, seconds: float, jobs: int = 1) -> Counter
 @pytest.mark.timeout(900)
 def test_all_promises_hold_in_twenty_worlds(tmp_path: Path) -> None:
     numbers: Counter[str] = Counter()
-    # Where a common thing did not happen the worlds prove little: in one of twenty runs.
+    # In one of twenty runs a common thing does not happen, and the worlds prove little: run more.
     while not all(numbers[name] for name in _COMMON) and numbers["seeds"] < 5 * _SEEDS:
         numbers += _run("--seeds", str(_SEEDS), folder=tmp_path, seconds=600)
     assert all(numbers[name] for name in _COMMON), numbers
