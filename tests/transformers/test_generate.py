@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,10 @@ from tests.support.redis.servers import Server
 CHUNK = 128
 SMALL = {"cpu_gib": 0.05, "compute_or_load": "always"}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2}
+
+
+# A test that is run again must not find what its first run has stored.
+_SEEDS = count(1000)
 
 
 def load(folder: Path) -> Any:
@@ -173,8 +178,8 @@ def test_writes_go_on_after_a_failed_pass(
 @pytest.mark.parametrize("num_cached", [0, 200])
 def test_a_failed_pass_leaves_no_keys(llama: Any, tiers: KVTiers, num_cached: int) -> None:
     """The model fails before any computation; other tokens then take the same places."""
-    first, cache = prompt(12, num_cached), tiers.new_cache()
-    wrong, right = (torch.cat([first, prompt(seed + num_cached, 300)], 1) for seed in (13, 14))
+    first, cache = prompt(next(_SEEDS), num_cached), tiers.new_cache()
+    wrong, right = (torch.cat([first, prompt(next(_SEEDS), 300)], 1) for _ in range(2))
     if num_cached:
         with torch.no_grad():
             llama(first, past_key_values=cache)
