@@ -364,6 +364,11 @@ def test_batches_before_the_deadline_are_hits(
 ) -> None:
     """The last of them is copied and its reply is read, so the connection can be used again."""
     monkeypatch.setattr(mapped, "_BATCH_BYTES", 1)
+
+    def reply_deadline(limit: Deadline, **_: float) -> Deadline:
+        return Deadline(limit.clock() + 20.0, limit.clock)  # an owner may need more than a moment
+
+    monkeypatch.setattr(mapped, "_reply_deadline", reply_deadline)
     keys, num_asked = [chunk_key(i) for i in range(6)], 0
     sent = Wire.send
 
