@@ -132,7 +132,8 @@ newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs 
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
-		$(filter-out --no-engines,$(ARGS)) $(MATRIX) $(if $(filter --no-engines,$(ARGS)),,tests/engine/test_tiers.py \
+		$(filter-out --no-engines,$(ARGS)) \
+		$(MATRIX) $(if $(filter --no-engines,$(ARGS)),,tests/engine/test_tiers.py \
 		tests/engine/test_sharing.py tests/engine/test_failures.py tests/engine/test_versions.py \
 		tests/transfers)
 	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)

@@ -45,6 +45,15 @@ class _Sent:
     has_tail: bool = False
 
 
+@dataclass(slots=True)
+class _Received:
+    """``source``: whom to ask once the request's keys are known; ``awaited``: what was asked."""
+
+    request: Request
+    source: Address | None = None
+    awaited: Awaited | None = None
+
+
 @dataclass(eq=False)
 class RequestTransfers:
     """``router``, ``engine_id`` and ``tp_size`` describe this instance to readers of its prompts.
@@ -61,15 +70,13 @@ class RequestTransfers:
 
     def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
-        self._received: dict[str, Request] = {}  # that may need something of another instance
-        self._awaited: dict[str, Awaited] = {}
-        self._sources: dict[str, Address] = {}  # to ask once the keys are known
+        self._received: dict[str, _Received] = {}
         self.updates: list[TransferUpdate] = []
 
     def arrived(self, request: Request) -> None:
         """Start the request's KV transfer. A malformed one is counted, and the prompt computed."""
         name = request.request_id
-        if name in self._sent or name in self._awaited or name in self._sources:
+        if name in self._sent or name in self._received:
             return
         try:
             part = self.router.part_in(name, request.kv_transfer_params)
@@ -81,19 +88,19 @@ class RequestTransfers:
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
             self.updates.append(TransferUpdate(part.transfer_id))
         elif isinstance(part, Receive) and self.watch is not None:
-            self._received[name] = request
+            self._received[name] = received = _Received(request)
             if part.transfer_id:
                 seconds = self.config.transfer_deadline_seconds
-                self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
+                received.awaited = self.watch.ask(part.source, part.transfer_id, seconds)
             else:
-                self._sources[name] = part.source
+                received.source = part.source
 
     # -- prompts that come -----------------------------------------------------------------------
 
     def is_coming(self, request_id: str) -> bool:
         """Whether the request still waits for its sender, until the transfer's own deadline."""
-        awaited = self._awaited.get(request_id)
-        if awaited is None or awaited.is_done:
+        received = self._received.get(request_id)
+        if received is None or (awaited := received.awaited) is None or awaited.is_done:
             return False
         if self.clock() >= awaited.until:  # e.g. during a slow host name lookup
             awaited.settle(Offered(cause=Cause.DEADLINE))
@@ -103,13 +110,14 @@ class RequestTransfers:
     def find(self, state: RequestState, num_computed_tokens: int, wait: StepWait) -> Pending | None:
         """Learn which of the request's chunks the sender offers. ``PENDING``: ask again."""
         name = state.request.request_id
-        source = self._sources.pop(name, None)
+        if (received := self._received.get(name)) is None:
+            return None
+        source, received.source = received.source, None
         num_chunks = num_computed_tokens // self.config.chunk_size
         if source is not None and self.watch is not None and state.keys.loadable[num_chunks:]:
             seconds, keys = limits.LOOKUP_DEADLINE_SECONDS, self._part_keys(state.keys.loadable)
-            self._awaited[name] = self.watch.ask(source, "", seconds, keys)
-        awaited = self._awaited.get(name)
-        if awaited is None or state.source is not None:
+            received.awaited = self.watch.ask(source, "", seconds, keys)
+        if (awaited := received.awaited) is None or state.source is not None:
             return None
         if not awaited.is_done:
             wait.on(awaited.wait)
@@ -141,20 +149,18 @@ class RequestTransfers:
 
     def drop_source(self, request_id: str) -> None:
         """The request needs nothing more from another instance."""
-        self._received.pop(request_id, None)
-        self._sources.pop(request_id, None)
-        awaited = self._awaited.pop(request_id, None)
-        if awaited is not None and self.watch is not None:
-            self.watch.done(awaited)
+        received = self._received.pop(request_id, None)
+        if received and received.awaited and self.watch is not None:
+            self.watch.done(received.awaited)
 
     # -- prompts that go -------------------------------------------------------------------------
 
     def part_of(self, request: Request) -> Transfer:
         """The request's role in KV transfers."""
         name = request.request_id
-        awaited = self._awaited.get(name)
-        loads = awaited is not None and bool(awaited.transfer_id)
-        return Transfer(stores=name in self._sent, loads=loads)
+        received = self._received.get(name)
+        loads = received and received.awaited and received.awaited.transfer_id
+        return Transfer(stores=name in self._sent, loads=bool(loads))
 
     def planned(self, state: RequestState) -> None:
         """Stores of the request may have been planned: tell the workers which prompt chunks are
@@ -196,8 +202,8 @@ class RequestTransfers:
 
     def start_over(self) -> None:
         """A call has failed, maybe that of a request's end: end the transfers of ended requests."""
-        for request_id, request in list(self._received.items()):
-            if request.is_finished():
+        for request_id, received in list(self._received.items()):
+            if received.request.is_finished():
                 self.drop_source(request_id)
         for request_id, sent in list(self._sent.items()):
             if sent.request.is_finished():

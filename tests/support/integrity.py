@@ -20,7 +20,7 @@ def check_scheduler_side(side: Scheduler) -> None:
     assert not side._ask_until, "vLLM is still to ask for a request again"
     assert not side._to_compute, "requests are still excluded from loads"
     transfers = side.transfers
-    open_ones = [*transfers._sent, *transfers._awaited, *transfers._sources]
+    open_ones = [*transfers._sent, *transfers._received]
     assert not open_ones, "KV transfers have not ended"
 
 
