@@ -29,6 +29,12 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
 os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
 _FOLDER = tempfile.TemporaryDirectory(prefix="lmcache-connector-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name
+# A folder whose entries, and whose parent's, change while an engine loads its model counts as
+# renamed. So that other programs and sessions of tests do not do that, pytest's own is deeper.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    _ROOT = Path(tempfile.gettempdir(), f"lmcc-{os.getuid()}")
+    _ROOT.mkdir(mode=0o700, exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_ROOT)
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 # Hypothesis examples have no time limit: on a busy machine any may take long.
