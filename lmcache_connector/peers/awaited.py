@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from math import inf
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
@@ -38,15 +39,16 @@ class Offered:
 @dataclass(eq=False)
 class Awaited(Task[Offered]):
     """A transfer that a request waits for, until ``until`` on the clock. Without a ``transfer_id``:
-    whichever of the chunks ``keys`` the source has. ``by_rank``: the chunks of complete ranks."""
+    whichever of the chunks ``keys`` the source has. ``by_rank``: the chunks of complete ranks.
+    ``unknown_since``: the first answer that the transfer is unknown."""
 
     source: Address
     transfer_id: str
     until: float
-    asked_at: float
     keys: Sequence[bytes] = ()
     known_by: set[int] = field(default_factory=set)  # ranks
     by_rank: dict[int, frozenset[bytes]] = field(default_factory=dict)
+    unknown_since: float = inf
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -58,3 +60,4 @@ class Awaited(Task[Offered]):
     def forget_answers(self) -> None:
         self.known_by.clear()
         self.by_rank.clear()
+        self.unknown_since = inf

@@ -86,7 +86,10 @@ class Transfers:
             wanted = [each for each in self._transfers.values() if each.is_wanted]
             coming = [each for each in wanted if not each.is_complete]
             promised = [key for key in keys if any(key in each.leases for each in coming)]
-        self.seal(promised)  # slow: outside the lock, which the step takes
+        try:
+            self.seal(promised)  # slow: outside the lock, which the step takes
+        except Exception:  # readers' questions seal; blocks and transfers must not wait forever
+            logger.exception("Chunks of a KV transfer cannot be sealed ahead of its readers")
         with self._lock:
             self._open_jobs.discard(job_id)
             for request_id, job_ids in list(self._held.items()):

@@ -37,6 +37,7 @@ _MAX_ANSWER_BYTES = 8 << 20
 _UNKNOWN_SECONDS = 1.0
 # Long poll. `_InstancePoller._end_long_poll` cuts it short when there is another command to send.
 _MAX_WAIT_MS = 250
+_WAIT_MS_BY_TURN = 10  # of requests that do not fit into one command
 _PING = command(b"PING")
 _IDLE_SECONDS = 30.0
 
@@ -59,8 +60,7 @@ class TransferWatch:
     ) -> Awaited:
         """Returns at once. The answer may come after ``seconds``: the caller ends the wait. Without
         a ``transfer_id``, ask which of the chunks ``keys`` are cached."""
-        now = self._clock()
-        awaited = Awaited(source, transfer_id, now + seconds, now, keys)
+        awaited = Awaited(source, transfer_id, self._clock() + seconds, keys)
         for _ in range(2):  # an idle thread may end between these two calls
             poller = self._poller(source)
             if poller is not None and poller.add(awaited):
@@ -264,6 +264,8 @@ class _InstancePoller:
                 awaited.forget_answers()  # another engine may have given them
         with self._changed:
             asked, read = self._open[:_MAX_ASKED], self._read[:_MAX_ASKED]
+            fits = len(asked) == len(self._open)
+            wait_ms = self._wait_ms if fits else min(self._wait_ms, _WAIT_MS_BY_TURN)
             self._has_more = len(self._read) > len(read)
         transfers = [each for each in asked if each.transfer_id]
         for each in asked:
@@ -278,7 +280,7 @@ class _InstancePoller:
             self._ask(rank, client, new, 0)
         for rank, client in enumerate(self._clients):
             waiting = [each for each in transfers if each.first_incomplete_rank == rank]
-            self._ask(rank, client, waiting, self._wait_ms)
+            self._ask(rank, client, waiting, wait_ms)
         self._is_troubled = False
         with self._changed:  # round robin if there are more than fit into one command
             self._open = sorted(self._unsettled(), key=set(asked).__contains__)
@@ -339,6 +341,8 @@ class _InstancePoller:
         for awaited, said in zip(asked, answer, strict=True):
             if said is not None:
                 awaited.known_by.add(rank)
+            else:
+                awaited.unknown_since = min(awaited.unknown_since, now)
             if isinstance(said, bytes):
                 awaited.by_rank[rank] = _prefixes(said)
             if len(awaited.by_rank) == len(self._clients):
@@ -346,7 +350,7 @@ class _InstancePoller:
                 awaited.settle(Offered(held, len(self._clients), self._engine_id))
             elif rank != awaited.first_incomplete_rank:
                 continue  # that one says how it goes on
-            elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
+            elif said is None and now - awaited.unknown_since > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:
                 awaited.settle(Offered(cause=Cause.DEADLINE))

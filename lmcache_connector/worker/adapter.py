@@ -228,7 +228,7 @@ class WorkerAdapter:
                 made += plan.loads_in_step()
             loads = [job for job in plan.loads if job not in made]
             self._jobs.refuse((*loads, *plan.stores))
-        if plan is not None:
+        if plan is not None and call != "handle_preemptions":  # that step's stores begin later
             self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
@@ -331,7 +331,7 @@ class WorkerAdapter:
         self._jobs.submit(job, fence, gate=self._gate, may_begin=may_begin)
 
     def _executed(self, job: Job) -> None:
-        """Runs on a lane's thread."""
+        """Runs on a lane's thread, or on the step's for a refused job."""
         if isinstance(job, StoreJob):
             self._transfers.store_ended(job.job_id, job.keys)
 

@@ -178,8 +178,9 @@ class JobQueue:
     is open, or its result not taken; a plain attribute, cheap to poll every step.
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
-    step's tokens are sampled and sent first. ``on_executed`` is called on the lane after each job,
-    ``between_stores`` on the store lane if no store is ready; it returns seconds to the next call.
+    step's tokens are sampled and sent first. ``on_executed`` is called after each job, on its lane,
+    and for each refused job; ``between_stores`` on the store lane if no store is ready: it returns
+    seconds to the next call.
     """
 
     def __init__(
@@ -249,8 +250,10 @@ class JobQueue:
         """End each of ``jobs`` that was not submitted, as cancelled."""
         with self._lock:
             known = {*self._open, *(job.job_id for job, _ in self._ended)}
-            for job in jobs:
-                if job.job_id not in known:
+        for job in jobs:
+            if job.job_id not in known:
+                self._executed(job)  # first: an interrupt may come anywhere
+                with self._lock:
                     self._ended.append((job, JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)))
                     self.is_busy = True
 
@@ -329,14 +332,17 @@ class JobQueue:
     def _work(self, waiting: WaitingJobs) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
-            try:
-                self._on_executed(queued.job)
-            except Exception:  # keep the lane alive, and report the job
-                logger.exception("Work after a job of request %s failed", queued.job.request_id)
+            self._executed(queued.job)
             with self._lock:
                 if waiting is self._fetching_loads:
                     self._fetching.difference_update(queued.job.keys)
                 self._end(queued, result)
+
+    def _executed(self, job: Job) -> None:
+        try:
+            self._on_executed(job)
+        except Exception:  # keep the lane alive, and report the job
+            logger.exception("Work after a job of request %s failed", job.request_id)
 
     def _next(self, waiting: WaitingJobs) -> QueuedJob | None:
         """Wait for the lane's next job and return it; ``None``: the lane must stop."""

@@ -55,6 +55,20 @@ def test_chunks_of_a_transfer_are_sealed_as_they_are_stored(transfers: Transfers
     assert sealed == [KEYS[1]]
 
 
+def test_a_store_ends_though_its_chunks_cannot_be_sealed(transfers: Transfers) -> None:
+    """Its request's blocks, and the reader, must not wait forever."""
+
+    def seal(_: Iterable[bytes]) -> None:
+        raise MemoryError
+
+    transfers.seal = seal
+    transfers.store_begins(7)
+    send_transfer(transfers, "t", (0, 1), 7, held="request")
+    transfers.store_ended(7, KEYS[:2])
+    assert transfers.take_finished() == {"request"}
+    assert transfers.state(b"d", "t") == names(0, 1)
+
+
 # -- how long chunks are leased ------------------------------------------------------------------
 
 

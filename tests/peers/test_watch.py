@@ -339,39 +339,59 @@ def test_a_connection_that_is_lost_takes_no_answer_and_no_end_with_it(
 
 
 def poll_once(
-    watch: TransferWatch, num_complete: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Awaited, Mock]:
-    """A round for a transfer that the first ranks have, and the next does not know: the request,
-    and the questions asked."""
+    watch: TransferWatch,
+    num_complete: int,
+    said: bytes | None,
+    monkeypatch: pytest.MonkeyPatch,
+    num_requests: int = 1,
+) -> tuple[Awaited, Mock, Any]:
+    """A round for transfers that the first ranks have; the next one answers ``said``. Returns the
+    last request, the questions asked, and the poller."""
     monkeypatch.setattr(watch_module, "start_thread", lambda *_: None)
     pending = MagicMock()
-    pending.__enter__.return_value.answer.return_value = [None]
+    pending.__enter__.return_value.answer.return_value = [said] * min(64, num_requests)
     monkeypatch.setattr(watch_module, "PendingCommand", asked := Mock(return_value=pending))
     source = Address("127.0.0.1", 9)
-    awaited = watch.ask(source, "t", 60.0)
-    awaited.by_rank |= {rank: frozenset() for rank in range(num_complete)}
+    for i in range(num_requests):
+        awaited = watch.ask(source, f"t{i}", 60.0)
+        awaited.by_rank |= {rank: frozenset() for rank in range(num_complete)}
     poller: Any = watch._pollers[source]
     poller._clients = [Mock() for _ in range(num_complete + 1)]
     poller._work()
-    return awaited, asked
+    return awaited, asked, poller
 
 
-@pytest.mark.parametrize(("read_seconds", "wait_ms"), [(30.0, 250), (0.2, 100), (0.001, 1)])
+@pytest.mark.parametrize(
+    ("num_requests", "read_seconds", "wait_ms"),
+    [(64, 30.0, 250), (1, 0.2, 100), (1, 0.001, 1), (65, 30.0, 10), (65, 0.001, 1)],
+)
 def test_a_poll_ends_within_the_read_timeout(
-    read_seconds: float, wait_ms: int, monkeypatch: pytest.MonkeyPatch
+    num_requests: int, read_seconds: float, wait_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And soon if others wait for their turn."""
     config = replace(PATIENT, read_timeout_seconds=read_seconds)
     with closing(TransferWatch(config, "reader")) as watch:
-        _, asked = poll_once(watch, 0, monkeypatch)
+        _, asked, _ = poll_once(watch, 0, None, monkeypatch, num_requests)
     assert asked.call_args.args[1:3] == ("TRANSFER", wait_ms)
+
+
+def test_a_transfer_is_unknown_once_its_source_has_said_so_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A source that was silent before may be about to learn of it."""
+    now = count(0, 10)
+    with closing(TransferWatch(PATIENT, "reader", lambda: next(now))) as watch:
+        awaited, _, poller = poll_once(watch, 0, None, monkeypatch)
+        assert awaited.value is None
+        poller._work()
+        assert answer_of(awaited).cause is Cause.UNKNOWN
 
 
 def test_a_question_that_is_settled_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A question without a wait may settle it; a long poll after it would delay others."""
-    now = count(0, 10)
-    with closing(TransferWatch(PATIENT, "reader", lambda: next(now))) as watch:
-        awaited, asked = poll_once(watch, 1, monkeypatch)
-    assert answer_of(awaited).cause is Cause.UNKNOWN
+    with closing(TransferWatch(PATIENT, "reader")) as watch:
+        awaited, asked, _ = poll_once(watch, 1, b"", monkeypatch)
+    assert answer_of(awaited).cause is None
     assert [each.args[2] for each in asked.call_args_list] == [0]
 
 

@@ -18,7 +18,14 @@ import torch
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.errors import FailureLog
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    JobResult,
+    LoadJob,
+    Outcome,
+    StepPlan,
+    StoreJob,
+    TransferUpdate,
+)
 from lmcache_connector.worker.job_queue import QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job, store_job
@@ -41,7 +48,8 @@ class Rank:
         self.connector._step = self.connector._step_output = None
         self.connector._failures = FailureLog()
         self.results: dict[int, JobResult] = {}
-        self.num_told: Counter[str] = Counter()
+        self.num_told: Counter[str] = Counter()  # requests whose loads have ended
+        self.num_freed: Counter[str] = Counter()  # requests whose blocks no store reads any more
         self.admitted: set[bytes] = set()
         self._ids = itertools.count(1)
 
@@ -51,7 +59,9 @@ class Rank:
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(None)
         self.connector.wait_for_save()
-        self.num_told.update(self.connector.get_finished(set())[1] or ())
+        sent, loaded = self.connector.get_finished(set())
+        self.num_freed.update(sent or ())
+        self.num_told.update(loaded or ())
         meta = self.connector.build_connector_worker_meta()
         for report in meta.reports if meta is not None else ():
             for result in report.results:
@@ -136,7 +146,7 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     rank: Rank, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every job is reported once; a load that was not whole is a failed one, and nothing writes its
-    blocks afterwards."""
+    blocks afterwards. The request of a KV transfer gives back its blocks."""
     check_hit(rank)
     num_failed = 0
     for depth in range(1, 40):
@@ -146,8 +156,11 @@ def test_a_call_that_raises_costs_its_jobs_alone(
         with monkeypatch.context() as patch:
             patch.setattr(rank.instance.worker, call, getattr(rank.instance.worker, call))
             planter = Planter(rank.instance.worker, call, 0, depth)
-            rank.step(StepPlan(loads=(load,), stores=(store,)))
+            held, after_store = store.request_id, frozenset((store.job_id,))
+            sent = TransferUpdate(held, tuple(store.keys), after_store, held)
+            rank.step(StepPlan(loads=(load,), stores=(store,), transfers=(sent,)))
             rank.finish(early, load, first, store)
+        assert rank.num_freed[held] == 1
         after = rank.instance.blocks(LOADED)
         if (outcome := rank.results[load.job_id].outcome) is Outcome.DONE:
             assert all(map(torch.equal, after, rank.instance.blocks(range(8))))

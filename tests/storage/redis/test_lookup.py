@@ -21,7 +21,7 @@ def open_lookup(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[RedisLookup]:
     geometries = [PartGeometries((rank,)) for rank in ranks]
-    lookup = RedisLookup(config(url), geometries, clock=clock)
+    lookup = RedisLookup(config(url, read_timeout_seconds=2.0), geometries, clock=clock)
     try:
         yield lookup
     finally:

@@ -384,7 +384,7 @@ def expect_another_master(binary: str, happens: Change) -> None:
         former, master = (stack.enter_context(running_server(binary, AT_ONCE)) for _ in range(2))
         hosts = stack.enter_context(sentinels_of(binary, former, master))
         url = f"redis+sentinel://{hosts}/{MASTER}"
-        short = partial(open_tier, url, read_timeout_seconds=1.0, write_timeout_seconds=1.0)
+        short = partial(open_tier, url, read_timeout_seconds=2.0, write_timeout_seconds=2.0)
         with short(backoff_max_seconds=0.2) as tier:
             assert put_all(tier, [0]) == [True]
             assert holds(tier, [0])

@@ -45,9 +45,11 @@ def kv_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
 
 def config(url: str, **changes: object) -> RedisTierConfig:
     """Settings under which a head of ``GEOMETRY`` takes two values, and back-offs are short.
-    A connection may take long: on a busy machine, a writer that has to wait gets little time."""
+    Servers may take long: on a busy machine, a writer that has to wait gets little time."""
     settings: dict[str, object] = {
         "connect_timeout_seconds": 5.0,
+        "read_timeout_seconds": 10.0,
+        "write_timeout_seconds": 10.0,
         "max_value_bytes": 4096,
         "backoff_min_seconds": 0.02,
         "backoff_max_seconds": 0.2,
@@ -85,7 +87,7 @@ class Ends:
             self.results.append(stored)
             self._changed.notify_all()
 
-    def wait(self, count: int, seconds: float = 10.0) -> list[bool]:
+    def wait(self, count: int, seconds: float = 60.0) -> list[bool]:
         """Wait for ``count`` results; fail after ``seconds``."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.results) >= count, seconds)
