@@ -461,13 +461,13 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._is_in_step and sys.exc_info()[1] is not self._handled
 
     def _step_failed(self) -> None:
-        plan, self._step, self._is_in_step = self._step, None, False
         try:
             if self._worker is not None:
                 call = "end_forward" if self._has_started_loads else "start_loads"
-                self._worker.step_failed(call, plan)
+                self._worker.step_failed(call, self._step)
         except Exception:
             logger.exception("LMCacheTieredConnector could not start over")
+        self._step, self._is_in_step = None, False  # not before: an interrupt may come above
 
     def _tell(self, call: str, plan: StepPlan) -> bool:
         """Call the worker side with a plan. ``False``: the call has raised."""

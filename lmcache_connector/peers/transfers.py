@@ -72,7 +72,8 @@ class Transfers:
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
         self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
-        """Called on the store lane with keys of chunks that readers will ask for."""
+        """Called with keys of chunks that readers will ask for; slow. On the store lane, but for
+        refused stores."""
 
     # -- the engine's step, and the store lane --------------------------------------------------
 

@@ -210,7 +210,7 @@ class _InstancePoller:
         self._changed.notify()
 
     def _unsettled(self) -> list[Awaited]:
-        return [each for each in self._open if not each.is_done]
+        return [each for each in self._open if not (each.is_done or each.is_cancelled)]
 
     def _must_wake(self) -> bool:
         return bool(self._open or self._read or self.is_ended)
@@ -322,7 +322,7 @@ class _InstancePoller:
         asked = [awaited for awaited in asked if not (awaited.is_cancelled or awaited.is_done)]
         if not asked:
             return
-        names = [awaited.transfer_id for awaited in asked]
+        names, sent_at = [awaited.transfer_id for awaited in asked], self._clock()
         with PendingCommand(client, "TRANSFER", wait_ms, self._reader, *names) as pending:
             with self._changed:
                 self._asked = pending
@@ -350,7 +350,7 @@ class _InstancePoller:
                 awaited.settle(Offered(held, len(self._clients), self._engine_id))
             elif rank != awaited.first_incomplete_rank:
                 continue  # that one says how it goes on
-            elif said is None and now - awaited.unknown_since > _UNKNOWN_SECONDS:
+            elif said is None and sent_at - awaited.unknown_since > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:
                 awaited.settle(Offered(cause=Cause.DEADLINE))

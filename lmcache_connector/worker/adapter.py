@@ -218,7 +218,7 @@ class WorkerAdapter:
 
     def start_over(self, call: str, plan: StepPlan | None) -> None:
         """``call`` has raised and left an unknown state: cancel all jobs, also jobs of the plan
-        that were not submitted."""
+        that will not be submitted."""
         self._jobs.cancel()
         if plan is not None and call == "end_forward":
             self._jobs.refuse(plan.later_stores())
@@ -341,6 +341,7 @@ class WorkerAdapter:
         return bool(
             not self._is_start_told
             or self._in_step
+            or self._ended
             or self._jobs.is_busy
             or self._cpu.has_updates
             or self._timer.has_updates

@@ -178,9 +178,9 @@ class JobQueue:
     is open, or its result not taken; a plain attribute, cheap to poll every step.
 
     Stores begin ``store_delay_seconds`` late, unless another job or instance waits for them: the
-    step's tokens are sampled and sent first. ``on_executed`` is called after each job, on its lane,
-    and for each refused job; ``between_stores`` on the store lane if no store is ready: it returns
-    seconds to the next call.
+    step's tokens are sampled and sent first. ``on_executed`` is called after each job, on the lane
+    that ran it, and for each refused job; ``between_stores`` on the store lane if no store is
+    ready: it returns seconds to the next call.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import count
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -378,13 +377,24 @@ def test_a_poll_ends_within_the_read_timeout(
 def test_a_transfer_is_unknown_once_its_source_has_said_so_for_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A source that was silent before may be about to learn of it."""
-    now = count(0, 10)
-    with closing(TransferWatch(PATIENT, "reader", lambda: next(now))) as watch:
+    """A source that was silent for that long may be about to learn of it."""
+    times = iter([0.0, 10.0, 20.0, 20.1, 30.0, 30.1, 30.2])  # of the request; sent, and answered
+    with closing(TransferWatch(PATIENT, "reader", lambda: next(times))) as watch:
         awaited, _, poller = poll_once(watch, 0, None, monkeypatch)
+        poller._work()
         assert awaited.value is None
         poller._work()
         assert answer_of(awaited).cause is Cause.UNKNOWN
+
+
+def test_a_request_whose_end_was_interrupted_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(TransferWatch(PATIENT, "reader")) as watch:
+        awaited, _, poller = poll_once(watch, 0, None, monkeypatch)
+        awaited.cancel()
+        poller._work()
+        assert not poller._must_wake()
 
 
 def test_a_question_that_is_settled_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,17 +150,18 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     blocks afterwards. The request of a KV transfer gives back its blocks."""
     check_hit(rank)
     num_failed = 0
-    for depth in range(1, 40):
+    for depth in range(1, 60):
         early, store, load, first = rank.store(), rank.store(), rank.load(), rank.load()
         rank.step(StepPlan(loads=(first,), stores=(early,)))
         forget(rank)
         with monkeypatch.context() as patch:
             patch.setattr(rank.instance.worker, call, getattr(rank.instance.worker, call))
             planter = Planter(rank.instance.worker, call, 0, depth)
-            held, after_store = store.request_id, frozenset((store.job_id,))
-            sent = TransferUpdate(held, tuple(store.keys), after_store, held)
-            rank.step(StepPlan(loads=(load,), stores=(store,), transfers=(sent,)))
-            rank.finish(early, load, first, store)
+            late = rank.store()
+            held, stores = store.request_id, (store, late)
+            sent = TransferUpdate(held, store.keys, frozenset(s.job_id for s in stores), held)
+            rank.step(StepPlan(loads=(load,), stores=stores, transfers=(sent,)))
+            rank.finish(early, load, first, *stores)
         assert rank.num_freed[held] == 1
         after = rank.instance.blocks(LOADED)
         if (outcome := rank.results[load.job_id].outcome) is Outcome.DONE:
@@ -171,6 +173,9 @@ def test_a_call_that_raises_costs_its_jobs_alone(
         if not planter.has_raised:
             break
     assert depth > 1
+    assert not planter.has_raised, "it was made to raise everywhere"
+    rank.step(None)
+    assert set(rank.num_freed.values()) == {1}
     assert num_failed or call in {"handle_preemptions", "end_forward", "finish_step"}
 
 
@@ -213,6 +218,36 @@ def test_after_a_step_that_raised_nothing_is_stored(way: str, planned: bool) -> 
         rank.finish(again)
         assert rank.results[again.job_id].outcome is Outcome.DONE
         rank.connector.shutdown()
+
+
+def test_a_recovery_that_is_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_valkey() as valkey:
+        rank = Rank(make_instance(valkey.port))
+        store = rank.store()
+        rank.fail(StepPlan(stores=(store,)), "not told")
+        interrupted = Mock(side_effect=KeyboardInterrupt)
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.instance.worker, "step_failed", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rank.step(None)
+        rank.finish(store)
+        assert rank.results[store.job_id].outcome is Outcome.CANCELLED
+        rank.connector.shutdown()
+
+
+def test_jobs_whose_report_was_interrupted_are_reported_by_the_next(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = rank.store()
+    rank.step(StepPlan(stores=(store,)))
+    assert rank.instance.worker._jobs.cancel_all(20.0)
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.instance.worker, "_output", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank.instance.worker.finish_step()
+    rank.step(None)
+    assert store.job_id in rank.results
 
 
 def test_what_the_first_report_was_to_tell_is_told_by_the_next(
