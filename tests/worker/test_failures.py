@@ -150,7 +150,7 @@ def test_a_call_that_raises_costs_its_jobs_alone(
     blocks afterwards. The request of a KV transfer gives back its blocks."""
     check_hit(rank)
     num_failed = 0
-    for depth in range(1, 60):
+    for depth in range(1, 300):
         early, store, load, first = rank.store(), rank.store(), rank.load(), rank.load()
         rank.step(StepPlan(loads=(first,), stores=(early,)))
         forget(rank)
