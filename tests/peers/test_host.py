@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from tests.support.clock import within
 from tests.support.peers import CONFIG, HeldChunks, name_of, serving, topology
+from tests.support.processes import open_files
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 
 FOUND_SECONDS = 20.0
@@ -317,11 +318,7 @@ def test_a_folder_is_closed_with_its_last_user(path: Path) -> None:
     """An engine that starts again in a process would leave a descriptor there each time."""
 
     def num_open() -> int:
-        targets = []
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):  # of a thread of another test
-                targets.append(link.readlink())
-        return targets.count(path)
+        return open_files().count(str(path))
 
     found = topology(path)
     assert num_open() == 1

@@ -20,6 +20,7 @@ from lmcache_connector.worker.build import build_worker
 from lmcache_connector.worker.self_test import SelfTestError, _Trial
 from tests.support.clock import within
 from tests.support.engines.settings import tiered_transfer
+from tests.support.processes import open_files
 from tests.support.redis.servers import Server
 from tests.support.vllm_configs import LAYERS, kv_cache, vllm_config
 
@@ -56,8 +57,7 @@ def all_layers(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 
 def count_mapped() -> int:
     """Mappings and descriptors of CPU tiers in this process."""
-    names = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    names += Path("/proc/self/maps").read_text().splitlines()
+    names = [*open_files(), *Path("/proc/self/maps").read_text().splitlines()]
     return sum("memfd:lmcache-connector" in name for name in names)
 
 

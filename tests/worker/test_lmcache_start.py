@@ -30,6 +30,7 @@ from tests.support.clock import within
 from tests.support.integrity import empty
 from tests.support.jobs import one_part, tier_config
 from tests.support.peers import CONFIG, name_of, serving, topology
+from tests.support.processes import open_files
 from tests.support.redis.servers import Server
 from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank, run_of
 
@@ -179,11 +180,5 @@ def _is_there(address: int) -> bool:
 
 def _is_mapped() -> bool:
     named = "memfd:lmcache-connector"
-    links = (str(Path(f"/proc/self/fd/{each}").readlink()) for each in _descriptors())
-    return named in Path("/proc/self/maps").read_text() or any(named in each for each in links)
-
-
-def _descriptors() -> list[str]:
-    with os.scandir("/proc/self/fd") as entries:
-        names = [entry.name for entry in entries]
-    return [name for name in names if Path(f"/proc/self/fd/{name}").exists()]
+    maps = Path("/proc/self/maps").read_text()
+    return named in maps or any(named in each for each in open_files())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
         shown += [repr(config(url, **settings)), repr(config(url, **settings).address)]
         shown += [thread.name for thread in threading.enumerate()]
         for path in Path("/proc/self/task").glob("*/comm"):
-            shown.append(path.read_text())
+            with suppress(OSError):  # the thread has ended
+                shown.append(path.read_text())
         lookup.close()
     shown.append(Path("/proc/self/cmdline").read_text())
     formatter = logging.Formatter()
