@@ -40,7 +40,7 @@ class Offered:
 class Awaited(Task[Offered]):
     """A transfer that a request waits for, until ``until`` on the clock. Without a ``transfer_id``:
     whichever of the chunks ``keys`` the source has. ``by_rank``: the chunks of complete ranks.
-    ``unknown_since``: the first answer that the transfer is unknown."""
+    ``unknown_since``: when a rank first answered that it does not know the transfer."""
 
     source: Address
     transfer_id: str

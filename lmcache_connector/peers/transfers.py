@@ -72,8 +72,8 @@ class Transfers:
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
         self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
-        """Called with keys of chunks that readers will ask for; slow. On the store lane, but for
-        refused stores."""
+        """Called with keys of chunks that readers will ask for: on the store lane, or on the step's
+        thread for a refused store."""
 
     # -- the engine's step, and the store lane --------------------------------------------------
 
@@ -89,7 +89,7 @@ class Transfers:
             promised = [key for key in keys if any(key in each.leases for each in coming)]
         try:
             self.seal(promised)  # slow: outside the lock, which the step takes
-        except Exception:  # readers' questions seal; blocks and transfers must not wait forever
+        except Exception:  # the first read seals them; blocks and readers must not wait forever
             logger.exception("Chunks of a KV transfer cannot be sealed ahead of its readers")
         with self._lock:
             self._open_jobs.discard(job_id)

@@ -37,7 +37,7 @@ _MAX_ANSWER_BYTES = 8 << 20
 _UNKNOWN_SECONDS = 1.0
 # Long poll. `_InstancePoller._end_long_poll` cuts it short when there is another command to send.
 _MAX_WAIT_MS = 250
-_WAIT_MS_BY_TURN = 10  # of requests that do not fit into one command
+_WAIT_MS_BY_TURN = 10  # while more requests wait than one command asks for
 _PING = command(b"PING")
 _IDLE_SECONDS = 30.0
 
