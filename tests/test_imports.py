@@ -25,9 +25,9 @@ OWN = "lmcache_connector"
 LAYERS: tuple[dict[str, int], ...] = (
     {"cli": 1917, "handover": 57, "transformers": 809},
     {"connector": 590, "stepwise": 1337},
-    {"integrations": 325, "scheduler": 3292, "worker": 3380},
+    {"integrations": 325, "scheduler": 3292, "worker": 3384},
     {"lookup": 767, "vllm_compat": 2543},
-    {"config": 830, "copy_kv_blocks": 1103, "peers": 2847},
+    {"config": 830, "copy_kv_blocks": 1103, "peers": 2852},
     {
         "audit": 340,
         "cost_model": 1200,

@@ -47,7 +47,7 @@ class _Transfer:
 
 class Transfers:
     """``max_bytes``: pinned chunks of all transfers. ``on_change`` is called, from any thread, when
-    a transfer is complete. ``has_updates``: `take_finished` would return something; a plain
+    a transfer is complete. ``has_updates``: `finished` would return something; a plain
     attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
 
     def __init__(
@@ -110,11 +110,16 @@ class Transfers:
             for update in updates:
                 self._apply(update)
 
-    def take_finished(self) -> set[str]:
-        """Requests whose blocks no store reads any more, since the last call."""
+    def finished(self) -> frozenset[str]:
+        """Requests whose blocks no store reads any more, until `forget_finished`."""
         with self._lock:
-            finished, self._finished, self.has_updates = self._finished, set(), False
-        return finished
+            return frozenset(self._finished)
+
+    def forget_finished(self, told: frozenset[str]) -> None:
+        """vLLM is told of these requests: a second time would end its engine."""
+        with self._lock:
+            self._finished -= told
+            self.has_updates = bool(self._finished)
 
     # -- readers --------------------------------------------------------------------------------
 

@@ -353,12 +353,16 @@ class WorkerAdapter:
 
     def _output(self, report: RankReport | None) -> StepOutput:
         loaded = [j.request_id for j, _ in self._ended if isinstance(j, LoadJob) and not j.in_step]
-        sent = frozenset(self._transfers.take_finished() if self._transfers.has_updates else ())
+        sent = self._transfers.finished() if self._transfers.has_updates else frozenset()
         if sent and report is None:  # its arrival tells the connector that vLLM knows ``sent``
             report = RankReport(self._settings.rank, (), ())
         reports = () if report is None else (report,)
-        self._ended = []  # last: if a line above raises, the next report has these jobs
-        return StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
+        output = StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
+        # Last: if a line above raises, the next report has these jobs and requests.
+        self._ended = []
+        if sent:
+            self._transfers.forget_finished(sent)
+        return output
 
     def _take_ended(self) -> None:
         for load in self._in_step.copy():

@@ -27,6 +27,7 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferUpdate,
 )
+from lmcache_connector.worker.adapter import _NO_UPDATES
 from lmcache_connector.worker.job_queue import QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job, store_job
@@ -235,19 +236,27 @@ def test_a_recovery_that_is_interrupted_is_made_again(monkeypatch: pytest.Monkey
         rank.connector.shutdown()
 
 
-def test_jobs_whose_report_was_interrupted_are_reported_by_the_next(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_what_was_interrupted_while_it_was_reported_is_reported_by_the_next_step(
+    rank: Rank, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The store, and once that the blocks of a sent prompt are free."""
     store = rank.store()
-    rank.step(StepPlan(stores=(store,)))
+    held = store.request_id
+    sent = TransferUpdate(held, store.keys, frozenset((store.job_id,)), held)
+    monkeypatch.setattr(rank.instance.worker, "finish_step", lambda: _NO_UPDATES)
+    rank.step(StepPlan(stores=(store,), transfers=(sent,) if is_sent else ()))
+    monkeypatch.undo()
     assert rank.instance.worker._jobs.cancel_all(20.0)
     interrupted = Mock(side_effect=KeyboardInterrupt)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.instance.worker, "_output", interrupted)
+        patch.setattr("lmcache_connector.worker.adapter.StepOutput", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rank.instance.worker.finish_step()
-    rank.step(None)
+    for _ in range(2):
+        rank.step(None)
     assert store.job_id in rank.results
+    assert rank.num_freed[held] == is_sent
 
 
 def test_what_the_first_report_was_to_tell_is_told_by_the_next(
