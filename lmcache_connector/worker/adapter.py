@@ -359,9 +359,9 @@ class WorkerAdapter:
         reports = () if report is None else (report,)
         output = StepOutput(sent, finished_recving=frozenset(loaded), reports=reports)
         # Last: if a line above raises, the next report has these jobs and requests.
-        self._ended = []
         if sent:
             self._transfers.forget_finished(sent)
+        self._ended = []
         return output
 
     def _take_ended(self) -> None:

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -55,7 +58,14 @@ def run_world(seed: int, model: Path, trace: Callable[[str], None] | None = None
     """Run the world of ``seed``. ``trace`` gets one line for each thing that happens.
 
     Collects no garbage: that would happen at moments that no seed decides. A world leaves some MiB.
+    Digests of weights that another world or process has kept would change the course of events too,
+    so each world has a cache folder of its own.
     """
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        return _run_world(seed, model, trace)
+
+
+def _run_world(seed: int, model: Path, trace: Callable[[str], None] | None) -> Report:
     gc.disable()
     kernel = Kernel(seed, trace=trace)
     torch.manual_seed(seed)  # probes and self-tests store random numbers, which may be compressed

@@ -236,9 +236,16 @@ def test_a_recovery_that_is_interrupted_is_made_again(monkeypatch: pytest.Monkey
         rank.connector.shutdown()
 
 
-@pytest.mark.parametrize("is_sent", [True, False])
+@pytest.mark.parametrize(
+    ("is_sent", "place"),
+    [
+        (True, "worker.adapter.StepOutput"),
+        (True, "peers.transfers.Transfers.forget_finished"),
+        (False, "worker.adapter.StepOutput"),
+    ],
+)
 def test_what_was_interrupted_while_it_was_reported_is_reported_by_the_next_step(
-    rank: Rank, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, is_sent: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store, and once that the blocks of a sent prompt are free."""
     store = rank.store()
@@ -250,7 +257,7 @@ def test_what_was_interrupted_while_it_was_reported_is_reported_by_the_next_step
     assert rank.instance.worker._jobs.cancel_all(20.0)
     interrupted = Mock(side_effect=KeyboardInterrupt)
     with monkeypatch.context() as patch:
-        patch.setattr("lmcache_connector.worker.adapter.StepOutput", interrupted)
+        patch.setattr(f"lmcache_connector.{place}", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rank.instance.worker.finish_step()
     for _ in range(2):
