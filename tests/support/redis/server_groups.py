@@ -111,12 +111,10 @@ def running_left_behind(binary: str, owner: Server) -> Iterator[Server]:
 def _port_with_bus() -> int:
     """A free port whose cluster bus has a free port too."""
     while True:
-        with socket.socket() as sock, socket.socket() as bus:
-            sock.bind(("127.0.0.1", 0))
-            port: int = sock.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):  # in use, or beyond the last port
-                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-                return port
+        port = free_port()
+        with socket.socket() as bus, contextlib.suppress(OSError):  # in use
+            bus.bind(("127.0.0.1", port + _BUS_OFFSET))
+            return port
 
 
 def _join(masters: list[Server]) -> None:

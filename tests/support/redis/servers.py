@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import shutil
 import signal
 import socket
@@ -9,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 
 _START_SECONDS = 20.0
+_FIRST_PORT = 10_000
+_STEP = 16
+_SHARES = 4
 
 CACHE = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
 """Settings of a server that forgets what was not used for longest."""
@@ -57,10 +63,7 @@ def oldest_binary() -> str | None:
 
 def free_port() -> int:
     """A TCP port of loopback on which nothing listens now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    return free_ports(1)
 
 
 @dataclass
@@ -201,16 +204,36 @@ def running_valkey(settings: Mapping[str, str] | None = None) -> AbstractContext
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on, as far as one can know."""
+    """The first of up to ``_STEP`` ports in a row of loopback on which nothing listens now.
+
+    They are no ports that the kernel gives to whoever names none, and each of pytest's workers has
+    its own, so that nobody takes them before their servers start.
+    """
+    assert count <= _STEP
     while True:
-        port = free_port()
-        try:
-            for offset in range(1, count):
-                with socket.create_server(("127.0.0.1", port + offset)):
-                    pass
-        except OSError:
-            continue
-        return port
+        port = next(_ports)
+        with ExitStack() as stack, suppress(OSError):  # somebody listens there
+            for number in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            return port
+
+
+def _ports_in_turn() -> Iterator[int]:
+    """Every ``_STEP``-th port of this worker's share, from a random one on, again and again."""
+    share = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")) % _SHARES
+    end = max(_kernels_first_port(), 2 * _FIRST_PORT)  # or some are the kernel's, where it has more
+    ports = range(_FIRST_PORT, end, _STEP)[share::_SHARES]
+    start = random.SystemRandom().randrange(len(ports))
+    return itertools.cycle([*ports[start:], *ports[:start]])
+
+
+def _kernels_first_port() -> int:
+    with suppress(OSError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 32768
+
+
+_ports = _ports_in_turn()
 
 
 def value_names(server: Server) -> list[bytes]:
