@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
@@ -102,22 +102,25 @@ def test_no_look_up_outlasts_its_deadline(valkey: Server) -> None:
         link.set()
 
 
-def connections(server: Server) -> set[str]:
-    """Ids of the connections that lookups have used."""
+def connections(server: Server, others: Set[str] = frozenset()) -> set[str]:
+    """Ids of the connections that lookups have used, but those of ``others``: the connection of an
+    earlier test's lookup may still be open."""
     with server.client() as client:
-        return {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
+        used = {each["id"] for each in client.client_list() if each["cmd"] == "exists"}
+    return used - others
 
 
 def test_a_late_answer_costs_no_connection(valkey: Server) -> None:
     link = SlowLink()
+    others = connections(valkey)
     with lookup_behind(SlowProxy(valkey.port, link), valkey) as lookup:
-        before = connections(valkey)
+        before = connections(valkey, others)
         link.set(stalled=True)
         assert ask(lookup, range(1), seconds=0.1) == 0
         link.set()
         wait_until(lambda: ask(lookup, range(1)) == 1, "the lookup did not recover")
         assert before
-        assert connections(valkey) == before
+        assert connections(valkey, others) == before
 
 
 def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server) -> None:
@@ -130,8 +133,9 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
         return time.monotonic() + lost
 
     proxy = HeldReplies(valkey.port)
+    others = connections(valkey)
     with lookup_behind(proxy, valkey, clock) as lookup:
-        before = connections(valkey)
+        before = connections(valkey, others)
         proxy.is_holding = True
         assert ask(lookup, range(1), seconds=1.0) == 0  # long enough to be asked at all
         proxy.let(len(b":0\r\n"))
@@ -139,20 +143,22 @@ def test_a_late_answer_read_by_a_late_thread_costs_no_connection(valkey: Server)
         pause = 0.01
         lookup.maintain()
         wait_until(lambda: ask(lookup, range(1), 60.0) == 1, "no answer")
-        assert connections(valkey) == before
+        assert connections(valkey, others) == before
 
 
 def test_a_server_that_owes_the_end_of_an_answer_is_silent(valkey: Server) -> None:
     proxy = HeldReplies(valkey.port)
+    others = connections(valkey)
     with lookup_behind(proxy, valkey) as lookup:
-        before = connections(valkey)
+        before = connections(valkey, others)
+        assert before
         proxy.is_holding = True
         assert ask(lookup, range(400), seconds=1.0) == 0  # long enough to be asked at all
 
         def is_given_up() -> bool:
             proxy.let_any()
             lookup.maintain()
-            return not connections(valkey) & before
+            return not connections(valkey, others) & before
 
         proxy.let(1)  # the answer has begun
         wait_until(is_given_up, "a byte now and then keeps the connection", 10.0)

@@ -67,6 +67,10 @@ class LoopbackProxy:
                 continue
             with self._lock:
                 self._open |= {client, server}
+                is_late = self._closed.is_set()  # `close` has not seen these
+            if is_late:
+                self._end(client, server)
+                return
             with contextlib.suppress(OSError):  # it may be reset already
                 for sock in (client, server):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
