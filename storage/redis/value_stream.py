@@ -26,8 +26,6 @@ from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.pending_read import PendingRead, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
-# Bytes of an error reply that identify its kind: the length of the longest kind.
-_ERROR_BYTES = len(b"-CLUSTERDOWN")
 # Faults of a stored value, rather than of the server.
 _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
@@ -103,8 +101,8 @@ class Batch:
             line = bytes(request.head[: max(0, min(here, len(request.line)))])
             if not request.line.startswith(line):
                 head = bytes(request.head[:here])
-                if head[:1] == b"-" and here < _ERROR_BYTES and CRLF not in head:
-                    return  # too short to tell the kind of error
+                if head[:1] == b"-" and here < len(request.head) and CRLF not in head:
+                    return  # the rest of the error tells its kind
                 raise BadReplyError(classify_mismatch(head), head)
             if here < request.reply_bytes:
                 return

@@ -45,8 +45,10 @@ _MAX_TIMES = 1024
 _MIN_SECONDS = 1e-6
 
 # Errors by which a server refuses all writes for now; it may serve reads. READONLY comes from a
-# demoted master. A new connection is made after each, since the address may be another server's.
-_PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ", b"-READONLY ")
+# demoted master, CLUSTERDOWN from a node that cannot see most of its cluster, or lacks a slot's
+# owner. A new connection is made after each, since the address may be another server's.
+_PAUSES = b"OOM MISCONF NOPERM NOREPLICAS READONLY CLUSTERDOWN"
+_PAUSING_ERRORS = tuple(b"-%b " % name for name in _PAUSES.split())
 
 
 @lru_cache(maxsize=4)

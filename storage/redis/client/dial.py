@@ -91,7 +91,7 @@ class Dialer:
             "socket_connect_timeout": connect_seconds,
             "socket_timeout": answer_seconds,
             "protocol": 2,
-            "parser_class": _RESP2Parser,  # hiredis allocates what the length of an array claims
+            "parser_class": _Parser,  # hiredis allocates what the length of an array claims
             "retry": Retry(NoBackoff(), 0),
         }
         # With no password given, OpenSSL would prompt on the terminal.
@@ -191,6 +191,13 @@ class PendingCommand:
         """The next reply; there is one per command. A lost connection's socket stays open until
         the end, for `add` on another thread."""
         return self._connection.read_response(disconnect_on_error=False)
+
+
+class _Parser(_RESP2Parser):
+    # A node that serves no key at all sends CLUSTERDOWN too, with another text.
+    EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES | {
+        "CLUSTERDOWN": {"Hash slot not served": ClusterDownError}
+    }
 
 
 class _BoundedSocket:

@@ -69,8 +69,9 @@ def first_line(reply: bytes) -> str:
 
 
 def is_redirection(line: bytes) -> bool:
-    """Whether a cluster node replies that the key is, or will soon be, elsewhere, or nowhere."""
-    return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN"))
+    """Whether a cluster node replies that the key is, or will soon be, elsewhere, or nowhere. A
+    node that serves no key at all sends ``CLUSTERDOWN`` too, with another text."""
+    return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN Hash slot"))
 
 
 class ProtocolError(Exception):

@@ -17,7 +17,7 @@ import redis
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.plans import Tier
-from lmcache_connector.storage.redis.admin import RedisAdmin
+from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import (
     SMALL_BYTES,
@@ -45,6 +45,7 @@ from tests.support.redis.chunks import (
 )
 from tests.support.redis.server_groups import (
     MASTER,
+    NUM_SLOTS,
     Certificates,
     Cluster,
     Watched,
@@ -283,6 +284,97 @@ class TestCluster:
                 else:
                     owner.execute_command("CLUSTER SETSLOT", slot, "STABLE")
                     target.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+
+    def test_a_node_that_serves_no_key_is_blamed(
+        self, cluster: Cluster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        down = cluster.owner(slot_of(0))
+        slot = slot_without_chunks(cluster, down)
+        there = [i for i in range(40) if cluster.owner(slot_of(i)) is down]
+        elsewhere = [i for i in range(40) if i not in there]
+        lookup = RedisLookup(config(cluster.url), [PARTS])
+
+        def num_found(indices: list[int]) -> int:
+            return lookup.exists_prefix([chunk_key(i) for i in indices], time.monotonic() + 1.0)
+
+        def is_open(tier: RedisTier) -> bool:
+            assert not any(get_all(tier, there)[0])
+            assert num_found(there) == 0
+            states = {node.rpartition(":")[2]: state for node, state in tier.stats().servers}
+            is_closed = states.pop(str(down.port)) is CircuitState.CLOSED
+            assert set(states.values()) == {CircuitState.CLOSED}
+            return not is_closed
+
+        def num_told() -> int:
+            return sum("The cluster is down" in record.getMessage() for record in caplog.records)
+
+        def num_dials() -> int:
+            return int(client.info("stats")["total_connections_received"])
+
+        quick = partial(open_tier, cluster.url, backoff_max_seconds=0.1)
+        with quick() as tier, down.client() as client, caplog.at_level(logging.INFO):
+            assert all(put_all(tier, range(40)))
+            wait_until(lambda: num_found(elsewhere + there) == 40, "no answer at first")
+            with lacking_an_owner(down, slot):
+                wait_until(lambda: is_open(tier) and num_told() == 2, "nobody says why it is left")
+                assert holds(tier, elsewhere)
+                assert num_found(elsewhere) == len(elsewhere)
+                before = num_dials()
+                wait_until(lambda: num_dials() >= before + 5, "nobody looks whether it is back")
+                assert is_open(tier), "a connection alone counts for success"
+                assert num_told() == 2, "once by the tier, once by the lookup"
+            wait_until(lambda: holds(tier, range(40)), "it is not read again")
+            wait_until(lambda: num_found(elsewhere + there) == 40, "it is not asked again")
+        lookup.close()
+
+    @pytest.mark.parametrize("method", ["values", "payloads"])
+    def test_a_tool_ends_with_the_words_of_a_node_that_serves_no_key(
+        self, cluster: Cluster, method: str
+    ) -> None:
+        down = cluster.owner(slot_of(0))
+        with open_tier(cluster.url) as tier:
+            assert all(put_all(tier, [0]))
+        with lacking_an_owner(down, slot_without_chunks(cluster, down)):
+            admin = RedisAdmin(config(cluster.url))
+            with admin, pytest.raises(RedisAdminError, match="The cluster is down"):
+                list(getattr(admin, method)("default"))
+
+    def test_writes_pause_at_a_node_that_serves_reads_alone(self, cluster: Cluster) -> None:
+        down = cluster.owner(slot_of(0))
+        slot = slot_without_chunks(cluster, down)
+        *known, new = [i for i in range(40) if cluster.owner(slot_of(i)) is down]
+        with open_tier(cluster.url, backoff_max_seconds=0.1) as tier:
+            assert all(put_all(tier, known))
+            with down.client() as client:
+                client.config_set("cluster-allow-reads-when-down", "yes")
+            with lacking_an_owner(down, slot):
+                assert put_all(tier, [new]) == [False]
+                assert tier.stats().writes_paused
+                assert holds(tier, known)
+                assert {state for _, state in tier.stats().servers} == {CircuitState.CLOSED}
+            wait_until(lambda: put_all(tier, [new]) == [True], "writes do not resume")
+            assert not tier.stats().writes_paused
+
+
+def slot_without_chunks(cluster: Cluster, owner: Server) -> int:
+    """A slot of ``owner`` without the first chunks, and without the probe's key."""
+    taken = {*map(slot_of, range(40)), key_slot(probe_key("default"))}
+    return next(s for s in range(NUM_SLOTS) if cluster.owner(s) is owner and s not in taken)
+
+
+@contextmanager
+def lacking_an_owner(node: Server, slot: int) -> Iterator[None]:
+    """The node hears that ``slot`` belongs to nobody, and so serves no slot, as by default."""
+    with node.client() as client:
+        client.config_set("cluster-require-full-coverage", "yes")
+        client.execute_command("CLUSTER DELSLOTS", slot)
+        try:
+            wait_until(lambda: client.cluster("INFO")["cluster_state"] == "fail", "it serves")
+            yield
+        finally:
+            client.execute_command("CLUSTER ADDSLOTS", slot)
+            client.config_set("cluster-require-full-coverage", "no")
+            client.config_set("cluster-allow-reads-when-down", "no")
 
 
 def num_values(server: Server) -> int:
