@@ -6,7 +6,7 @@
 
 A transfer pins its chunks, within a limit that all transfers share, until no instance that asked
 for it needs it any more. A complete one expires once nobody has asked for ``lease_seconds``. The
-engine's step and the store lane report stores; the peer server's thread answers readers.
+engine's step and its job lanes report stores; the peer server's thread answers readers.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Transfers:
         self.num_refused = 0
         self.on_change: Callable[[], None] = lambda: None
         self.seal: Callable[[Iterable[bytes]], None] = lambda keys: None
-        """Called with keys of chunks that readers will ask for: on the store lane, or on the step's
-        thread for a refused store."""
+        """Called with keys of chunks that readers will ask for: on the lane of stores or audits, or
+        on the step's thread for a refused store."""
 
-    # -- the engine's step, and the store lane --------------------------------------------------
+    # -- the engine's step, and its job lanes ---------------------------------------------------
 
     def store_begins(self, job_id: int) -> None:
         with self._lock:

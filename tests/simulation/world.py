@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 
+from lmcache_connector.config import limits
 from tests.simulation import faults, stdlib
 from tests.simulation.instance import Instance
 from tests.simulation.kernel import Kernel, SimulationFailure
@@ -59,9 +60,11 @@ def run_world(seed: int, model: Path, trace: Callable[[str], None] | None = None
 
     Collects no garbage: that would happen at moments that no seed decides. A world leaves some MiB.
     Digests of weights that another world or process has kept would change the course of events too,
-    so each world has a cache folder of its own.
+    so each world has a folder of its own for them. vLLM goes on using the user's.
     """
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(patch.object(limits, "user_cache_folder", lambda: folder))
         return _run_world(seed, model, trace)
 
 

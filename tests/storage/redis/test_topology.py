@@ -142,7 +142,7 @@ class TestCluster:
         url = f"redis+cluster://127.0.0.1:{left_behind.port},127.0.0.1:{cluster.masters[1].port}"
         with open_tier(url) as tier:
             wait_until(lambda: all(put_all(tier, range(30))), "chunks were not written")
-            assert holds(tier, range(30))
+            wait_until(lambda: holds(tier, range(30)), "chunks were not found")
         with open_tier(url) as tier:
             wait_until(lambda: holds(tier, range(30)), "chunks were not found")
         lookup = RedisLookup(config(url), [PARTS])

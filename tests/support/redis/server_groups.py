@@ -19,7 +19,7 @@ from pathlib import Path
 import redis
 
 from tests.support.clock import wait_until
-from tests.support.redis.servers import Server, free_port, oldest_binary, running_server
+from tests.support.redis.servers import PORTS_END, Server, free_port, oldest_binary, running_server
 
 NUM_SLOTS = 16384
 MASTER = "cache"
@@ -111,10 +111,11 @@ def running_left_behind(binary: str, owner: Server) -> Iterator[Server]:
 def _port_with_bus() -> int:
     """A free port whose cluster bus has a free port too."""
     while True:
-        port = free_port()
-        with socket.socket() as bus, contextlib.suppress(OSError):  # in use
-            bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-            return port
+        bus = (port := free_port()) + _BUS_OFFSET
+        with socket.socket() as probe, contextlib.suppress(OSError):  # in use
+            if bus < PORTS_END:
+                probe.bind(("127.0.0.1", bus))
+                return port
 
 
 def _join(masters: list[Server]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 20.0
 _FIRST_PORT = 10_000
-_STEP = 16
-_SHARES = 4
+# A cluster bus, 10,000 further, lies in the same share as its server.
+_STEP, _SHARES = 20, 4
 
 CACHE = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
 """Settings of a server that forgets what was not used for longest."""
@@ -204,27 +205,24 @@ def running_valkey(settings: Mapping[str, str] | None = None) -> AbstractContext
 
 
 def free_ports(count: int) -> int:
-    """The first of up to ``_STEP`` ports in a row of loopback on which nothing listens now.
+    """The first of ``count`` ports in a row of loopback, 20 at most, on which nothing listens now.
 
-    They are no ports that the kernel gives to whoever names none, and each of pytest's workers has
-    its own, so that nobody takes them before their servers start.
+    The kernel gives none of them to whoever names no port, if its own begin at 30,000 or later, and
+    each of up to four pytest workers has its own, so that nobody takes them before their servers
+    start. Two sessions of tests at once may meet.
     """
     assert count <= _STEP
-    while True:
-        port = next(_ports)
-        with ExitStack() as stack, suppress(OSError):  # somebody listens there
-            for number in range(port, port + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
-            return port
-
-
-def _ports_in_turn() -> Iterator[int]:
-    """Every ``_STEP``-th port of this worker's share, from a random one on, again and again."""
-    share = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")) % _SHARES
-    end = max(_kernels_first_port(), 2 * _FIRST_PORT)  # or some are the kernel's, where it has more
-    ports = range(_FIRST_PORT, end, _STEP)[share::_SHARES]
-    start = random.SystemRandom().randrange(len(ports))
-    return itertools.cycle([*ports[start:], *ports[:start]])
+    for port in itertools.islice(_ports, _NUM_PORTS):
+        with ExitStack() as stack:
+            try:
+                for number in range(port, port + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"no {count} free ports in a row")
 
 
 def _kernels_first_port() -> int:
@@ -233,6 +231,17 @@ def _kernels_first_port() -> int:
     return 32768
 
 
+def _ports_in_turn() -> Iterator[int]:
+    """Every ``_STEP``-th port of this worker's share, from a random one on, again and again."""
+    share = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")) % _SHARES
+    ports = range(_FIRST_PORT, PORTS_END - _STEP + 1, _STEP)[share::_SHARES]
+    start = random.SystemRandom().randrange(len(ports))
+    return itertools.cycle([*ports[start:], *ports[:start]])
+
+
+PORTS_END = max(_kernels_first_port(), 3 * _FIRST_PORT)
+"""Servers of tests, and their cluster buses, have lower ports."""
+_NUM_PORTS = PORTS_END // _STEP
 _ports = _ports_in_turn()
 
 
