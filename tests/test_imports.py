@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "metrics": 490,
         "requests": 950,
         "retention": 689,
-        "storage/redis": 2998,
+        "storage/redis": 2999,
         "tracing": 80,
         "weight_names": 279,
     },

@@ -56,7 +56,7 @@ _HINTS = (
     ("wrong_version", "this port speaks no TLS: use redis://, or the port of the server that does"),
     ("ssl", "use rediss:// and name the CA: ?ssl_ca_certs=/path/to/ca.pem"),
     ("cluster support disabled", "this server is no cluster: use redis:// without +cluster"),
-    ("cluster is down", "start the lost master, or set cluster-require-full-coverage no"),
+    ("cluster is down", "start the lost masters, or set cluster-require-full-coverage no"),
     ("'sentinel'", "this is not a Sentinel: use redis://, or the port of a Sentinel (26379)"),
     ("db index", "the server has fewer databases: end the URL with a smaller number (0 to 15)"),
     ("refused", "start the server, or correct host and port; a container must publish its port"),
@@ -245,8 +245,9 @@ class RedisAdmin:
         for raw, name in names:
             idle, ttl, length, header = islice(replies, 4)
             for reply in (ttl, length, header):
-                is_harmless = isinstance(reply, REDIRECTIONS) or is_wrong_type(reply)
-                if isinstance(reply, ResponseError) and not is_harmless:
+                is_known = reply is ttl or isinstance(reply, REDIRECTIONS) or is_wrong_type(reply)
+                may_not = isinstance(reply, NoPermissionError)
+                if may_not or (isinstance(reply, ResponseError) and not is_known):
                     raise self._translate(reply)
             if isinstance(length, int) and length > 0 and isinstance(header, bytes):
                 yield StoredValue(
