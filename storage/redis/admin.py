@@ -245,9 +245,9 @@ class RedisAdmin:
         for raw, name in names:
             idle, ttl, length, header = islice(replies, 4)
             for reply in (ttl, length, header):
-                is_known = reply is ttl or isinstance(reply, REDIRECTIONS) or is_wrong_type(reply)
-                may_not = isinstance(reply, NoPermissionError)
-                if may_not or (isinstance(reply, ResponseError) and not is_known):
+                has_no_pttl = reply is ttl and not isinstance(reply, NoPermissionError)
+                is_skipped = isinstance(reply, REDIRECTIONS) or is_wrong_type(reply)
+                if isinstance(reply, ResponseError) and not (has_no_pttl or is_skipped):
                     raise self._translate(reply)
             if isinstance(length, int) and length > 0 and isinstance(header, bytes):
                 yield StoredValue(

@@ -47,8 +47,8 @@ _MIN_SECONDS = 1e-6
 # Errors by which a server refuses all writes for now; it may serve reads. READONLY comes from a
 # demoted master, CLUSTERDOWN from a node that cannot see most of its cluster, or lacks a slot's
 # owner. A new connection is made after each, since the address may be another server's.
-_PAUSES = b"OOM MISCONF NOPERM NOREPLICAS READONLY CLUSTERDOWN"
-_PAUSING_ERRORS = tuple(b"-%b " % name for name in _PAUSES.split())
+_PAUSING_CODES = b"OOM MISCONF NOPERM NOREPLICAS READONLY CLUSTERDOWN"
+_PAUSING_ERRORS = tuple(b"-%b " % code for code in _PAUSING_CODES.split())
 
 
 @lru_cache(maxsize=4)

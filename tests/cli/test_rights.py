@@ -265,3 +265,13 @@ def test_an_answer_may_take_longer_than_the_greeting(
         proxy.arm(Fault(Kind.DELAY, seconds=1.0))
         assert opened.num_keys() == 0
         assert proxy.num_struck == 1
+
+
+def test_values_of_a_server_without_pttl_are_listed() -> None:
+    with running_valkey({"rename-command": 'PTTL ""'}) as server:
+        with open_tier(server.url) as tier:
+            assert all(put_all(tier, range(3)))
+        with admin.RedisAdmin(config(server.url)) as opened:
+            values = list(opened.values("default"))
+    assert len(values) == 3 * VALUES_PER_CHUNK
+    assert {value.ttl_seconds for value in values} == {None}
