@@ -339,6 +339,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kv_cache_config,
                 kv_caches,
                 kv_events=self._wants_kv_events,
+                does_both=self._does_both,
             )
 
     def unregister_kv_caches(self) -> None:

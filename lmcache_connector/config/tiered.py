@@ -121,7 +121,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_seconds: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Lifetime of values in Redis. None: the server's eviction policy decides."""
     redis_ttl_refresh: bool = False
-    """Restart the lifetime of a value on every hit."""
+    """Restart a value's lifetime when it is read, and now and then while it is hit in memory."""
     redis_timeout_seconds: Timeout = 2.0
     """Timeout of connecting to Redis or a peer, of a short reply, and of each 64 KiB of a value."""
     peer_listen: Annotated[str, _checked(Address.parse)] | None = None

@@ -202,7 +202,7 @@ _ALL = (
         "rank",
         "node",
     ),
-    gauge("writes_paused", "1 from a refused or too slow write until one succeeds.", "rank"),
+    gauge("writes_paused", "1 from a refused or repeatedly slow write until one succeeds.", "rank"),
     counter("p2p_handovers", "Prompts this instance computed for another instance to load."),
     counter("p2p_hit_tokens", "Prompt tokens loaded from the instance a request names."),
     counter(

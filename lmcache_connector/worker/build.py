@@ -66,16 +66,19 @@ def build_worker(
     kv_caches: dict[str, torch.Tensor],
     *,
     kv_events: bool,
+    does_both: bool,
 ) -> WorkerAdapter:
     """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs the result.
 
     ``kv_caches``: vLLM's registered tensors by layer name. ``kv_events``: report chunks written to
-    Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
+    Redis. ``does_both``: load and store, whatever the role. Raises ``UnsupportedError``,
+    ``ConfigError``, ``LayoutError`` or ``SelfTestError``.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
     ranks_on_host = vllm_config.parallel_config.local_world_size
     config = config.fitted(model.chunk_size, ranks_on_host)
-    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    transfer = vllm_config.kv_transfer_config
+    loads = transfer.is_kv_consumer or does_both
     root = {"namespace": config.namespace, **model.configuration}
     probed = probe_keys(config, root) if loads else ()
     settings = RankSettings(
@@ -98,7 +101,8 @@ def build_worker(
     with ExitStack() as if_it_fails:
         weights = LoadedWeights(worker_on_stack())
         if_it_fails.callback(weights.close)
-        if (peers := _peer_tier(config, model, vllm_config)) is not None:
+        peers = _peer_tier(config, model, str(transfer.engine_id)) if loads else None
+        if peers is not None:
             if_it_fails.callback(peers.close, 0.0)
         if (redis := _redis_tier(config, model)) is not None:
             if_it_fails.callback(redis.close, 0.0)
@@ -170,17 +174,13 @@ def _redis_tier(config: ConnectorConfig, model: ModelDescription) -> RedisTier |
     return RedisTier(tier_config, model.geometries[model.rank], is_writer)
 
 
-def _peer_tier(
-    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
-) -> PeerTier | None:
-    tier_config, transfer = config.peer_tier_config(), vllm_config.kv_transfer_config
-    assert transfer is not None
-    if tier_config is None or not transfer.is_kv_consumer:
+def _peer_tier(config: ConnectorConfig, model: ModelDescription, engine_id: str) -> PeerTier | None:
+    if (tier_config := config.peer_tier_config()) is None:
         return None
     from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.peers.topology import PeerTopology
 
-    greeting = Greeting(model.world_size, str(transfer.engine_id))
+    greeting = Greeting(model.world_size, engine_id)
     host = open_host_folder(config)
     share = Share(model.rank, model.owners)
     topology = PeerTopology(

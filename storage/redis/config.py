@@ -60,7 +60,7 @@ class RedisTierConfig:
         if self.hash_key is not None and len(self.hash_key) < 16:
             yield "hash_key needs at least 16 bytes"
         if self.refresh_ttl and self.ttl_seconds is None:
-            yield "refresh_ttl needs ttl_seconds"
+            yield "'redis_ttl_refresh' needs 'redis_ttl_seconds'"
         try:
             parse_redis_url(self.url)
         except ValueError as error:

@@ -32,9 +32,12 @@ NUM_TOKENS = 5 * CHUNK_SIZE + 40
 def pair(
     request: pytest.FixtureRequest, start: StartInstance, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[VllmInstance]]:
-    """The engines find each other by addresses, or on their host without any."""
+    """The engines find each other by addresses, or on their host without any. One of the latter is
+    a prefill instance of KV transfers, which loads as well."""
     if request.param == "host":
-        transfers = [kv_transfer(host_folder=str(tmp_path_factory.mktemp("peers") / "host"))] * 2
+        tiered = kv_transfer(host_folder=str(tmp_path_factory.mktemp("peers") / "host"))
+        prefill = {"kv_connector": "LMCacheP2PConnector", "kv_port": free_ports(1)}
+        transfers = [tiered, tiered | prefill | {"kv_role": "kv_producer"}]
     else:
         addresses = [f"127.0.0.1:{free_ports(1)}" for _ in range(2)]
         # The engine's own address is among them, as behind a headless service.

@@ -22,9 +22,10 @@ _HEAD = """\
 # Settings
 
 Keys of `kv_connector_extra_config` for `LMCacheTieredConnector`. An unknown key, a wrong type or
-an impossible value stops the start with one message that lists all problems. A secret is the value
-itself, `env:NAME` (an environment variable) or `file:PATH` (the text of a file). The connector
-never logs secrets, but vLLM logs its own command line: prefer `env:` or `file:`.
+an impossible value stops the start with one message that lists them all; combinations that do not
+fit are listed once each value is possible. A secret is the value itself, `env:NAME` (an environment
+variable) or `file:PATH` (the text of a file). The connector never logs secrets, but vLLM logs its
+own command line: prefer `env:` or `file:`.
 
 ## All keys
 

@@ -35,7 +35,7 @@ def fail_to_start(model: Path, error: type[Exception], caches: Caches, **extra: 
     settings.kv_transfer_config = KVTransferConfig(**tiered_transfer(cpu_gib=0.01, **extra))
     config = parse_config(settings.kv_transfer_config.kv_connector_extra_config)
     with pytest.raises(error):
-        build_worker(config, settings, layers, caches(layers), kv_events=False)
+        build_worker(config, settings, layers, caches(layers), kv_events=False, does_both=False)
 
     def left() -> set[str]:
         return {each.name for each in set(threading.enumerate()) - before} - {"PinMonitor-thread"}

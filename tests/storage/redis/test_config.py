@@ -28,7 +28,7 @@ def test_config_lists_every_problem() -> None:
             hash_key=b"short",
         )
     message = str(error.value)
-    for name in ("refresh_ttl", "hash_key", "redis_url"):
+    for name in ("redis_ttl_seconds", "hash_key", "redis_url"):
         assert name in message
 
 
