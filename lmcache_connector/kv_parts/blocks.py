@@ -6,15 +6,15 @@ vLLM frees blocks that have left a window, and lists the null block in their pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from lmcache_connector.kv_parts.part import BlockIds, Part
+from lmcache_connector.kv_parts.part import BlockIds, BlockTables, Part
 
 NULL_BLOCK = 0
 
 
 def blocks_between(
-    part: Part, block_ids: Sequence[Sequence[int]], start_token: int, end_token: int
+    part: Part, block_ids: BlockTables, start_token: int, end_token: int
 ) -> BlockIds:
     """Blocks with tokens ``[start_token, end_token)``, per group of the part. ``block_ids`` lists
     the request's blocks per KV cache group of the model."""
@@ -56,7 +56,7 @@ class BlocksInUse:
         self._num_unknown -= self._num_unknown > 0
         self.changes = self._num_unknown > 0 or any(self._freed)
 
-    def freed(self, block_ids: Sequence[Sequence[int]]) -> None:
+    def freed(self, block_ids: BlockTables) -> None:
         """A request has ended; its blocks per KV cache group."""
         if self._freed:
             self._freed[-1].update(*block_ids)

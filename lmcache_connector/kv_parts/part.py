@@ -20,7 +20,8 @@ MAX_PARTS = 256
 
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids per KV cache group."""
+BlockTables = Sequence[Sequence[int]]
+"""Block ids per KV cache group, and the same as vLLM gives them."""
 
 
 class Rule(Enum):

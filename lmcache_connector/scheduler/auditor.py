@@ -13,7 +13,7 @@ same rules as a store. The chunk itself is not stored, so that it cannot replace
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 
@@ -21,7 +21,7 @@ from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGaug
 from lmcache_connector.bounded import Latest
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between
 from lmcache_connector.kv_parts.hit import Hit
-from lmcache_connector.kv_parts.part import part_key
+from lmcache_connector.kv_parts.part import BlockTables, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, StoreJob
@@ -122,10 +122,7 @@ class Auditor:
         return num_witnessed_tokens >= (audit.chunk + 1) * size
 
     def plan(
-        self,
-        state: RequestState,
-        job_id: int,
-        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        self, state: RequestState, job_id: int, resolve_block_ids: Callable[[], BlockTables]
     ) -> AuditJob | None:
         """The job that compares the chunk, which this step completes; ``None`` if blocks of the
         chunk have left the window."""

@@ -33,7 +33,7 @@ from blake3 import blake3
 
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
-from lmcache_connector.kv_parts.part import Rule, keys_of_part
+from lmcache_connector.kv_parts.part import BlockTables, Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, StateOffer
 from lmcache_connector.vllm_compat.api.names import evict_copies
@@ -202,7 +202,7 @@ class BlockWitness:
             self._vouch_for_tail(state, tail)
         return has_more or is_first
 
-    def ended(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+    def ended(self, state: RequestState, block_ids: BlockTables) -> None:
         """vLLM takes the request's blocks back. If it hit blocks that were evicted, those that it
         filled behind them are evicted, too: later requests would find them before stored ones."""
         if self._manager is not None and state.witness.has_evicted:

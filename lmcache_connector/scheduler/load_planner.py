@@ -12,7 +12,7 @@ from typing import Any
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import BlocksInUse, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
-from lmcache_connector.kv_parts.part import Rule, keys_of_part
+from lmcache_connector.kv_parts.part import BlockTables, Rule, keys_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitElsewhere
 from lmcache_connector.metrics.samples import Tally
@@ -82,11 +82,7 @@ class LoadPlanner:
         )
 
     def plan(
-        self,
-        state: RequestState,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int,
-        in_use: BlocksInUse,
+        self, state: RequestState, block_ids: BlockTables, num_tokens: int, in_use: BlocksInUse
     ) -> LoadJob:
         """The load of the ``num_tokens`` that vLLM accepted of the offer, into the request's blocks
         (per KV cache group), some of which may be ``in_use``."""
@@ -206,7 +202,7 @@ class LoadPlanner:
         return num_firm if self.settings.is_prefix_only else 0
 
     def _runs(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]], end_token: int
+        self, state: RequestState, block_ids: BlockTables, end_token: int
     ) -> tuple[PartRun, ...]:
         """The runs of a load up to ``end_token``. States and windows come first, because the rest
         is useless without them."""

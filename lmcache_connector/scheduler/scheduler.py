@@ -26,7 +26,7 @@ from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
 from lmcache_connector.kv_events.log import BlockRun, KvEvent, KvEventLog
 from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.kv_parts.blocks import BlocksInUse
-from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.kv_parts.part import BlockTables, Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
@@ -219,7 +219,7 @@ class Scheduler:
         return waits and times >= self.settings.num_batches
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+        self, request: Request, block_ids: BlockTables, num_external_tokens: int
     ) -> LoadJob | None:
         """Plan the load of ``num_external_tokens`` into the request's blocks (per KV cache group).
         ``None``: no load was offered. Side effects belong in :meth:`load_planned`: vLLM counts on
@@ -372,7 +372,7 @@ class Scheduler:
         self,
         state: RequestState,
         num_witnessed_tokens: int,
-        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        resolve_block_ids: Callable[[], BlockTables],
         snapshots: Sequence[Snapshot] = (),
     ) -> None:
         job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids, snapshots)
@@ -419,12 +419,13 @@ class Scheduler:
     # -- ended ---------------------------------------------------------------------------------
 
     def request_finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
+        self, request: Request, block_ids: BlockTables, *, is_loading: bool, is_updating: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """Give the request's blocks back to vLLM; open stores read them until vLLM reuses them.
-        ``is_updating``: during an update from a step's output; those blocks are then pinned until
-        :meth:`take_events` at least. Returns True if vLLM must keep the blocks until all ranks have
-        stored them for another instance, and the parameters for the router."""
+        ``is_loading``: vLLM waits for the end of its load. ``is_updating``: during an update from a
+        step's output; those blocks are then pinned until :meth:`take_events` at least. Returns True
+        if vLLM must keep the blocks until all ranks have stored them for another instance, and the
+        parameters for the router."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
@@ -439,9 +440,9 @@ class Scheduler:
         stores = self.jobs.stores_of(state) if state is not None else {}
         for job_id, read_ids in stores.items() if is_updating else ():
             self.held.pin_ended(job_id, read_ids)
-        return self.transfers.finished(request, state, block_ids, stores)
+        return self.transfers.finished(request, state, block_ids, stores, is_loading=is_loading)
 
-    def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+    def _store_the_rest(self, state: RequestState, block_ids: BlockTables) -> None:
         """Store what remains of a finished request; if its load is open, only cancel that."""
         self.auditor.drop(state)
         request = state.request

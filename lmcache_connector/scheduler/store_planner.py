@@ -12,7 +12,7 @@ from lmcache_connector.bounded import Latest
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
-from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, part_key
+from lmcache_connector.kv_parts.part import BlockIds, BlockTables, Rule, keys_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, StoreJob
@@ -101,7 +101,7 @@ class StorePlanner:
         self,
         state: RequestState,
         num_witnessed_tokens: int,
-        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        resolve_block_ids: Callable[[], BlockTables],
         snapshots: Sequence[Snapshot] = (),
     ) -> StoreJob | None:
         """A store of ``snapshots`` and of the full chunks among the first ``num_witnessed_tokens``,
@@ -181,10 +181,10 @@ class StorePlanner:
         state: RequestState,
         new: range,
         redis_keys: frozenset[bytes] | None,
-        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        resolve_block_ids: Callable[[], BlockTables],
     ) -> list[PartRun]:
         """Per part, the ``new`` chunks whose blocks still exist. States come as snapshots."""
-        block_ids: Sequence[Sequence[int]] | None = None
+        block_ids: BlockTables | None = None
         runs = []
         for number, part in enumerate(self.settings.parts):
             chunks = [i for i in new if self._is_new(state, number, i, redis_keys)]
@@ -215,9 +215,7 @@ class StorePlanner:
             return None
         return tail
 
-    def _tail_runs(
-        self, tail: Tail, block_ids: Sequence[Sequence[int]], state: RequestState
-    ) -> list[PartRun]:
+    def _tail_runs(self, tail: Tail, block_ids: BlockTables, state: RequestState) -> list[PartRun]:
         """Per part, what a load that ends with the tail needs; nothing if any part has lost blocks.
         Leaves out parts that the CPU tier has."""
         parts, size, runs = self.settings.parts, self.settings.chunk_size, list[PartRun]()

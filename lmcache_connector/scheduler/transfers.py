@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config import limits
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.kv_parts.part import keys_of_part
+from lmcache_connector.kv_parts.part import BlockTables, keys_of_part
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
@@ -180,8 +180,10 @@ class RequestTransfers:
         self,
         request: Request,
         state: RequestState | None,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: BlockTables,
         stores: Iterable[int],
+        *,
+        is_loading: bool,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks until its open ``stores`` have ended on all
         ranks, and the parameters for the router. ``state`` is ``None`` for a request that is not
@@ -192,13 +194,12 @@ class RequestTransfers:
         if state is not None:
             self.planned(state)
         params = self._params(sent, block_ids) if sent.answers else None
-        # vLLM itself keeps the blocks of an aborted load until the load is reported.
-        is_held = state is None or state.load.job is None
-        held = request.request_id if is_held else ""
+        # vLLM itself keeps the blocks of an aborted load until its end, and takes no second one.
+        held = "" if is_loading else request.request_id
         self.tally.count("p2p_handovers")
         del self._sent[request.request_id]
         self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset(stores), held))
-        return is_held, params  # from here on nothing raises: vLLM gets this answer
+        return bool(held), params  # from here on nothing raises: vLLM gets this answer
 
     def start_over(self) -> None:
         """A call has failed, maybe that of a request's end: end the transfers of ended requests."""
@@ -219,7 +220,7 @@ class RequestTransfers:
         by_part = (keys_of_part(chunk_keys, part, self.num_parts) for part in range(self.num_parts))
         return tuple(chain.from_iterable(by_part))
 
-    def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def _params(self, sent: _Sent, block_ids: BlockTables) -> dict[str, Any]:
         address = self.router.own
         assert address is not None
         return {

@@ -54,7 +54,14 @@ def find_drafter(vllm_config: VllmConfig) -> Drafter | None:
 def drafter_problems(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
     """Unsupported properties, each with a remedy."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_KV:
+    if speculative is None:
+        return
+    has_kv = speculative.method not in _WITHOUT_KV
+    # vLLM's model runner V1 does not end the connector's steps on the other stages.
+    is_refused = has_kv or not vllm_config.use_v2_model_runner
+    if is_refused and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield "a drafter on the last of several pipeline stages yet", "use one stage"
+    if not has_kv:
         return
     if speculative.method not in _WITH_KV:
         yield (
@@ -72,9 +79,4 @@ def drafter_problems(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
             "leave it out of --speculative-config",
         )
     if speculative.kv_cache_dtype not in (None, vllm_config.cache_config.cache_dtype):
-        yield (
-            "a drafter with a kv_cache_dtype of its own yet",
-            "leave it out of --speculative-config",
-        )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        yield "a drafter on the last of several pipeline stages yet", "use one stage"
+        yield "a drafter's own kv_cache_dtype yet", "leave it out of --speculative-config"

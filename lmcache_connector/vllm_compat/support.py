@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 HAS_TRITON = not isinstance(triton, TritonPlaceholder)
+_WITHOUT = "start without --kv-transfer-config"
 
 
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -42,7 +43,7 @@ def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
             rule_of(name, spec)  # refuse a layer before computing sizes from it
 
 
-def unsupported(what: str, remedy: str = "start without --kv-transfer-config") -> UnsupportedError:
+def unsupported(what: str, remedy: str = _WITHOUT) -> UnsupportedError:
     """An error that names what is not supported, and what to do instead."""
     return UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
 
@@ -121,12 +122,11 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     """Unsupported properties, each with a remedy."""
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
-        yield "encoder-decoder models", "start without --kv-transfer-config"
+        yield "encoder-decoder models", _WITHOUT
     if vllm_config.model_config.is_diffusion:
-        yield (
-            "diffusion models, whose KV may be of tokens that they discard",
-            "start without --kv-transfer-config",
-        )
+        yield "diffusion models, whose KV may be of tokens that they discard", _WITHOUT
+    if vllm_config.aux_output_config.enabled:
+        yield "--enable-return-routed-experts, as vLLM has none of loaded tokens", "leave it out"
     multimodal = vllm_config.model_config.multimodal_config
     prunes = multimodal is not None and multimodal.is_multimodal_pruning_enabled()
     if prunes and vllm_config.model_config.uses_mrope:
@@ -136,12 +136,11 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "start without --video-pruning-rate",
         )
     if not kv_cache_config.kv_cache_groups:
-        yield "models without a KV cache", "start without --kv-transfer-config"
+        yield "models without a KV cache", _WITHOUT
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield (
-            "context parallelism yet",
-            "it spreads the tokens of a chunk over ranks, and a chunk is stored whole; set "
-            "--decode-context-parallel-size and --prefill-context-parallel-size to 1",
+            "context parallelism yet, which spreads the tokens of a chunk over ranks",
+            "set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
         )
     if _computes_prompts_at_once(vllm_config):
         yield (
@@ -152,9 +151,8 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if _has_a_scheduler_per_rank(vllm_config):
         yield (
             "the external_launcher executor with several ranks per engine",
-            "there, every rank has its own scheduler, and the connector's decisions depend "
-            "on time, so ranks would decide differently; use the mp or the ray executor, or "
-            "engines of one rank",
+            "there, every rank has a scheduler, and decides by times of its own; use the mp or the "
+            "ray executor, or engines of one rank",
         )
     yield from drafter_problems(vllm_config)
     if vllm_config.speculative_config is not None and any(
@@ -200,6 +198,5 @@ def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:
     """Whether an engine's ranks are started from outside, each with its own scheduler."""
     parallel = vllm_config.parallel_config
     # world_size would include the ranks of all data-parallel engines.
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
-        return False
-    return issubclass(Executor.get_class(vllm_config), UniProcExecutor)
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return num_ranks > 1 and issubclass(Executor.get_class(vllm_config), UniProcExecutor)

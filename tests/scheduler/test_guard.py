@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tests.support.doubles.lives import Life, prompt
+from lmcache_connector.net.address import Address
+from lmcache_connector.peers.routing import Router
+from tests.support.doubles.lives import PRODUCED, Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 from tests.support.planted import PlantedError, Planter
@@ -248,6 +250,34 @@ def test_a_load_that_was_promised_when_a_call_raised_is_computed(
     faults.stuck = False
     engine.run_until_idle()
     engine.check_answer(name)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_the_blocks_of_a_load_whose_client_goes_away_are_given_back_once(
+    model: Path, is_forgotten: bool
+) -> None:
+    """vLLM keeps them until the load has ended; a second end would end its engine. A reset, which
+    vLLM refuses while it waits for a load, has dropped what the scheduler side knew of it."""
+    faults = Faults(slow=0.0)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, faults)
+    engine.adapter.transfers.router = Router(Address("127.0.0.1", 1), True, False, ())
+    tokens = [*prompt(1, 300), 1]
+    engine.add(tokens, 1)
+    engine.run_until_idle()
+    engine.forget_prefixes()
+    faults.stuck = True
+    name = engine.add(tokens, 1, transfer=PRODUCED)
+    wait_for(engine, lambda: engine.is_loading(name))
+    if is_forgotten:
+        assert not engine.reset()
+    engine.abort(name)
+    faults.stuck = False
+    engine.run_until_idle()
+    ended = [
+        told for plan in engine.plans for told in plan.transfers if told.ends_after is not None
+    ]
+    assert [told.held_request for told in ended] == [""]
+    engine.check_whole()
 
 
 def test_failures_are_logged_once_per_episode_and_counted(

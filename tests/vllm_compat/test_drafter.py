@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.vllm_compat.drafter import find_drafter
+from lmcache_connector.vllm_compat.drafter import drafter_problems, find_drafter
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity
 from tests.support.vllm_configs import kv_cache
@@ -118,7 +118,7 @@ def _set(name: str, value: Any) -> Callable[[VllmConfig], None]:
         (_set("method", "medusa"), "speculative decoding with 'medusa' yet: use draft_model, eag"),
         (_set("method", "dflash"), "speculative decoding with 'dflash' yet"),
         (_set("disable_eagle_block_drop", True), "disable_eagle_block_drop"),
-        (_set("kv_cache_dtype", "fp8"), "a drafter with a kv_cache_dtype of its own yet"),
+        (_set("kv_cache_dtype", "fp8"), "a drafter's own kv_cache_dtype yet"),
         (_modules, "MTP with several modules yet"),
         (_pipeline, "a drafter on the last of several pipeline stages yet: use one stage."),
     ],
@@ -132,3 +132,15 @@ def test_what_is_refused(
         described(config)
     assert message in str(raised.value)
     assert str(raised.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_drafts_without_kv_need_one_stage_where_vllm_ends_steps_on_the_last_stage_alone(
+    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch, is_v2: bool
+) -> None:
+    config = configured(model, head)
+    assert config.speculative_config is not None
+    config.speculative_config.method = "ngram"
+    _pipeline(config)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
+    assert bool(list(drafter_problems(config))) != is_v2

@@ -78,6 +78,13 @@ def test_a_diffusion_model_is_refused(model: Path) -> None:
     assert "diffusion models" in refused(config, kv_cache())
 
 
+def test_experts_of_tokens_that_may_be_loaded_are_refused(model: Path) -> None:
+    config = vllm_config(model)
+    check_setup(config, kv_cache())
+    config.aux_output_config.enable_return_routed_experts = True
+    assert "--enable-return-routed-experts" in refused(config, kv_cache())
+
+
 def test_pruned_videos_are_refused_where_positions_follow_from_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
