@@ -19,7 +19,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_BYTES = 8
+_NAME, _BYTES = "lmcache_connector_changes", 8
 
 
 class ChangeCount:
@@ -28,7 +28,7 @@ class ChangeCount:
     def __init__(self) -> None:
         self._number, self.place = memoryview(bytearray(_BYTES)).cast("Q"), ""
         try:
-            self._descriptor = os.memfd_create("lmcache_connector_changes", os.MFD_CLOEXEC)
+            self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, _BYTES)
             self._number = memoryview(mmap.mmap(self._descriptor, _BYTES)).cast("Q")
         except (AttributeError, OSError) as error:  # not Linux, or not permitted
@@ -61,6 +61,8 @@ class ReadCount:
         if not place:
             return
         try:
+            if _NAME not in str(Path(place).readlink()):
+                raise ValueError("another host's")  # what lies there may shrink or block
             with Path(place).open("rb") as file:
                 found = mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:  # another host or user

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_p2p_config
 from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from lmcache_connector.worker.adapter import WorkerAdapter
+
+_SEVERAL_HOSTS = "lmcache-connector: KV transfers need all ranks of an engine on one host."
 
 
 class LMCacheP2PConnector(LMCacheTieredConnector):
@@ -23,6 +26,8 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
 
     def _parse_config(self) -> ConnectorConfig:
         transfer = self._kv_transfer_config
+        if self._vllm_config.parallel_config.nnodes_within_dp > 1:
+            raise UnsupportedError(_SEVERAL_HOSTS)
         extra = transfer.kv_connector_extra_config
         return parse_p2p_config(extra, transfer.kv_port, str(transfer.kv_role))
 

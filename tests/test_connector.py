@@ -11,6 +11,7 @@ import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
@@ -22,6 +23,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, FailureLog, UnsupportedError
+from lmcache_connector.handover import LMCacheP2PConnector
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import (
     CacheEvent,
@@ -33,7 +35,7 @@ from lmcache_connector.plans import (
     StepPlan,
 )
 from lmcache_connector.scheduler.guard import SchedulerGuard
-from tests.support.vllm_configs import vllm_config
+from tests.support.vllm_configs import kv_cache, vllm_config
 
 
 def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
@@ -68,6 +70,17 @@ def test_wrong_settings_end_the_start_with_vllms_configuration(
     assert build(cpu_gib=1).compilation_config.cudagraph_mode is CUDAGraphMode.FULL
     with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
         build(cpu_gb=1)
+
+
+def test_kv_transfers_need_the_ranks_of_an_engine_on_one_host(tiny_model: Path) -> None:
+    """The other instance looks for all of them where rank 0 is."""
+    config = vllm_config(tiny_model, tensor_parallel_size=2)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LMCacheP2PConnector", kv_role="kv_producer"
+    )
+    config.parallel_config.nnodes = 2
+    with pytest.raises(UnsupportedError, match="all ranks of an engine on one host"):
+        LMCacheP2PConnector(config, KVConnectorRole.WORKER, kv_cache())
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class SchedulerSettings:
     redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
-    step_wait_seconds: float = 0.001  # per step, to wait for answers for all requests
+    step_wait_seconds: float = 0.001  # for answers for all requests; 0: not in idle steps either
     num_batches: int = 1  # steps in flight at once
     window_interval: int | None = None  # None: eight windows
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens

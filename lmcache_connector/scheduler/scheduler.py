@@ -98,7 +98,9 @@ class Scheduler:
         settings, policy, tally = self.settings, self.policy, self.tally
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
-        self.in_use = BlocksInUse(settings.num_batches, hears_all_frees=settings.is_prefix_only)
+        # vLLM may learn of a step's tokens before its drafter has written KV.
+        num_passes = settings.num_batches + (settings.drafted_len is not None)
+        self.in_use = BlocksInUse(num_passes, hears_all_frees=settings.is_prefix_only)
         self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
         self._loads = LoadPlanner(settings, self.index, policy, tally, jobs.new_id)
         self._stores = StorePlanner(settings, self.index, tally, jobs.new_id)
@@ -306,7 +308,7 @@ class Scheduler:
         adapters, weights, transfers = self.book.adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.acked, weights.acked),
-            idle=not scheduled,
+            idle=not scheduled and self.settings.step_wait_seconds > 0.0,
             prefill=work if not has_loads else None,
             probe=probe,
             uses=self._uses.take() if self._uses.new else (),

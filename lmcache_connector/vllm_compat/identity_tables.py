@@ -146,7 +146,9 @@ NOT_PART_OF_IDENTITY = by_class(
             _SUMS: "fully_sharded_loras specialize_active_lora",
         },
         "MultiModalConfig": {
-            _LIMIT: "language_model_only limit_per_prompt enable_mm_embeds",
+            _LIMIT: (
+                "language_model_only limit_per_prompt enable_mm_embeds allow_missing_mm_embeddings"
+            ),
             _MEMORY: (
                 "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
                 "mm_ipc_gpu_memory_gb"

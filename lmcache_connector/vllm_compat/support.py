@@ -120,21 +120,22 @@ def _state_rule(name: str, spec: MambaSpec) -> tuple[Rule, int]:
 
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
     """Unsupported properties, each with a remedy."""
-    parallel = vllm_config.parallel_config
-    if vllm_config.model_config.is_encoder_decoder:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if model.is_encoder_decoder:
         yield "encoder-decoder models", _WITHOUT
-    if vllm_config.model_config.is_diffusion:
+    if model.is_diffusion:
         yield "diffusion models, whose KV may be of tokens that they discard", _WITHOUT
     if vllm_config.aux_output_config.enabled:
         yield "--enable-return-routed-experts, as vLLM has none of loaded tokens", "leave it out"
-    multimodal = vllm_config.model_config.multimodal_config
-    prunes = multimodal is not None and multimodal.is_multimodal_pruning_enabled()
-    if prunes and vllm_config.model_config.uses_mrope:
+    multimodal = model.multimodal_config
+    if model.uses_mrope and multimodal and multimodal.is_multimodal_pruning_enabled():
         yield (
             "pruned videos in models with M-RoPE yet, because vLLM learns the positions of later "
             "tokens only by computing the video",
             "start without --video-pruning-rate",
         )
+    if parallel.enable_fault_tolerance or parallel.all2all_backend == "nixl_ep":
+        yield "--enable-fault-tolerance and nixl_ep: KV of failed ranks is stored", "leave them out"
     if not kv_cache_config.kv_cache_groups:
         yield "models without a KV cache", _WITHOUT
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -153,6 +153,8 @@ def test_a_count_is_read_where_it_lies_and_nowhere_else() -> None:
     count.close()
     assert not ReadCount(place).is_there
     assert not ReadCount("").is_there
+    with Path(__file__).open("rb") as other:  # what lies there on the scheduler's host
+        assert not ReadCount(f"/proc/self/fd/{other.fileno()}").is_there
 
 
 def test_without_memory_to_share_an_engine_starts_all_the_same() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import ModelConfig, VllmConfig
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Fetched, PrefillWork, RankReport, RankStart, StepPlan, Tier
@@ -19,9 +20,11 @@ from tests.support.clock import Clock
 from tests.support.costs import product_frames
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import prompt
+from tests.support.doubles.shadow_config import build_scheduler
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE, VOCABULARY
 from tests.support.doubles.shadow_worker import Faults
+from tests.support.vllm_configs import engine_config
 
 MEASURED = tuple((Fetched(Tier.CPU, rank + 1, 1.0),) for rank in range(3))
 
@@ -89,6 +92,38 @@ def test_vllm_asks_again_until_the_ranks_have_reported(model: Path, role: str) -
     engine.check_answer(request)
     engine.check_whole()
     assert (engine.adapter.tally.totals.total("store_jobs") > 0) == (role != "kv_consumer")
+
+
+def test_engines_that_make_each_step_together_wait_for_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine's wait would delay the running requests of the others."""
+    monkeypatch.setattr(ModelConfig, "is_moe", True)
+
+    def of_two(*args: Any, **kwargs: Any) -> VllmConfig:
+        config = engine_config(*args, **kwargs)
+        config.parallel_config.data_parallel_size = 2
+        return config
+
+    monkeypatch.setattr(f"{build_scheduler.__module__}.engine_config", of_two)
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    request = engine.add(prompt(1, 100), 2)
+    engine.run_until_idle()
+    engine.check_answer(request)
+    assert not any(plan.idle for plan in engine.plans)
+    assert engine.adapter.settings.step_wait_seconds == 0.0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_drafter_may_still_write_blocks_of_a_request_that_has_ended(
+    model: Path, lookahead: int
+) -> None:
+    """vLLM's model runner V2 tells of a step's tokens before its drafter has run."""
+    in_use = ShadowEngine(model, Shape(lookahead=lookahead), 0).adapter.in_use
+    in_use.freed([[1, 2]])
+    assert in_use.includes_any({2}) == (lookahead > 0)
+    in_use.next_step()
+    assert not in_use.includes_any({2})
 
 
 # -- what a step costs -----------------------------------------------------------------------------

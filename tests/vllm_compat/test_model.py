@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import JambaConfig, LlamaConfig
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 from vllm.model_executor.models.jamba import JambaForCausalLM
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
@@ -87,6 +87,15 @@ def test_configurations_of_stages_add_up_to_that_of_the_whole_model(model: Path)
     stages = [describe(config, kv_cache(spec)).configuration for spec in (full, windowed)]
     assert stages[0] != stages[1]
     assert stages[0] | stages[1] == stages[1] | stages[0] == whole
+
+
+def test_inputs_that_a_role_accepts_are_not_part_of_the_identity(model: Path) -> None:
+    """vLLM derives both from the kv_role: a prefill and a decode instance differ in them."""
+    config = vllm_config(model)
+    config.model_config.multimodal_config = found = MultiModalConfig()
+    producer = describe(config, kv_cache()).configuration
+    found.enable_mm_embeds = found.allow_missing_mm_embeddings = True
+    assert describe(config, kv_cache()).configuration == producer
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -85,6 +85,18 @@ def test_experts_of_tokens_that_may_be_loaded_are_refused(model: Path) -> None:
     assert "--enable-return-routed-experts" in refused(config, kv_cache())
 
 
+@pytest.mark.parametrize(
+    "change", [{"enable_fault_tolerance": True}, {"all2all_backend": "nixl_ep"}], ids=str
+)
+def test_ranks_whose_failure_vllm_notices_late_are_refused(
+    model: Path, change: dict[str, Any]
+) -> None:
+    """Their step has been stored by then."""
+    config = vllm_config(model)
+    vars(config.parallel_config).update(change)
+    assert "KV of failed ranks is stored" in refused(config, kv_cache())
+
+
 def test_pruned_videos_are_refused_where_positions_follow_from_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
