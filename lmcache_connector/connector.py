@@ -264,12 +264,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler_side.request_finished(
-            request,
-            block_ids,
-            is_loading=request.request_id in self._scheduler_guard.awaiting,
-            is_updating=request.status is not RequestStatus.FINISHED_ABORTED,
-        )
+        is_updating = request.status is not RequestStatus.FINISHED_ABORTED
+        return self._scheduler_side.request_finished(request, block_ids, is_updating=is_updating)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

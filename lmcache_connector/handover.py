@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lmcache_connector.worker.adapter import WorkerAdapter
 
-_SEVERAL_HOSTS = "lmcache-connector: KV transfers need all ranks of an engine on one host."
+_SEVERAL_HOSTS = "lmcache-connector: KV transfers need ranks on one host: share by redis_url."
 
 
 class LMCacheP2PConnector(LMCacheTieredConnector):

@@ -75,7 +75,11 @@ def check(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": ["--help"],  # -h would take a letter out of vLLM's -dph
+    },
     options_metavar="[OPTIONS] [VLLM OPTIONS]",
 )
 def serve(

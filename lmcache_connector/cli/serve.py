@@ -56,7 +56,7 @@ _BLOCK_SIZE = ("--block-size",)
 _ELSEWHERE = ("--uds", "--headless", "--config")
 _PORT = "8000"
 # A user who gives one of these has chosen whether to compile.
-_COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
+_COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "-cc", "--optimiz", "-O")
 
 
 @dataclass(frozen=True, slots=True)

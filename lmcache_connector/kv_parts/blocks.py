@@ -37,15 +37,15 @@ class BlocksInUse:
     With several batches under way, vLLM frees a request's blocks while its last passes are queued.
     A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
-    ``num_batches`` steps are under way at once. ``hears_all_frees``: vLLM reports each freed block,
+    ``num_passes`` steps are under way at once. ``hears_all_frees``: vLLM reports each freed block,
     as it does not behind windows and states: with several batches, all blocks then count as in use.
     """
 
-    def __init__(self, num_batches: int, *, hears_all_frees: bool) -> None:
+    def __init__(self, num_passes: int, *, hears_all_frees: bool) -> None:
         self._hears_all_frees = hears_all_frees
-        # A pass planned before the last ``num_batches - 1`` plans has ended.
-        self._freed: deque[set[int]] = deque(maxlen=num_batches - 1)
-        self._freed.extend(set() for _ in range(num_batches - 1))
+        # A pass planned before the last ``num_passes - 1`` plans has ended.
+        self._freed: deque[set[int]] = deque(maxlen=num_passes - 1)
+        self._freed.extend(set() for _ in range(num_passes - 1))
         self._num_unknown = 0
         self.changes = False
         """Whether :meth:`next_step` makes a difference."""

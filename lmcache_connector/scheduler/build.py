@@ -113,10 +113,7 @@ def _settings(
 ) -> SchedulerSettings:
     transfer, hashing = vllm_config.kv_transfer_config, vllm_config.cache_config
     assert transfer is not None
-    # Data-parallel engines of such a model make each step together.
-    others_wait = (
-        vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe
-    )
+    num_engines = vllm_config.parallel_config.data_parallel_size
     return SchedulerSettings(
         chunk_size=config.chunk_size,
         parts=tuple(part.part for part in model.parts),
@@ -129,7 +126,8 @@ def _settings(
         # vLLM's prefix cache may then hold two blocks of different tokens under one hash.
         weak_block_hashes=not hashing.prefix_caching_hash_algo.startswith("sha256"),
         load_deadline_seconds=config.load_deadline_seconds,
-        step_wait_seconds=0.0 if others_wait else limits.LOOKUP_WAIT_SECONDS,
+        step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
+        others_wait=num_engines > 1 and vllm_config.model_config.is_moe,
         has_rings=model.has_rings,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,

@@ -52,8 +52,7 @@ def returns_on_failure(answer: object = None) -> Callable[[CallT], CallT]:
 
 class SchedulerGuard:
     """``has_updates``: something for the next plan. ``is_down``: starting over failed too; each
-    plan tries again. ``unsent``: loads planned since the last plan, which vLLM counts on.
-    ``awaiting``: requests that vLLM keeps waiting for a load; False: ignore what it brings."""
+    plan tries again. ``unsent``: loads planned since the last plan, which vLLM counts on."""
 
     def __init__(self, side: Scheduler, failures: FailureLog) -> None:
         self.has_updates = False
@@ -62,7 +61,8 @@ class SchedulerGuard:
         self._failures = failures
         self._must_reset = False
         self._starts_over = False  # not yet told to the workers
-        self.awaiting: dict[str, tuple[Request, bool]] = {}
+        # Requests that vLLM keeps waiting for a load; False: ignore what the load brings.
+        self._promised: dict[str, tuple[Request, bool]] = {}
         self.unsent: list[LoadJob] = []
         self._due: list[LoadJob] = []  # in the next plan, whatever the scheduler side knows
         self._last_id = 0
@@ -73,13 +73,13 @@ class SchedulerGuard:
         self._must_reset |= call == "reset_cache"
         self._due += [j if j.in_step else self._empty_load(j.request_id) for j in self.unsent]
         self.unsent.clear()
-        self.awaiting = {name: (one[0], False) for name, one in self.awaiting.items()}
+        self._promised = {name: (one[0], False) for name, one in self._promised.items()}
         self.has_updates = self._starts_over = True
         self._start_over()
 
     def promised(self, request: Request, job: LoadJob | None) -> None:
         """vLLM keeps the request waiting for a load from now on, planned or not."""
-        self.awaiting[request.request_id] = request, job is not None
+        self._promised[request.request_id] = request, job is not None
         if job is not None:
             self.unsent.append(job)
         else:
@@ -90,7 +90,7 @@ class SchedulerGuard:
         """Add to the plan what the workers must know of failures."""
         if self.is_down:
             self._start_over()
-        plan = plan or StepPlan(idle=is_idle)
+        plan = plan or StepPlan(idle=is_idle and not self._side.settings.others_wait)
         plan = replace(plan, starts_over=self._starts_over, loads=(*self._due, *plan.loads))
         self._due.clear()
         self.has_updates = self._starts_over = self.is_down
@@ -99,7 +99,7 @@ class SchedulerGuard:
     def ended(self, request_ids: Iterable[str], manager: KVCacheManager | None) -> None:
         """No rank writes the blocks of these loads any more. Call before vLLM learns of the end."""
         for request_id in request_ids:
-            request, counts = self.awaiting.pop(request_id, (None, True))
+            request, counts = self._promised.pop(request_id, (None, True))
             if request is None or manager is None or counts:
                 continue
             if not request.is_finished():

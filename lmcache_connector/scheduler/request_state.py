@@ -33,12 +33,13 @@ class SchedulerSettings:
     redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
-    step_wait_seconds: float = 0.001  # for answers for all requests; 0: not in idle steps either
+    step_wait_seconds: float = 0.001  # per step, to wait for answers for all requests
+    others_wait: bool = False  # data-parallel engines of a MoE model make each step together
     num_batches: int = 1  # steps in flight at once
     window_interval: int | None = None  # None: eight windows
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
-    drafted_len: int | None = None  # drafters skip steps with a longer request; None: never
+    drafted_len: int | None = None  # a drafter skips steps with a longer request; None: no drafter
     adapters_leak: bool = False  # into requests without an adapter, from others of their step
     is_mm_prefix_lm: bool = False  # an image's tokens attend to later ones of the image
 

@@ -98,7 +98,7 @@ class Scheduler:
         settings, policy, tally = self.settings, self.policy, self.tally
         self.jobs = jobs
         self.held = HeldBlocks(settings, self.witness)
-        # vLLM may learn of a step's tokens before its drafter has written KV.
+        # vLLM's model runner V2 tells of a step's tokens before its drafter has written KV.
         num_passes = settings.num_batches + (settings.drafted_len is not None)
         self.in_use = BlocksInUse(num_passes, hears_all_frees=settings.is_prefix_only)
         self._uses = PrefixUses(settings.parts, self.index, stores=settings.stores)
@@ -176,7 +176,7 @@ class Scheduler:
 
     def _find(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load after the computed ones; ``None``: vLLM must ask again."""
-        self._wait.is_idle = self.is_idle
+        self._wait.is_idle = self.is_idle and not self.settings.others_wait
         wait = self._wait if self.is_idle else None
         state = self._enter(request, wait)
         is_current = self.book.identifier.is_current(request, wait)
@@ -308,7 +308,7 @@ class Scheduler:
         adapters, weights, transfers = self.book.adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.acked, weights.acked),
-            idle=not scheduled and self.settings.step_wait_seconds > 0.0,
+            idle=not scheduled and not self.settings.others_wait,
             prefill=work if not has_loads else None,
             probe=probe,
             uses=self._uses.take() if self._uses.new else (),
@@ -421,13 +421,15 @@ class Scheduler:
     # -- ended ---------------------------------------------------------------------------------
 
     def request_finished(
-        self, request: Request, block_ids: BlockTables, *, is_loading: bool, is_updating: bool
+        self, request: Request, block_ids: BlockTables, *, is_updating: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
         """Give the request's blocks back to vLLM; open stores read them until vLLM reuses them.
-        ``is_loading``: vLLM waits for the end of its load. ``is_updating``: during an update from a
-        step's output; those blocks are then pinned until :meth:`take_events` at least. Returns True
-        if vLLM must keep the blocks until all ranks have stored them for another instance, and the
-        parameters for the router."""
+        ``is_updating``: during an update from a step's output; those blocks are then pinned until
+        :meth:`take_events` at least. Returns True if vLLM must keep the blocks until all ranks have
+        stored them for another instance, and the parameters for the router."""
+        # vLLM itself keeps the blocks of a request that waits for a load, be it another
+        # connector's, until the load's end, and takes no second end.
+        may_wait = not is_updating and request.request_id not in self._scheduled
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
@@ -442,7 +444,7 @@ class Scheduler:
         stores = self.jobs.stores_of(state) if state is not None else {}
         for job_id, read_ids in stores.items() if is_updating else ():
             self.held.pin_ended(job_id, read_ids)
-        return self.transfers.finished(request, state, block_ids, stores, is_loading=is_loading)
+        return self.transfers.finished(request, state, block_ids, stores, is_held=not may_wait)
 
     def _store_the_rest(self, state: RequestState, block_ids: BlockTables) -> None:
         """Store what remains of a finished request; if its load is open, only cancel that."""

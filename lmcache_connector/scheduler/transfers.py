@@ -183,23 +183,22 @@ class RequestTransfers:
         block_ids: BlockTables,
         stores: Iterable[int],
         *,
-        is_loading: bool,
+        is_held: bool,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks until its open ``stores`` have ended on all
-        ranks, and the parameters for the router. ``state`` is ``None`` for a request that is not
-        stored."""
+        ranks (if ``is_held``), and the parameters for the router. ``state`` is ``None`` for a
+        request that is not stored."""
         self.drop_source(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None
         if state is not None:
             self.planned(state)
         params = self._params(sent, block_ids) if sent.answers else None
-        # vLLM itself keeps the blocks of an aborted load until its end, and takes no second one.
-        held = "" if is_loading else request.request_id
+        held = request.request_id if is_held else ""
         self.tally.count("p2p_handovers")
         del self._sent[request.request_id]
         self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset(stores), held))
-        return bool(held), params  # from here on nothing raises: vLLM gets this answer
+        return is_held, params  # from here on nothing raises: vLLM gets this answer
 
     def start_over(self) -> None:
         """A call has failed, maybe that of a request's end: end the transfers of ended requests."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.stepwise.form import KVForm
@@ -112,7 +112,10 @@ class ModelIdentity:
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, for the model as of the last :meth:`refresh`."""
         assert self._hasher is not None
-        label = read_weights_label(self._config.weights_label)
+        try:
+            label = read_weights_label(self._config.weights_label)
+        except ConfigError:  # a file being written: nobody else has these keys
+            label = uuid.uuid4().hex
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weights=label))
 
     def _name_of_weights(self, is_first: bool) -> str:

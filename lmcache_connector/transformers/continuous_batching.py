@@ -73,10 +73,11 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         if manager.is_running():
             raise UnsupportedError("The manager runs already: make TieredBatching before start().")
         batching = manager.continuous_batching_config
-        if batching.use_async_batching or any(batching.cuda_graph_booleans):
+        moves_kv = batching.cpu_offload_space != 0.0
+        if batching.use_async_batching or any(batching.cuda_graph_booleans) or moves_kv:
             raise UnsupportedError(
-                "TieredBatching needs hooks to run in every pass, and the pass to end before the "
-                "next one is planned: set use_async_batching and use_cuda_graph to False."
+                "TieredBatching needs hooks in every pass, its end before the next is planned, and "
+                "KV that stays: set use_async_batching, use_cuda_graph and cpu_offload_space to 0."
             )
         settings = read_settings(config)
         if settings.require_cache_salt:
@@ -163,7 +164,8 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         blocks: Sequence[int] = self._allocator.block_table.get(state.request_id, ())
         number = complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
         if state.request_id not in self._whole:
-            self._paged.forget(blocks)  # transformers may share them
+            first = max(0, state.current_len() - 1 - number) // self._allocator.tokens_per_page
+            self._paged.forget(blocks[first:])  # those written; others may share the ones before
         elif number:
             before = self._whole[state.request_id]
             end = before + number

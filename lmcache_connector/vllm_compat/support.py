@@ -126,7 +126,7 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if model.is_diffusion:
         yield "diffusion models, whose KV may be of tokens that they discard", _WITHOUT
     if vllm_config.aux_output_config.enabled:
-        yield "--enable-return-routed-experts, as vLLM has none of loaded tokens", "leave it out"
+        yield "--enable-return-routed-experts, since vLLM lacks those of loaded KV", "leave it out"
     multimodal = model.multimodal_config
     if model.uses_mrope and multimodal and multimodal.is_multimodal_pruning_enabled():
         yield (
@@ -135,7 +135,7 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "start without --video-pruning-rate",
         )
     if parallel.enable_fault_tolerance or parallel.all2all_backend == "nixl_ep":
-        yield "--enable-fault-tolerance and nixl_ep: KV of failed ranks is stored", "leave them out"
+        yield "KV of ranks that may have failed", "leave out --enable-fault-tolerance or nixl_ep"
     if not kv_cache_config.kv_cache_groups:
         yield "models without a KV cache", _WITHOUT
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -17,8 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.routing import Router
+from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.lives import PRODUCED, Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
 from tests.support.planted import PlantedError, Planter
 
@@ -252,23 +254,25 @@ def test_a_load_that_was_promised_when_a_call_raised_is_computed(
     engine.check_answer(name)
 
 
-@pytest.mark.parametrize("is_forgotten", [False, True])
+@pytest.mark.parametrize("of", ["known", "forgotten", "another connector's"])
 def test_the_blocks_of_a_load_whose_client_goes_away_are_given_back_once(
-    model: Path, is_forgotten: bool
+    model: Path, of: str
 ) -> None:
     """vLLM keeps them until the load has ended; a second end would end its engine. A reset, which
     vLLM refuses while it waits for a load, has dropped what the scheduler side knew of it."""
-    faults = Faults(slow=0.0)
-    engine = ShadowEngine(model, Shape(num_blocks=60), 0, faults)
+    faults, is_foreign = Faults(slow=0.0), of == "another connector's"
+    shape = Shape(num_blocks=60, beside=1 if is_foreign else None)
+    engine = ShadowEngine(model, shape, 0, faults)
     engine.adapter.transfers.router = Router(Address("127.0.0.1", 1), True, False, ())
     tokens = [*prompt(1, 300), 1]
     engine.add(tokens, 1)
     engine.run_until_idle()
     engine.forget_prefixes()
     faults.stuck = True
-    name = engine.add(tokens, 1, transfer=PRODUCED)
+    offer = Offer(4 * BLOCK_SIZE, True, Arrival.RIGHT) if is_foreign else None
+    name = engine.add(tokens, 1, transfer=PRODUCED, offer=offer)
     wait_for(engine, lambda: engine.is_loading(name))
-    if is_forgotten:
+    if of == "forgotten":
         assert not engine.reset()
     engine.abort(name)
     faults.stuck = False

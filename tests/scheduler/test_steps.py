@@ -111,7 +111,11 @@ def test_engines_that_make_each_step_together_wait_for_nothing(
     engine.run_until_idle()
     engine.check_answer(request)
     assert not any(plan.idle for plan in engine.plans)
-    assert engine.adapter.settings.step_wait_seconds == 0.0
+    engine.adapter._wait.is_idle = True
+    engine.adapter._find(engine.requests[request], 0)
+    assert not engine.adapter._wait.is_idle
+    assert engine.connector._guard is not None
+    assert not engine.connector._guard.add_updates(None, is_idle=True).idle
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

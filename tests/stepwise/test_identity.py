@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,25 @@ def test_engines_forms_and_namespaces_differ() -> None:
         key(model, weights_label="next"),
     ]
     assert len(set(found)) == len(found)
+
+
+def test_a_label_that_cannot_be_read_gives_keys_that_nobody_has(tmp_path: Path) -> None:
+    """As while it is written."""
+    label = tmp_path / "label"
+    label.write_text("step 1")
+    identity = ModelIdentity(tiny(), "e", FORM, parse_config({"weights_label": f"file:{label}"}))
+    identity.refresh()
+
+    def first_key() -> bytes:
+        keys = identity.keys()
+        keys.extend(range(200))
+        return keys.keys[0]
+
+    before = first_key()
+    label.write_text("")
+    assert len({before, first_key(), first_key()}) == 3
+    label.write_text("step 1")
+    assert first_key() == before
 
 
 def test_changes_in_place_are_noticed() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestState
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.tiers import Tiers
@@ -196,6 +197,24 @@ def test_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.import_module(TieredBatching.__module__)
 
 
+def test_a_prompt_with_several_answers_leaves_what_others_share_of_it_known(model: Path) -> None:
+    """The second answer's request comes without a prompt of its own, so it bypasses the tiers."""
+    manager, system = new_manager(model), prompt(5, 2 * CHUNK)
+    with TieredBatching(manager, SMALL) as tiers:
+        processor = manager.batch_processor
+        for number, num_children in enumerate((0, 1, 0)):
+            before = tiers.counts.stored_chunks
+            tokens = system + prompt(10 + number, CHUNK + 9)
+            request = RequestState(
+                f"r{number}", tokens, max_new_tokens=4, num_children=num_children
+            )
+            processor.scheduler.add_waiting_request(request)
+            while processor.scheduler.has_pending_requests() and processor.prepare_next_batch():
+                processor._generation_step(manager.model)
+                processor.update_batch()
+        assert tiers.counts.stored_chunks - before == 1
+
+
 def test_unsupported_managers_are_refused(model: Path) -> None:
     manager = new_manager(model, allow_block_sharing=False)
     with pytest.raises(UnsupportedError, match="allow_block_sharing"):
@@ -205,6 +224,8 @@ def test_unsupported_managers_are_refused(model: Path) -> None:
     manager = new_manager(model, use_async_batching=True)
     with pytest.raises(UnsupportedError, match="use_async_batching"):
         TieredBatching(manager, SMALL)
+    with pytest.raises(UnsupportedError, match="cpu_offload_space"):
+        TieredBatching(new_manager(model, cpu_offload_space=0.01), SMALL)
     manager = new_manager(model)
     # As transformers decides for flash attention on a GPU; a CPU has no graphs.
     manager.continuous_batching_config.use_cuda_graph = (True, False)
