@@ -79,7 +79,7 @@ def test_kv_transfers_need_the_ranks_of_an_engine_on_one_host(tiny_model: Path) 
         kv_connector="LMCacheP2PConnector", kv_role="kv_producer"
     )
     config.parallel_config.nnodes = 2
-    with pytest.raises(UnsupportedError, match="ranks on one host: share by redis_url"):
+    with pytest.raises(UnsupportedError, match="an engine on several hosts cannot transfer KV"):
         LMCacheP2PConnector(config, KVConnectorRole.WORKER, kv_cache())
 
 

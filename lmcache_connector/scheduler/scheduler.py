@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_SECONDS = 10.0
 """How long a request may wait for a hit, KV transfers aside; then it is computed."""
+_CUT_OFF = ("FINISHED_ABORTED", "FINISHED_ERROR")
 _SAMPLES_SECONDS = 0.1
 """Samples for ``/metrics`` wait this long while requests run: most polls only read the clock."""
 
@@ -427,9 +428,9 @@ class Scheduler:
         ``is_updating``: during an update from a step's output; those blocks are then pinned until
         :meth:`take_events` at least. Returns True if vLLM must keep the blocks until all ranks have
         stored them for another instance, and the parameters for the router."""
-        # vLLM itself keeps the blocks of a request that waits for a load, be it another
-        # connector's, until the load's end, and takes no second end.
-        may_wait = not is_updating and request.request_id not in self._scheduled
+        # If it still waits for a load, be it another connector's, vLLM itself keeps its blocks
+        # until the load's end, and takes no second end.
+        may_wait = request.status.name in _CUT_OFF and request.request_id not in self._scheduled
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)

@@ -185,9 +185,9 @@ class RequestTransfers:
         *,
         is_held: bool,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks until its open ``stores`` have ended on all
-        ranks (if ``is_held``), and the parameters for the router. ``state`` is ``None`` for a
-        request that is not stored."""
+        """``is_held``: vLLM keeps the request's blocks until its open ``stores`` have ended on all
+        ranks. Returns whether it must, and the parameters for the router. ``state`` is ``None`` for
+        a request that is not stored."""
         self.drop_source(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None

@@ -76,8 +76,8 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         moves_kv = batching.cpu_offload_space != 0.0
         if batching.use_async_batching or any(batching.cuda_graph_booleans) or moves_kv:
             raise UnsupportedError(
-                "TieredBatching needs hooks in every pass, its end before the next is planned, and "
-                "KV that stays: set use_async_batching, use_cuda_graph and cpu_offload_space to 0."
+                "TieredBatching needs hooks in every pass, and KV that stays in its blocks: set "
+                "use_async_batching and use_cuda_graph to False, and cpu_offload_space to 0."
             )
         settings = read_settings(config)
         if settings.require_cache_salt:
@@ -164,7 +164,7 @@ class TieredBatching(AbstractContextManager["TieredBatching"]):
         blocks: Sequence[int] = self._allocator.block_table.get(state.request_id, ())
         number = complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
         if state.request_id not in self._whole:
-            first = max(0, state.current_len() - 1 - number) // self._allocator.tokens_per_page
+            first = (state.current_len() - number) // self._allocator.tokens_per_page
             self._paged.forget(blocks[first:])  # those written; others may share the ones before
         elif number:
             before = self._whole[state.request_id]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.request import RequestStatus
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.routing import Router
@@ -254,7 +255,7 @@ def test_a_load_that_was_promised_when_a_call_raised_is_computed(
     engine.check_answer(name)
 
 
-@pytest.mark.parametrize("of", ["known", "forgotten", "another connector's"])
+@pytest.mark.parametrize("of", ["known", "failed", "forgotten", "another connector's"])
 def test_the_blocks_of_a_load_whose_client_goes_away_are_given_back_once(
     model: Path, of: str
 ) -> None:
@@ -274,7 +275,10 @@ def test_the_blocks_of_a_load_whose_client_goes_away_are_given_back_once(
     wait_for(engine, lambda: engine.is_loading(name))
     if of == "forgotten":
         assert not engine.reset()
-    engine.abort(name)
+    if of == "failed":  # for a reason of vLLM's own
+        engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ERROR)
+    else:
+        engine.abort(name)
     faults.stuck = False
     engine.run_until_idle()
     ended = [

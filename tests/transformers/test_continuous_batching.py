@@ -204,9 +204,9 @@ def test_a_prompt_with_several_answers_leaves_what_others_share_of_it_known(mode
         processor = manager.batch_processor
         for number, num_children in enumerate((0, 1, 0)):
             before = tiers.counts.stored_chunks
-            tokens = system + prompt(10 + number, CHUNK + 9)
+            tokens = system + prompt(10 + number, 20 if num_children else CHUNK + 9)
             request = RequestState(
-                f"r{number}", tokens, max_new_tokens=4, num_children=num_children
+                f"r{number}", tokens, max_new_tokens=PAGE + 8, num_children=num_children
             )
             processor.scheduler.add_waiting_request(request)
             while processor.scheduler.has_pending_requests() and processor.prepare_next_batch():
