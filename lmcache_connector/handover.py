@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from lmcache_connector.worker.adapter import WorkerAdapter
 
 _SEVERAL_HOSTS = "lmcache-connector: an engine on several hosts cannot transfer KV; use redis_url."
-    "lmcache-connector: an engine on several hosts cannot transfer KV: use a redis_url."
-)
 
 
 class LMCacheP2PConnector(LMCacheTieredConnector):
