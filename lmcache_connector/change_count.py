@@ -62,7 +62,7 @@ class ReadCount:
             return
         try:
             if _NAME not in str(Path(place).readlink()):
-                raise ValueError("no counter")  # another host's, or PID namespace's
+                raise ValueError("it leads to something else")  # on another host, for instance
             with Path(place).open("rb") as file:
                 found = mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:  # another host or user

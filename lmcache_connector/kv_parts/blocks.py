@@ -37,7 +37,7 @@ class BlocksInUse:
     With several batches under way, vLLM frees a request's blocks while its last passes are queued.
     A pass that reuses a block runs behind those on the device. A load does not, unless it waits.
 
-    ``num_passes`` steps are under way at once. ``hears_all_frees``: vLLM reports each freed block,
+    Up to ``num_passes`` passes are under way. ``hears_all_frees``: vLLM reports each freed block,
     as it does not behind windows and states: with several batches, all blocks then count as in use.
     """
 

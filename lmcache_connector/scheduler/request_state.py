@@ -39,7 +39,7 @@ class SchedulerSettings:
     window_interval: int | None = None  # None: eight windows
     has_rings: bool = False  # after a hit inside a block, vLLM lacks the block's latest tokens
     lookahead: int = 0  # the KV of a token also depends on so many tokens after it
-    drafted_len: int | None = None  # a drafter skips steps with a longer request; None: no drafter
+    drafted_len: int | None = None  # one with KV skips steps with a longer request; None: no such
     adapters_leak: bool = False  # into requests without an adapter, from others of their step
     is_mm_prefix_lm: bool = False  # an image's tokens attend to later ones of the image
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_SECONDS = 10.0
 """How long a request may wait for a hit, KV transfers aside; then it is computed."""
-_CUT_OFF = ("FINISHED_ABORTED", "FINISHED_ERROR")
+_CUT_OFF = ("FINISHED_ABORTED", "FINISHED_ERROR")  # ends of requests that may not be running
 _SAMPLES_SECONDS = 0.1
 """Samples for ``/metrics`` wait this long while requests run: most polls only read the clock."""
 

@@ -135,7 +135,7 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "start without --video-pruning-rate",
         )
     if parallel.enable_fault_tolerance or parallel.all2all_backend == "nixl_ep":
-        yield "KV of ranks that may have failed", "leave out --enable-fault-tolerance, nixl_ep"
+        yield "KV of failed ranks", "leave out --enable-fault-tolerance, --all2all-backend nixl_ep"
     if not kv_cache_config.kv_cache_groups:
         yield "models without a KV cache", _WITHOUT
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

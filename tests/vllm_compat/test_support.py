@@ -94,7 +94,7 @@ def test_ranks_whose_failure_vllm_notices_late_are_refused(
     """Their step has been stored by then."""
     config = vllm_config(model)
     vars(config.parallel_config).update(change)
-    assert "KV of ranks that may have failed" in refused(config, kv_cache())
+    assert "KV of failed ranks" in refused(config, kv_cache())
 
 
 def test_pruned_videos_are_refused_where_positions_follow_from_them(
