@@ -349,15 +349,16 @@ def test_writes_pause_at_a_server_that_takes_them_too_slowly(valkey: Server) -> 
         SlowProxy(valkey.port, link, is_narrow=True) as proxy,
         open_tier(
             proxy.url, LARGE, max_value_bytes=2 * MIB, num_connections=1,
-            write_timeout_seconds=0.6, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
+            write_timeout_seconds=1.2, backoff_min_seconds=3600.0, backoff_max_seconds=3600.0,
         ) as tier,
     ):  # fmt: skip
         wait_until(lambda: put_all(tier, [0]) == [True], "not writable at first")
-        link.set(bytes_per_second=0.25 * MIB)  # 4 s a chunk; a burst of one is given 2.2 s
+        # 5 s a chunk, of which a burst is given 3.4; 64 KiB in 0.3 s, else it is silent after 1.2.
+        link.set(bytes_per_second=0.2 * MIB)
         assert put_all(tier, [1]) == [False]
         began = time.monotonic()
         assert not any(put_all(tier, range(2, 20)))
-        assert time.monotonic() - began < 20.0, "every write has waited out its 2.2 s"
+        assert time.monotonic() - began < 40.0, "every write has waited out its 3.4 s"
         assert tier.stats().writes_paused
         assert tier.stats().servers[0][1] is CircuitState.CLOSED
         assert not tier.put(chunk_key(20), memoryview(chunk_data(20, LARGE)), Ends())
